@@ -1,0 +1,97 @@
+"""The contract of Relay's strategies: a thin layer on Lightning's own ``Strategy``.
+
+A plug-in names this class first and the Lightning strategy that it builds on second::
+
+    class DDPStrategy(StrategyPlugin, pytorch_lightning.strategies.DDPStrategy): ...
+    class RPCSequentialStrategy(StrategyPlugin, pytorch_lightning.strategies.ParallelStrategy): ...
+
+The seven members below are abstract, so every plug-in states in one place, and documents, what it does at each point of
+a run. Their bodies here pass the call on, so a plug-in reaches Lightning's behaviour with ``super()``.
+"""
+
+from abc import abstractmethod
+from typing import Any, cast
+
+from pytorch_lightning import Trainer
+from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.strategies import Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+
+class StrategyPlugin(Strategy):
+    """What each strategy of Relay owns, in the order of a run.
+
+    One thing is done here for all of them: ``post_optimizer_step`` hangs on the user's own optimizer objects.
+    Lightning's ``Strategy.optimizer_step`` is no place for it, because a ``LightningModule`` that calls
+    ``self.optimizers(use_pl_optimizer=False).step()`` never gets there.
+    """
+
+    _step_handles: tuple[RemovableHandle, ...] = ()
+
+    @abstractmethod
+    def setup_environment(self) -> None:
+        """Start what the run needs before the model is set up, such as process groups."""
+        super().setup_environment()
+
+    @abstractmethod
+    def setup(self, trainer: Trainer) -> None:
+        """Prepare model, optimizers and processes; raise errors of configuration before any process starts."""
+        super().setup(trainer)
+
+    @abstractmethod
+    def barrier(self, name: str | None = None) -> None:
+        """Return when every process of the strategy has come here; ``name`` is for messages only."""
+        cast(Any, super()).barrier(name)  # abstract in Lightning's Strategy, concrete in the one behind this class
+
+    @abstractmethod
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Called with the loss (a scalar) before each backward pass."""
+        super().pre_backward(closure_loss)
+
+    @abstractmethod
+    def post_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Called after every step of ``optimizer``, the object that ``configure_optimizers`` returned.
+
+        It follows each step, under automatic and manual optimization, and also when the user steps the bare
+        optimizer. A step that a gradient scaler skips is no step.
+        """
+
+    @abstractmethod
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
+    ) -> None:
+        """Write one complete checkpoint, whatever process the state lives in. Every process calls it."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @abstractmethod
+    def teardown(self) -> None:
+        """End what ``setup`` started. Safe at any stage of set-up; never masks the first error."""
+        self._remove_step_hooks()
+        super().teardown()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The user's optimizers. Assigning them (Lightning does in ``setup``) hangs ``post_optimizer_step`` on each."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        vars(Strategy)["optimizers"].__set__(self, optimizers)
+        # Lightning assigns the same list twice in a set-up, and a user may keep an optimizer over several fits.
+        self._remove_step_hooks()
+        own = {id(optimizer): optimizer for optimizer in map(_unwrap, optimizers)}
+        self._step_handles = tuple(
+            optimizer.register_step_post_hook(lambda stepped, args, kwargs: self.post_optimizer_step(stepped))
+            for optimizer in own.values()
+        )
+
+    def _remove_step_hooks(self) -> None:
+        for handle in self._step_handles:
+            handle.remove()
+        self._step_handles = ()
+
+
+def _unwrap(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
