@@ -1,0 +1,5 @@
+"""Relay's Trainer and command line."""
+
+from trainer.trainer import Trainer
+
+__all__ = ["Trainer"]
