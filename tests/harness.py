@@ -1,0 +1,169 @@
+"""The one way to run a test that starts processes: in a child of its own, with a time-out, and nothing left behind.
+
+pytest ── run(fn, *args) ──▶ child: python harness_child.py SCRATCH   (own session, TMPDIR, working directory)
+                               1. imports the test module and calls fn(*args)
+                               2. looks for what fn left, waiting for what is just ending
+                               3. writes the result, or the traceback, to SCRATCH/io
+pytest ◀── the result, or an AssertionError with traceback and last output
+           4. looks once more from outside, then kills whatever is left
+
+def two_stages(seed):                      # at top level of a test module
+    trainer = Trainer(devices=2, strategy="rpc_sequential"); ...
+    return losses                          # plain types and tensors
+
+def test_parity():
+    assert run(two_stages, 0) == pytest.approx(run(one_process, 0))
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import procfs
+from harness_child import Order, Report, settled
+
+LEAKS = ("process", "thread", "port", "tmp", "shm", "env", "process_group", "rpc")
+OUTPUT_LINES = 200
+
+
+def run(
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout_seconds: float = 120,
+    env: Mapping[str, str | None] | None = None,
+    allow: Collection[str] = (),
+    settle_seconds: float = 10,
+) -> Any:
+    """Runs ``fn(*args)`` in a fresh Python process and returns its result.
+
+    Args:
+        fn: a top-level function of a test module, or any function that cloudpickle can send.
+        args: plain types and tensors.
+        timeout_seconds: after this, the stacks of all its processes are shown and all of them are killed.
+        env: environment variables for the child; ``None`` removes one. ``OMP_NUM_THREADS`` is 1 unless given here.
+        allow: kinds of leaks (see ``LEAKS``) that ``fn`` may leave behind; for what Lightning itself leaves.
+        settle_seconds: how long processes, threads and ports may take to end after ``fn`` has returned.
+
+    Raises:
+        AssertionError: ``fn`` raised, died, ran out of time, or left something behind.
+        ValueError: ``allow`` names an unknown kind.
+    """
+    if unknown := set(allow) - set(LEAKS):
+        raise ValueError(f"allow got {sorted(unknown)}; the kinds of leaks are {', '.join(LEAKS)}")
+    with tempfile.TemporaryDirectory(prefix="relay-test-", ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder).resolve()
+        for name in ("io", "tmp", "cwd"):
+            (scratch / name).mkdir()
+        order = Order(
+            sys_path=[os.path.abspath(entry) for entry in sys.path],
+            module_name=fn.__module__,
+            module_file=getattr(sys.modules.get(fn.__module__), "__file__", None),
+            call=cloudpickle.dumps((fn, args)),
+            allow=frozenset(allow),
+            settle_seconds=settle_seconds,
+        )
+        (scratch / "io/order").write_bytes(pickle.dumps(order))
+        segments_before = procfs.shm_segments()
+        child = _start(scratch, env or {})
+        try:
+            report = _await_report(child, scratch, timeout_seconds)
+            leaks = [*report.leaks, *_leaks_outside(child.pid, scratch, order, segments_before)]
+            if leaks:
+                raise AssertionError("left behind:\n  " + "\n  ".join(leaks))
+        except AssertionError as error:
+            raise AssertionError(f"{fn.__qualname__} {error}\n{_last_output(scratch)}") from None
+        finally:
+            _kill(child, scratch)
+        return pickle.loads(report.result)
+
+
+def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[bytes]:
+    # PYTHONFAULTHANDLER: every Python process of the tree shows its stacks when it is sent SIGABRT.
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+    variables |= {"TMPDIR": str(scratch / "tmp"), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    with open(scratch / "io/output", "ab") as output:
+        return subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("harness_child.py")), str(scratch)],
+            cwd=scratch / "cwd",
+            env={name: value for name, value in variables.items() if value is not None},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _await_report(child: subprocess.Popen[bytes], scratch: Path, timeout_seconds: float) -> Report:
+    try:
+        code = child.wait(timeout_seconds)
+    except subprocess.TimeoutExpired:
+        _show_stacks(child, scratch)
+        raise AssertionError(f"was still running after {timeout_seconds} s; its stacks are below") from None
+    if not (scratch / "io/report").exists():
+        raise AssertionError(f"ended its process with exit code {code}")
+    report: Report = pickle.loads((scratch / "io/report").read_bytes())
+    if report.raised:
+        raise AssertionError(f"raised in the child\n{report.raised}")
+    if code != 0:
+        raise AssertionError(f"returned, but its process then ended with exit code {code}")
+    return report
+
+
+def _leaks_outside(session: int, scratch: Path, order: Order, segments_before: set[str]) -> list[str]:
+    """Orphans, and the files that are still there once every exit handler has run."""
+
+    def find() -> list[str]:
+        found = {
+            "process": [procfs.describe(pid) for pid in procfs.family(session, scratch)],
+            "tmp": [str(path.relative_to(scratch / "tmp")) for path in sorted((scratch / "tmp").rglob("*"))],
+            "shm": procfs.unowned(procfs.shm_segments() - segments_before),
+        }
+        return [f"{kind}: {what}" for kind, whats in found.items() if kind not in order.allow for what in whats]
+
+    return settled(find, order.settle_seconds)
+
+
+def _last_output(scratch: Path) -> str:
+    lines = (scratch / "io/output").read_text(errors="replace").splitlines()[-OUTPUT_LINES:]
+    return "\n".join(["--- last output of the child", *(lines or ["(none)"])])
+
+
+def _show_stacks(child: subprocess.Popen[bytes], scratch: Path) -> None:
+    """Appends where each thread of each process stands to the output; frozen first, so that it is one picture."""
+    pids = procfs.family(child.pid, scratch)
+    for pid in pids:
+        _send(pid, signal.SIGSTOP)
+    for pid in pids:
+        with open(scratch / "io/output", "a") as output:
+            output.write(f"\n--- stacks of {procfs.describe(pid)}\n")
+        _send(pid, signal.SIGABRT)
+        _send(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 2
+        while pid in procfs.family(child.pid, scratch) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def _kill(child: subprocess.Popen[bytes], scratch: Path) -> None:
+    """Kills the child and whatever it started, until nothing is left."""
+    deadline = time.monotonic() + 10
+    while (pids := procfs.family(child.pid, scratch)) and time.monotonic() < deadline:
+        for pid in pids:
+            _send(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    child.wait()
+
+
+def _send(pid: int, signal_number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # ended meanwhile
+        os.kill(pid, signal_number)

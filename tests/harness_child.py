@@ -1,0 +1,161 @@
+"""The child's half of the test harness: calls the function, looks for what it left, reports to `harness.run`."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import procfs
+
+# Set by libraries when they are imported or seeded, not by what is under test.
+LIBRARY_VARIABLES = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the parent asks of the child."""
+
+    sys_path: list[str]
+    module_name: str
+    module_file: str | None
+    call: bytes  # pickled (fn, args)
+    allow: frozenset[str]
+    settle_seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the child answers."""
+
+    raised: str | None = None  # the traceback
+    result: bytes = b""
+    leaks: tuple[str, ...] = ()
+
+
+def settled(find: Callable[[], list[str]], settle_seconds: float) -> list[str]:
+    """What ``find`` still returns after waiting for it to become empty."""
+    deadline = time.monotonic() + settle_seconds
+    while (leaks := find()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return leaks
+
+
+def main(scratch: Path) -> int:
+    faulthandler.enable()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the parent asks for stacks with SIGABRT
+    _end_with_parent()
+    order: Order = pickle.loads((scratch / "io/order").read_bytes())
+    sys.path[:] = order.sys_path
+    reports = _claim(scratch / "io/claimed")
+    try:
+        _import_module(order)
+        fn, args = pickle.loads(order.call)
+        before = _Surroundings.now()
+        result = fn(*args)
+        if not reports:
+            return 0
+        leaks = settled(lambda: _leaks(before, scratch, order.allow), order.settle_seconds)
+        report = Report(result=pickle.dumps(result), leaks=tuple(leaks))
+    except BaseException:
+        if not reports:
+            raise
+        report = Report(raised=traceback.format_exc())
+    (scratch / "io/report.part").write_bytes(pickle.dumps(report))
+    os.rename(scratch / "io/report.part", scratch / "io/report")
+    if report.raised or report.leaks:
+        sys.stdout.flush()
+        os._exit(0)  # the verdict is known; a forgotten thread must not keep the process until the time-out
+    return 0
+
+
+def _end_with_parent() -> None:
+    """The kernel kills this process when pytest ends, however it ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def _claim(file: Path) -> bool:
+    """Whether this process is the first here: Lightning's DDP launcher starts ranks by running `sys.argv` again."""
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _import_module(order: Order) -> None:
+    """Makes the function's module importable by its name, also where pytest loaded it from a file off the path."""
+    name, file = order.module_name, order.module_file
+    if name == "__main__" or name in sys.modules or file is None:
+        return
+    try:
+        __import__(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+            raise
+        spec = spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """What a function could change without saying so."""
+
+    env: dict[str, str]
+    threads: frozenset[threading.Thread]
+    ports: frozenset[int]
+
+    @staticmethod
+    def now() -> _Surroundings:
+        threads = frozenset(thread for thread in threading.enumerate() if not thread.daemon)
+        return _Surroundings(dict(os.environ), threads, frozenset(procfs.listening_ports()))
+
+
+def _leaks(before: _Surroundings, scratch: Path, allow: frozenset[str]) -> list[str]:
+    gc.collect()  # stores and RPC agents close their sockets when they are collected
+    now = _Surroundings.now()
+    names = {name for name, _ in now.env.items() ^ before.env.items()} - LIBRARY_VARIABLES
+    processes = [procfs.describe(pid) for pid in procfs.family(os.getsid(0), scratch) if pid != os.getpid()]
+    found = {
+        # Python's resource tracker lives as long as this process does; the parent sees whether it is gone then.
+        "process": [text for text in processes if "multiprocessing.resource_tracker" not in text],
+        "thread": [repr(thread) for thread in now.threads - before.threads],
+        "port": [str(port) for port in sorted(now.ports - before.ports)],
+        "env": [f"{name}={now.env.get(name)!r}, was {before.env.get(name)!r}" for name in sorted(names)],
+        **_torch_leaks(),
+    }
+    return [f"{kind}: {what}" for kind, whats in found.items() if kind not in allow for what in whats]
+
+
+def _torch_leaks() -> dict[str, list[str]]:
+    if "torch" not in sys.modules:
+        return {}
+    import torch.distributed as dist
+
+    leaks = {}
+    if dist.is_available() and dist.is_initialized():
+        leaks["process_group"] = ["torch's default process group is initialised"]
+    if dist.is_available() and dist.rpc.is_available() and dist.rpc.api._is_current_rpc_agent_set():
+        leaks["rpc"] = ["torch.distributed.rpc is initialised"]
+    return leaks
+
+
+if __name__ == "__main__":
+    from harness_child import main as child_main  # by its name, under which the parent's pickle knows Order and Report
+
+    sys.exit(child_main(Path(sys.argv[1])))
