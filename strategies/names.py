@@ -12,16 +12,20 @@ PLUGINS = {
 _FEW = 12  # so many names fit into a message
 
 
-def did_you_mean(name: str, valid: Iterable[str]) -> str:
+def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> str:
     """The end of a message about an unknown ``name``: the nearest valid names, or all of them where they are few.
+
+    Where none is near, ``or_list`` says whether to name the valid ones all the same.
 
     >>> did_you_mean("micro_batches", ["balance", "microbatches"])
     "; did you mean 'microbatches'?"
     """
-    by_lower = {candidate.lower(): candidate for candidate in sorted(valid)}
+    by_lower = {candidate.lower(): candidate for candidate in sorted(valid, reverse=True)}  # Adam before adam
     close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
     if close:
         return f"; did you mean {' or '.join(repr(by_lower[match]) for match in close)}?"
+    if not or_list:
+        return ""
     if len(by_lower) <= _FEW:
         return f"; valid names: {', '.join(by_lower.values()) or 'none'}"
     nearest = difflib.get_close_matches(name.lower(), by_lower, n=5, cutoff=0.0)

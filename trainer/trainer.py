@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
@@ -10,6 +11,16 @@ from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 
 import strategies
 from strategies.names import PLUGINS, did_you_mean
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
+
+
+def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init]:
+    """Type checkers, ``inspect`` and the command line see the arguments of ``original``.
+
+    Lightning's own decorator takes arguments by position, and defaults from ``PL_TRAINER_*`` variables.
+    """
+    return lambda init: cast(_Init, _defaults_from_env_vars(functools.wraps(original)(init)))
 
 
 class Trainer(pl.Trainer):
@@ -23,28 +34,27 @@ class Trainer(pl.Trainer):
         ValueError: for a strategy name that neither Relay nor Lightning knows.
     """
 
-    # Lightning's own decorator takes arguments by position, and defaults from PL_TRAINER_* variables.
-    @_defaults_from_env_vars
-    @functools.wraps(pl.Trainer.__init__)
+    @_with_signature_of(pl.Trainer.__init__)
     def __init__(self, **kwargs: Any) -> None:
         known = inspect.signature(pl.Trainer).parameters
         for keyword in kwargs:
             if keyword not in known:
                 raise TypeError(f"Trainer has no argument {keyword!r}{did_you_mean(keyword, known)}")
         if isinstance(kwargs.get("strategy"), str):
-            kwargs["strategy"] = _strategy_by_name(kwargs["strategy"])
+            kwargs["strategy"] = resolve_strategy(kwargs["strategy"])
         super().__init__(**kwargs)
 
 
-def _strategy_by_name(name: str) -> Strategy | str:
+def resolve_strategy(name: str) -> Strategy | str:
     """One of Relay's plug-ins with its defaults, or the name again where it is Lightning's to resolve."""
     plugin, lightning_names = PLUGINS.get(name.lower()), ["auto", *StrategyRegistry.available_strategies()]
     if plugin is not None:
         strategy: Strategy = getattr(strategies, plugin)()
         return strategy
     if name.lower() not in lightning_names:
+        class_paths = [f"strategies.{cls}" for cls in PLUGINS.values()]
         raise ValueError(
-            f"unknown strategy {name!r}{did_you_mean(name, [*PLUGINS, *lightning_names])} "
-            f"(Relay's strategies: {', '.join(PLUGINS)}; others are Lightning's)"
+            f"unknown strategy {name!r}{did_you_mean(name, [*PLUGINS, *lightning_names, *class_paths], or_list=False)} "
+            f"(Relay's strategies: {', '.join(PLUGINS)}; any other name is looked up in Lightning)"
         )
     return name

@@ -1,0 +1,107 @@
+"""The command line ``python -m trainer {fit,validate,test,predict}``: LightningCLI with Relay's Trainer.
+
+A mistake in the configuration ends in one line on stderr and exit status 2. Where it can be made:
+
+1. parsing: unknown keys, classes and wrong types (``trainer.parser``), an interpolation that leads nowhere;
+2. building the strategy, the model, the data and the Trainer: what their constructors refuse;
+3. setting up: what a strategy refuses once it has seen the model.
+
+Whatever goes wrong later is no mistake in the configuration, and keeps its traceback.
+"""
+
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+import pytorch_lightning as pl
+from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from trainer.config import SaveConfigBesideCheckpoints
+from trainer.parser import Parser
+from trainer.trainer import Trainer, resolve_strategy
+
+_OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric")
+
+
+def main(args: ArgsType = None) -> None:
+    """Run one command.
+
+    Args:
+        args: what follows ``python -m trainer``; ``None`` takes it from ``sys.argv``.
+
+    Raises:
+        SystemExit: with status 2 after one line on stderr, where the configuration is mistaken.
+    """
+    # The user's classes are named by paths such as examples.gpt.GPT; an installed script does not search here itself.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    _CLI(
+        trainer_class=Trainer,
+        parser_class=Parser,
+        parser_kwargs={"parser_mode": "omegaconf", "prog": "python -m trainer"},
+        save_config_callback=SaveConfigBesideCheckpoints,
+        args=args,
+    )
+
+
+class _CLI(LightningCLI):
+    """LightningCLI with the three steps in which a configuration can be refused."""
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            super().parse_arguments(parser, args)
+            strategy = self.config[self.config.subcommand].trainer.strategy
+            if isinstance(strategy, str):
+                resolve_strategy(strategy)
+        except (OmegaConfBaseException, ValueError) as mistake:
+            _end(mistake)
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except (MisconfigurationException, ValueError, TypeError) as mistake:
+            if isinstance(mistake, TypeError) and not _is_ours(mistake):
+                raise
+            _end(mistake)
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except (MisconfigurationException, ValueError, TypeError) as mistake:
+            refused = isinstance(mistake, MisconfigurationException) or _is_ours(mistake)
+            if not refused or _is_set_up(mistake):
+                raise
+            _end(mistake)
+
+
+def _frames(mistake: BaseException) -> list[tuple[str, str, str]]:
+    """Module, function and place of each frame, the one that raised last."""
+    return [
+        (frame.f_globals.get("__name__", ""), frame.f_code.co_name, f"{frame.f_code.co_filename}:{line}")
+        for frame, line in traceback.walk_tb(mistake.__traceback__)
+    ]
+
+
+def _is_ours(mistake: BaseException) -> bool:
+    """Whether Relay or Lightning refused an argument, and not code that they called."""
+    return _frames(mistake)[-1][0].split(".")[0] in _OURS
+
+
+def _is_set_up(mistake: BaseException) -> bool:
+    """Whether the loops had begun to run."""
+    run_stage = pl.Trainer._run_stage
+    return (run_stage.__module__, run_stage.__name__) in [frame[:2] for frame in _frames(mistake)]
+
+
+def _end(mistake: Exception) -> NoReturn:
+    # Every rank has the same configuration and refuses it alike; one line is enough.
+    if getattr(rank_zero_only, "rank", 0) == 0:
+        where = (
+            "" if _is_ours(mistake) or isinstance(mistake, OmegaConfBaseException) else f" ({_frames(mistake)[-1][2]})"
+        )
+        sys.stderr.write(f"error: {' '.join(str(mistake).split())}{where}\n")
+    raise SystemExit(2) from mistake

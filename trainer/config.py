@@ -1,0 +1,44 @@
+"""The resolved configuration of a run, saved in the directory of its checkpoints."""
+
+import itertools
+import posixpath
+
+import pytorch_lightning as pl
+from lightning_fabric.utilities.cloud_io import get_filesystem
+from pytorch_lightning.cli import SaveConfigCallback
+
+
+class SaveConfigBesideCheckpoints(SaveConfigCallback):
+    """Writes ``config.yaml`` where each ``ModelCheckpoint`` of a fit writes, whatever the logger.
+
+    A directory that already holds another run's configuration keeps it: the new one becomes ``config-v1.yaml``, as
+    ``ModelCheckpoint`` does with its own files. Without checkpoints the log directory takes the file. Only ``fit``
+    saves one; the other commands write no checkpoint, and must not touch those of a fit.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Nothing yet: a ``ModelCheckpoint`` decides on its directory in its own ``setup``."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Write the file, on the process of rank 0 only."""
+        log_dir = trainer.log_dir  # collective
+        if not trainer.is_global_zero or self.already_saved:
+            return
+        dirpaths = dict.fromkeys(getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks)
+        text = self.parser.dump(self.config, skip_none=False)
+        for dirpath in [path for path in dirpaths if path] or [log_dir or trainer.default_root_dir]:
+            _write_beside(str(dirpath), self.config_filename, text)
+        self.already_saved = True
+
+
+def _write_beside(dirpath: str, filename: str, text: str) -> None:
+    filesystem = get_filesystem(dirpath)
+    filesystem.makedirs(dirpath, exist_ok=True)
+    stem, extension = posixpath.splitext(filename)
+    for version in itertools.count():
+        path = posixpath.join(dirpath, f"{stem}-v{version}{extension}" if version else filename)
+        if not filesystem.exists(path):
+            filesystem.write_text(path, text)
+            return
+        if filesystem.read_text(path) == text:
+            return

@@ -1,0 +1,118 @@
+"""What a wrong configuration is told: jsonargparse's message, often ten lines long, as one line with the nearest names.
+
+jsonargparse says *that* a name is wrong; the names that would be right are computed here, from the parser and from what
+can be imported.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, get_args
+
+from strategies.names import did_you_mean
+
+_CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
+_EXPECTED_TYPE = re.compile(rf"Expected an? {_CLASS.pattern}(?:\. Got value: (?P<value>.*))?$")
+_FRAME = ("Does not validate against any of the Union subtypes", "Subtypes:", "Errors:", "Given value type:")
+_OF_CLASS_PATH = ["class_path", "init_args", "dict_kwargs"]
+
+
+def unknown_key(key: str, valid: Iterable[str]) -> str:
+    """``trainer.max_epoch`` against all dotted keys of a parser: the level that is wrong, and what is right there."""
+    names = {name for name in valid if not name.endswith(".help")}
+    good, levels = "", key.split(".")
+    for level in levels:
+        here = {name[len(good) :].split(".")[0] for name in names if name.startswith(good)}
+        if level not in here or not any(name.startswith(f"{good}{level}.") for name in names):
+            return f"unknown key {good + level!r}{did_you_mean(level, here - {'help'})}"
+        good += level + "."
+    return f"unknown key {key!r}"
+
+
+def unknown_class(path: str, base_types: Iterable[type]) -> str:
+    """A class path that does not lead to a class: the first part of it that is wrong, and what is right there."""
+    if "." not in path:
+        names = [cls.__name__ for base in base_types for cls in _subclasses(base)]
+        return f"unknown class {path!r}{did_you_mean(path, names)}"
+    module, attributes = _longest_import(path)
+    wrong = attributes[0]
+    if module is None:
+        return f"cannot import {path!r}: no module {wrong!r}{did_you_mean(wrong, _top_level_modules(), or_list=False)}"
+    classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+    public = [*classes, *getattr(module, "__all__", []), *_submodules(module)]
+    return f"cannot import {path!r}: {module.__name__} has no {wrong!r}{did_you_mean(wrong, public)}"
+
+
+def condense(message: str) -> str:
+    """One line that keeps what a user can act on: the wrong key, what was expected there, and the value given."""
+    key, _, rest = message.partition(":") if message.startswith("Parser key ") else ("", "", message)
+    lines = [line.strip().removeprefix("- ") for line in rest.splitlines()]
+    value = next((line.removeprefix("Given value: ") for line in lines if line.startswith("Given value: ")), None)
+    if "Subclass types expect one of:" in lines and value is not None:
+        told = _not_a_class_path(value)
+    else:
+        told = _expected(lines, value)
+    where = key.removeprefix("Parser key ").strip('"')
+    return _CLASS.sub(r"\1", f"{where}: {told}" if where else told)
+
+
+def classes_in(typehint: Any) -> Iterator[type]:
+    """The classes that a type hint such as ``list[Callback] | Callback | None`` names."""
+    if inspect.isclass(typehint) and not get_args(typehint):
+        yield typehint
+    for part in get_args(typehint):
+        yield from classes_in(part)
+
+
+def _expected(lines: list[str], value: str | None) -> str:
+    lines = [line for line in lines if line and not line.startswith((*_FRAME, "Given value: "))]
+    types = [match for line in lines if (match := _EXPECTED_TYPE.match(line))]
+    if types and len(types) == len(lines):
+        names = dict.fromkeys("null" if match[1] == "NoneType" else match[1] for match in types)
+        got = (
+            value if value is not None else next((match["value"] for match in types if match["value"]), "another type")
+        )
+        return f"expected {' or '.join(names)}, got {got}"
+    # "Expected a str" beside the true reason only says that the value might also have been another thing.
+    reasons = [line for line in lines if not _EXPECTED_TYPE.match(line) and not line.startswith("Expected a path but")]
+    return "; ".join(dict.fromkeys(reasons or lines)) + (f" (got {value})" if value is not None else "")
+
+
+def _not_a_class_path(value: str) -> str:
+    try:
+        given = ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        given = value
+    keys = [key for key in given if key not in _OF_CLASS_PATH] if isinstance(given, dict) else []
+    if not keys:
+        return f"expected class_path and init_args, got {value}"
+    return f"expected class_path and init_args, got {keys[0]!r}{did_you_mean(keys[0], _OF_CLASS_PATH)}"
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    if base.__module__ != "builtins":
+        yield base
+        for derived in type.__subclasses__(base):
+            yield from _subclasses(derived)
+
+
+def _longest_import(path: str) -> tuple[Any, list[str]]:
+    """The deepest module on the way along ``path``, and the parts of the path behind it."""
+    module, parts = None, path.split(".")
+    for count in range(1, len(parts)):
+        try:
+            module = importlib.import_module(".".join(parts[:count]))
+        except ImportError:
+            return module, parts[count - 1 :]
+    return module, parts[-1:]
+
+
+def _submodules(module: Any) -> list[str]:
+    return [found.name for found in pkgutil.iter_modules(getattr(module, "__path__", []))]
+
+
+def _top_level_modules() -> list[str]:
+    return [found.name for found in pkgutil.iter_modules()]

@@ -1,0 +1,86 @@
+"""The parser of the command line: LightningCLI's, whose errors are one line on stderr and exit status 2."""
+
+import re
+import sys
+from typing import Any, NoReturn
+
+from pytorch_lightning.cli import LightningArgumentParser
+
+from trainer.messages import classes_in, condense, unknown_class, unknown_key
+
+_UNRECOGNIZED = "unrecognized arguments: "
+_NOT_ACCEPTED = re.compile(
+    r"(?:Group '(?P<group>[^']+)' does not accept o|.*does not accept o|O)ption '(?P<key>[^']*)'"
+)
+_CLASS_PATH = re.compile(r"Problem with given class_path '([^']+)'|Expected a dot import path string: (\S+)")
+# The parser of a class's arguments hands its message to the parser around it, which wraps it into its own; the mark
+# shows where the inner message, already one line, begins and ends.
+_MARK = "\x02"
+
+
+class Parser(LightningArgumentParser):
+    """LightningCLI's parser. Abbreviated options are off: ``--trainer.max_epoch`` is a mistake, not ``max_epochs``."""
+
+    _described: type | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def add_class_arguments(
+        self, theclass: type, nested_key: str | None = None, *args: Any, **kwargs: Any
+    ) -> list[str]:
+        """As in jsonargparse, which makes one inner parser (no ``nested_key``) per class that a value names."""
+        if nested_key is None:
+            self._described = theclass
+        added: list[str] = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
+        return added
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """End the program with one line, or hand that line to the parser around this one."""
+        line = message.split(_MARK)[1] if _MARK in message else self._explain(message, ex)
+        if not self.exit_on_error:
+            super().error(f"{_MARK}{line}{_MARK}", ex)
+        sys.stderr.write(f"error: {line}\n")
+        self.exit(2)
+
+    def _explain(self, message: str, ex: Exception | None) -> str:
+        if message.startswith(_UNRECOGNIZED):
+            return self._unrecognized(message.removeprefix(_UNRECOGNIZED).split()[0])
+        parser = getattr(ex, "subcommand_parser", self)
+        if found := _NOT_ACCEPTED.match(message):
+            key = ".".join(filter(None, (found["group"], found["key"])))
+            return self._of_class(unknown_key(key, parser._keys()))
+        if found := _CLASS_PATH.search(message):
+            line = condense(message).partition(": ")[0] + ": " if message.startswith("Parser key") else ""
+            return self._of_class(line + unknown_class(found[1] or found[2], self._classes_at(message)))
+        return self._of_class(condense(message))
+
+    def _of_class(self, line: str) -> str:
+        if self._described is None:
+            return line
+        return f"{self._described.__module__}.{self._described.__qualname__}: {line}"
+
+    def _unrecognized(self, argument: str) -> str:
+        if not argument.startswith("--"):
+            return f"unexpected argument {argument!r}"
+        return unknown_key(argument.removeprefix("--").partition("=")[0], self._chosen()._keys())
+
+    def _chosen(self) -> "Parser":
+        """The parser of the subcommand that the arguments name, else this one."""
+        subcommands = self._subcommands_action.choices if self._subcommands_action else {}
+        chosen: Parser = next((subcommands[arg] for arg in self.args if arg in subcommands), self)
+        return chosen
+
+    def _keys(self) -> set[str]:
+        return {action.dest for action in self._actions if action.dest not in ("help", "print_config")}
+
+    def _classes_at(self, message: str) -> list[type]:
+        key = re.match(r'Parser key "([^"]*)"', message)
+        parsers = (self, self._chosen()) if self._subcommands_action else (self,)
+        return [
+            cls
+            for parser in parsers
+            for action in parser._actions
+            if key and action.dest == key[1]
+            for cls in classes_in(getattr(action, "_typehint", None))
+        ]
