@@ -43,15 +43,14 @@ class Report(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return
-        lines = {
-            "balance": getattr(trainer.strategy, "balance", None),
-            "checkpoint": getattr(trainer.checkpoint_callback, "best_model_path", None),
-        }
-        if self._num_tokens:
-            lines["speed"] = f"{self._num_tokens / self._seconds:,.0f} tokens/s in training"
+        lines = {}
         if self._validation_losses:
             losses = " ".join(f"{loss:.3f}" for loss in self._validation_losses)
             lines["validation loss"] = f"{losses} nats per character"
             lines["unigram loss"] = f"{trainer.datamodule.unigram_loss:.3f}, what character frequencies alone reach"
+        if self._num_tokens:
+            lines["speed"] = f"{self._num_tokens / self._seconds:,.0f} tokens/s in training"
+        lines["balance"] = getattr(trainer.strategy, "balance", None)
+        lines["checkpoint"] = getattr(trainer.checkpoint_callback, "best_model_path", None)
         print("", *(f"{name:<16} {value}" for name, value in lines.items() if value), sep="\n")
         print("", generate(pl_module, self.prompt, self.num_characters), sep="\n")

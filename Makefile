@@ -1,0 +1,45 @@
+# Every target sets itself up in .venv; nothing but make and a Python with venv has to be there.
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/installed
+INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: help demo test check bench clean
+
+help:
+	@echo "make demo   train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
+	@echo "make test   run the tests, but for the slow ones"
+	@echo "make check  lint, format and types"
+	@echo "make bench  run the benchmarks"
+	@echo "make clean  remove .venv"
+
+demo: $(INSTALLED)
+	python -m trainer fit --config configs/pipeline.yaml
+
+test: $(INSTALLED)
+	python -m pytest -m "not slow"
+
+check: $(INSTALLED)
+	ruff check .
+	ruff format --check .
+	mypy
+
+bench: $(INSTALLED)-bench
+	@test -f benchmarks/__main__.py || { echo "There is no benchmark yet."; exit 1; }
+	python -m benchmarks
+
+# The stamp is written last, so that an interrupted installation is taken up again. `compat` puts the checkout itself on
+# the path, not only the two packages: the scripts in examples/ import their model from there, wherever they are run.
+$(INSTALLED): pyproject.toml
+	@echo "Setting up $(VENV): some minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e '.[dev]'
+	@touch $@
+
+$(INSTALLED)-bench: $(INSTALLED)
+	@$(INSTALL) -e '.[bench]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV)
