@@ -20,6 +20,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from strategies.names import PLUGINS
 from trainer.config import SaveConfigBesideCheckpoints
 from trainer.parser import Parser
 from trainer.trainer import Trainer, resolve_strategy
@@ -27,7 +28,7 @@ from trainer.trainer import Trainer, resolve_strategy
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric")
 
 
-def main(args: ArgsType = None) -> None:
+def main(args: list[str] | None = None) -> None:
     """Run one command.
 
     Args:
@@ -52,8 +53,10 @@ class _CLI(LightningCLI):
     """LightningCLI with the three steps in which a configuration can be refused."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        assert args is None or isinstance(args, list)
         try:
-            super().parse_arguments(parser, args)
+            # Not LightningCLI's own method, which warns about arguments given by a caller.
+            self.config = parser.parse_args(_spell_out_strategy(sys.argv[1:] if args is None else args))
             strategy = self.config[self.config.subcommand].trainer.strategy
             if isinstance(strategy, str):
                 resolve_strategy(strategy)
@@ -76,6 +79,14 @@ class _CLI(LightningCLI):
             if not refused or _is_set_up(mistake):
                 raise
             _end(mistake)
+
+
+def _spell_out_strategy(args: list[str]) -> list[str]:
+    """``--trainer.strategy=ddp`` as a class path, where other options give that strategy arguments."""
+    if not any(arg.startswith("--trainer.strategy.") for arg in args):
+        return args
+    spelled = {f"--trainer.strategy={name}": f"--trainer.strategy=strategies.{cls}" for name, cls in PLUGINS.items()}
+    return [spelled.get(arg, arg) for arg in args]
 
 
 def _frames(mistake: BaseException) -> list[tuple[str, str, str]]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, get_args
 
-from strategies.names import did_you_mean
+from strategies.names import PLUGINS, did_you_mean
 
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
 _EXPECTED_TYPE = re.compile(rf"Expected an? {_CLASS.pattern}(?:\. Got value: (?P<value>.*))?$")
@@ -34,6 +34,8 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
 
 def unknown_class(path: str, base_types: Iterable[type]) -> str:
     """A class path that does not lead to a class: the first part of it that is wrong, and what is right there."""
+    if path in PLUGINS:
+        return f"the name {path!r} takes no arguments; to give some, write class_path: strategies.{PLUGINS[path]}"
     if "." not in path:
         names = [cls.__name__ for base in base_types for cls in _subclasses(base)]
         return f"unknown class {path!r}{did_you_mean(path, names)}"
@@ -95,7 +97,8 @@ def _not_a_class_path(value: str) -> str:
 def _subclasses(base: type) -> Iterator[type]:
     if base.__module__ != "builtins":
         yield base
-        for derived in type.__subclasses__(base):
+        below: list[type] = type.__subclasses__(base)
+        for derived in below:
             yield from _subclasses(derived)
 
 
