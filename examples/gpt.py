@@ -58,13 +58,13 @@ class GPT(LightningModule):
     def __init__(
         self,
         block_size: int = 128,
-        width: int = 128,
+        width: int = 96,
         num_blocks: int = 4,
         num_heads: int = 4,
         dropout: float = 0.0,
         learning_rate: float = 3e-3,
         weight_decay: float = 0.1,
-        warmup_steps: int = 20,
+        warmup_steps: int = 50,
     ):
         super().__init__()
         self.save_hyperparameters()

@@ -39,7 +39,7 @@ def unigram_loss(train: Tensor, validation: Tensor) -> float:
 class PythonDocs(LightningDataModule):
     """Batches of (tokens, next tokens), each `[batch, block]`; the end of the text is held out for validation."""
 
-    def __init__(self, block_size: int = 128, batch_size: int = 32, validation_fraction: float = 0.1, seed: int = 0):
+    def __init__(self, block_size: int = 128, batch_size: int = 16, validation_fraction: float = 0.1, seed: int = 0):
         super().__init__()
         self.save_hyperparameters()
         tokens = encode(python_documentation())
