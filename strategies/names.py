@@ -27,6 +27,6 @@ def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> st
     if not or_list:
         return ""
     if len(by_lower) <= _FEW:
-        return f"; valid names: {', '.join(by_lower.values()) or 'none'}"
+        return f"; valid names: {', '.join(sorted(by_lower.values())) or 'none'}"
     nearest = difflib.get_close_matches(name.lower(), by_lower, n=5, cutoff=0.0)
     return f"; the nearest of {len(by_lower)} valid names: {', '.join(by_lower[match] for match in nearest)}"
