@@ -89,9 +89,13 @@ def run(
 
 
 def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[bytes]:
-    # PYTHONFAULTHANDLER: every Python process of the tree shows its stacks when it is sent SIGABRT.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    variables |= {"TMPDIR": str(scratch / "tmp"), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    variables |= {
+        "TMPDIR": str(scratch / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "io/inductor"),  # torch would choose one in TMPDIR and keep it
+        "PYTHONFAULTHANDLER": "1",  # every Python process of the tree shows its stacks when it is sent SIGABRT
+        "PYTHONUNBUFFERED": "1",
+    }
     with open(scratch / "io/output", "ab") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("harness_child.py")), str(scratch)],

@@ -21,7 +21,13 @@ from pathlib import Path
 import procfs
 
 # Set by libraries when they are imported or seeded, not by what is under test.
-LIBRARY_VARIABLES = {"PL_GLOBAL_SEED", "PL_SEED_WORKERS", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+LIBRARY_VARIABLES = {
+    "KMP_DUPLICATE_LIB_OK",  # scikit-learn
+    "KMP_INIT_AT_FORK",
+    "PL_GLOBAL_SEED",  # Lightning's seed_everything
+    "PL_SEED_WORKERS",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning's look for GPUs
+}
 
 
 @dataclass(frozen=True)
