@@ -9,6 +9,9 @@ PLUGINS = {
     "rpc_sequential": "RPCSequentialStrategy",
 }
 
+_ALIKE = 0.6  # of difflib's ratio
+_AS_GOOD = 0.15  # a name that much less alike than the best one is not mentioned
+_MOST = 3
 _FEW = 12  # so many names fit into a message
 
 
@@ -20,13 +23,23 @@ def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> st
     >>> did_you_mean("micro_batches", ["balance", "microbatches"])
     "; did you mean 'microbatches'?"
     """
-    by_lower = {candidate.lower(): candidate for candidate in sorted(valid, reverse=True)}  # Adam before adam
-    close = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.6)
-    if close:
-        return f"; did you mean {' or '.join(repr(by_lower[match]) for match in close)}?"
+    candidates = sorted(set(valid))
+    likeness = {candidate: _likeness(name, candidate) for candidate in candidates}
+    best = max(likeness.values(), default=0.0)
+    if best >= _ALIKE:
+        close = [c for c in candidates if likeness[c] >= max(_ALIKE, best - _AS_GOOD)]
+        close.sort(key=lambda candidate: -likeness[candidate])
+        return f"; did you mean {' or '.join(map(repr, close[:_MOST]))}?"
     if not or_list:
         return ""
-    if len(by_lower) <= _FEW:
-        return f"; valid names: {', '.join(sorted(by_lower.values())) or 'none'}"
-    nearest = difflib.get_close_matches(name.lower(), by_lower, n=5, cutoff=0.0)
-    return f"; the nearest of {len(by_lower)} valid names: {', '.join(by_lower[match] for match in nearest)}"
+    if len(candidates) <= _FEW:
+        return f"; valid names: {', '.join(candidates) or 'none'}"
+    nearest = sorted(candidates, key=lambda candidate: -likeness[candidate])[:5]
+    return f"; the nearest of {len(candidates)} valid names: {', '.join(nearest)}"
+
+
+def _likeness(name: str, candidate: str) -> float:
+    """0 to 1, without regard to case; a name cut short (``fp16`` of ``fp16_compress``) is alike."""
+    name, candidate = name.lower(), candidate.lower()
+    ratio = difflib.SequenceMatcher(None, name, candidate).ratio()
+    return max(ratio, _ALIKE) if len(name) > 2 and candidate.startswith(name) else ratio

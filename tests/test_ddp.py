@@ -26,7 +26,7 @@ from trainer import Trainer
         (
             {"comm_hook": "fp16"},
             ValueError,
-            "unknown comm_hook 'fp16'; valid names: bf16_compress, fp16_compress, none",
+            "unknown comm_hook 'fp16'; did you mean 'fp16_compress'",
         ),
         ({"comm_hook": "zip"}, ValueError, "valid names: .*bf16_compress.*none"),
         (

@@ -22,7 +22,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.names import PLUGINS
 from trainer.config import SaveConfigBesideCheckpoints
-from trainer.parser import Parser
+from trainer.parser import ConstructorRaised, Parser
 from trainer.trainer import Trainer, resolve_strategy
 
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric")
@@ -63,11 +63,19 @@ class _CLI(LightningCLI):
         except (OmegaConfBaseException, ValueError) as mistake:
             _end(mistake)
 
+    def _add_instantiators(self) -> None:
+        super()._add_instantiators()  # for model and data
+        self.parser.add_instantiator(lambda cls, *args, **kwargs: cls(*args, **kwargs), object, subclasses=True)
+
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (MisconfigurationException, ValueError, TypeError) as mistake:
-            if isinstance(mistake, TypeError) and not _is_ours(mistake):
+        except ConstructorRaised as raised:
+            if not _is_refusal(raised.error):
+                raise raised.error from raised.error.__cause__
+            _end(raised.error)
+        except (MisconfigurationException, ValueError, TypeError) as mistake:  # of the Trainer
+            if not _is_refusal(mistake):
                 raise
             _end(mistake)
 
@@ -75,8 +83,7 @@ class _CLI(LightningCLI):
         try:
             super()._run_subcommand(subcommand)
         except (MisconfigurationException, ValueError, TypeError) as mistake:
-            refused = isinstance(mistake, MisconfigurationException) or _is_ours(mistake)
-            if not refused or _is_set_up(mistake):
+            if _is_set_up(mistake) or not (isinstance(mistake, MisconfigurationException) or _is_ours(mistake)):
                 raise
             _end(mistake)
 
@@ -100,6 +107,13 @@ def _frames(mistake: BaseException) -> list[tuple[str, str, str]]:
 def _is_ours(mistake: BaseException) -> bool:
     """Whether Relay or Lightning refused an argument, and not code that they called."""
     return _frames(mistake)[-1][0].split(".")[0] in _OURS
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a constructor refuses its arguments; a ``TypeError`` of the user's own is rather a bug."""
+    return isinstance(error, MisconfigurationException | ValueError) or (
+        isinstance(error, TypeError) and _is_ours(error)
+    )
 
 
 def _is_set_up(mistake: BaseException) -> bool:

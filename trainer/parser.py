@@ -1,7 +1,9 @@
 """The parser of the command line: LightningCLI's, whose errors are one line on stderr and exit status 2."""
 
+import functools
 import re
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from pytorch_lightning.cli import LightningArgumentParser
@@ -16,6 +18,18 @@ _CLASS_PATH = re.compile(r"Problem with given class_path '([^']+)'|Expected a do
 # The parser of a class's arguments hands its message to the parser around it, which wraps it into its own; the mark
 # shows where the inner message, already one line, begins and ends.
 _MARK = "\x02"
+
+
+class ConstructorRaised(BaseException):
+    """Carries what a constructor raised past jsonargparse.
+
+    Where an argument may be one of several types, jsonargparse takes any ``Exception`` of a constructor as a reason to
+    try the next type, and in the end reports that none fits. It lets a ``BaseException`` through.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Parser(LightningArgumentParser):
@@ -34,6 +48,18 @@ class Parser(LightningArgumentParser):
             self._described = theclass
         added: list[str] = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
         return added
+
+    def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """As in jsonargparse; what the constructor raises arrives as ``ConstructorRaised``."""
+
+        @functools.wraps(instantiator)
+        def carrying(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return instantiator(*args, **kwargs)
+            except Exception as error:
+                raise ConstructorRaised(error) from error
+
+        super().add_instantiator(carrying, *args, **kwargs)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program with one line, or hand that line to the parser around this one."""
