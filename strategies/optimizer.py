@@ -1,0 +1,93 @@
+"""One optimizer over several processes: each runs the user's optimizer, restricted to the parameters that it owns.
+
+``configure_optimizers`` runs once, on the whole model. What changes from step to step (learning rates, betas, ...) is
+in ``param_groups`` and travels with each step, so schedulers stay where the user made them. Parameters are numbered
+over all groups, as in ``Optimizer.state_dict()``.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
+    """The same optimizer over those of its parameters that are in ``owned``.
+
+    Every group is kept, an empty one too, so that groups have the same place everywhere. Hooks and the ``step`` that a
+    learning-rate scheduler patches into the instance stay behind; they belong to the original.
+
+    Args:
+        optimizer: Any optimizer that steps its parameters from their gradients.
+        owned: The parameters to keep; compared by identity.
+
+    Returns:
+        A new optimizer of the same class that shares the parameters and their state with the original.
+    """
+    kept = {id(tensor) for tensor in owned}
+    cls, attributes = taken_apart(optimizer)
+    attributes["param_groups"] = [
+        {**group, "params": [p for p in group["params"] if id(p) in kept]} for group in optimizer.param_groups
+    ]
+    attributes["state"] = defaultdict(dict, {p: state for p, state in optimizer.state.items() if id(p) in kept})
+    return put_together(cls, attributes)
+
+
+def taken_apart(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Class and attributes, without hooks and without methods patched into the instance.
+
+    For pickling: ``Optimizer.__getstate__`` loses the attributes that a subclass adds.
+    """
+    patched = {"step", "zero_grad"}
+    return type(optimizer), {k: v for k, v in vars(optimizer).items() if k not in patched and not k.endswith("_hooks")}
+
+
+def put_together(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
+    """The inverse of :func:`taken_apart`."""
+    optimizer = object.__new__(cls)
+    optimizer.__setstate__(attributes)
+    return optimizer
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Everything in the groups of ``optimizer`` but the parameters: learning rates, betas, weight decays, ..."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:
+    """The counterpart of :func:`hyperparameters`, on an optimizer with the same groups."""
+    for group, new in zip(optimizer.param_groups, values, strict=True):
+        group.update(new)
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters of all groups, in the order in which ``state_dict`` numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def numbers_of(optimizer: Optimizer, owned: Collection[Tensor]) -> list[int]:
+    """The numbers of those parameters of ``optimizer`` that are in ``owned``, in order."""
+    kept = {id(tensor) for tensor in owned}
+    return [number for number, parameter in enumerate(parameters_of(optimizer)) if id(parameter) in kept]
+
+
+def load_states(optimizer: Optimizer, states: Mapping[int, dict[str, Any]]) -> None:
+    """Loads the state of single parameters, converted to their device and type as ``load_state_dict`` does it.
+
+    Args:
+        optimizer: The optimizer, which may be restricted.
+        states: Number of the parameter *in this optimizer* to its state.
+    """
+    current = optimizer.state_dict()
+    optimizer.load_state_dict({"state": dict(states), "param_groups": current["param_groups"]})
+
+
+def norms_of_gradients(parameters: Iterable[Tensor], norm_type: float) -> list[Tensor | None]:
+    """The norm of the gradient of each parameter, a scalar; ``None`` where there is no gradient."""
+    listed = list(parameters)
+    grads = [p.grad for p in listed if p.grad is not None]
+    norms = iter(torch._foreach_norm(grads, norm_type) if grads else ())
+    return [None if p.grad is None else next(norms) for p in listed]

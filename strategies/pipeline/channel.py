@@ -1,0 +1,167 @@
+"""One direction of the data plane between two processes: values whose tensors travel by point-to-point messages.
+
+A value (a tensor, or tuples, lists and dicts of tensors and other objects) travels as
+
+    header   int64[4]: kind of the message, pass, micro-batch, size of the layout in bytes
+    layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
+    tensors  one message each, none for an empty one
+
+Layouts are numbered by the sender and remembered by both sides, so that a shape is described once. Sends are
+asynchronous (gloo's send waits until the peer has posted its receive, which would put two stages in lock-step), and
+what is under way is kept alive until it has arrived. The receive of the next header is posted ahead.
+"""
+
+import pickle
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.distributed import ProcessGroup, Work
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+_FAILED = -1
+"""The header's kind that says: this process failed, nothing will follow. Other kinds are numbers of layouts."""
+
+
+class PeerFailed(RuntimeError):
+    """The neighbour failed and says so; its own report tells why, so this error is only a consequence."""
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Whether ``error`` only tells that another process failed or has gone."""
+    return isinstance(error, PeerFailed) or "onnection closed by peer" in str(error) or "onnection reset" in str(error)
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Stands for a tensor in the layout of a message."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Sender:
+    """Sends values to one peer, in order, without waiting for them.
+
+    Args:
+        group: A point-to-point group that works on CPU tensors.
+        peer: The receiver's rank in ``group``.
+        tag: Distinguishes the channel from others between the same two processes; ``tag`` and ``tag + 1`` are used.
+        limit: How many values may be under way; :meth:`send` then waits for the oldest. ``None``: any number, until
+            :meth:`flush`. (gloo tells that a send has arrived only to who waits for it, so there is no polling.)
+    """
+
+    def __init__(self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None) -> None:
+        self._group, self._peer, self._tag, self._limit = group, peer, tag, limit
+        self._layouts: dict[bytes, int] = {}
+        self._under_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+
+    def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
+        """Sends ``value``; its tensors must not be changed until they have arrived.
+
+        Args:
+            value: What to send.
+            pass_number: Identifies the pass; the receiver checks it.
+            microbatch: Identifies the micro-batch; the receiver checks it.
+            requires_grad: For each tensor of ``value``, whether the receiver sends a gradient back; by default what the
+                tensors themselves say.
+        """
+        leaves, spec = tree_flatten(value)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        flags = iter(requires_grad or [tensor.requires_grad for tensor in tensors])
+        layout = tree_unflatten(
+            [
+                TensorLayout(tuple(leaf.shape), leaf.dtype, next(flags)) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ],
+            spec,
+        )
+        key = pickle.dumps(layout)
+        number, description = self._layouts.get(key), b""
+        if number is None:
+            number = self._layouts[key] = len(self._layouts)
+            description = cloudpickle.dumps(layout)
+        messages = [self._post(torch.tensor([number, pass_number, microbatch, len(description)]), self._tag)]
+        if description:
+            messages.append(self._post(torch.frombuffer(bytearray(description), dtype=torch.uint8), self._tag))
+        messages += [self._post(t.detach().contiguous().cpu(), self._tag + 1) for t in tensors if t.numel()]
+        self._under_way.append(messages)
+        if self._limit is not None and len(self._under_way) > self._limit:
+            self._wait_for_oldest()
+
+    def fail(self) -> None:
+        """Tells the receiver that nothing will follow, so that it does not wait for the time-out."""
+        self._under_way.append([self._post(torch.tensor([_FAILED, 0, 0, 0]), self._tag)])
+
+    def flush(self) -> None:
+        """Waits until everything has arrived."""
+        while self._under_way:
+            self._wait_for_oldest()
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._under_way.popleft():
+            work.wait()
+
+    def _post(self, tensor: torch.Tensor, tag: int) -> tuple[Work, torch.Tensor]:
+        return self._group.send([tensor], self._peer, tag), tensor
+
+
+class Receiver:
+    """Receives the values of one :class:`Sender`, in order.
+
+    Args:
+        group: As for the sender.
+        peer: The sender's rank in ``group``.
+        device: Where received tensors are put.
+        tag: The sender's tag.
+    """
+
+    def __init__(self, group: ProcessGroup, peer: int, *, device: torch.device, tag: int = 0) -> None:
+        self._group, self._peer, self._device, self._tag = group, peer, device, tag
+        self._layouts: dict[int, Any] = {}
+        self._header = torch.zeros(4, dtype=torch.int64)
+        self._posted: Work | None = None
+
+    def post(self) -> None:
+        """Posts the receive of the next header, if it has not been posted yet."""
+        if self._posted is None:
+            self._posted = self._group.recv([self._header], self._peer, self._tag)
+
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        """Waits for the next value, which must be that of the given pass and micro-batch.
+
+        Returns:
+            The value; its tensors are new, with ``requires_grad`` as the sender set it.
+
+        Raises:
+            PeerFailed: If the sender has failed.
+            RuntimeError: If the sender's process has gone, or if nothing came within the group's time-out.
+        """
+        self.post()
+        assert self._posted is not None
+        self._posted.wait()
+        self._posted = None
+        kind, *place, size_bytes = self._header.tolist()
+        if kind == _FAILED:
+            raise PeerFailed(f"rank {self._peer} of the pipeline failed")
+        assert place == [pass_number, microbatch], (
+            f"expected pass and micro-batch {pass_number, microbatch}, got {place}"
+        )
+        if size_bytes:
+            description = torch.empty(size_bytes, dtype=torch.uint8)
+            self._group.recv([description], self._peer, self._tag).wait()
+            self._layouts[kind] = pickle.loads(description.numpy().tobytes())
+        value = tree_map(self._receive_leaf, self._layouts[kind])
+        self.post()
+        return value
+
+    def _receive_leaf(self, leaf: Any) -> Any:
+        if not isinstance(leaf, TensorLayout):
+            return leaf
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+        if tensor.numel():
+            self._group.recv([tensor], self._peer, self._tag + 1).wait()
+        return tensor.to(self._device).requires_grad_(leaf.requires_grad)

@@ -1,0 +1,192 @@
+"""The driver of a pipeline: it starts the workers, ships their stages, and keeps the last stage.
+
+    input ──▶ worker: stage 0 ──▶ worker: stage 1 ──▶ driver: last stage ──▶ output
+
+Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Sequential`` runs the pipeline.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.optim import Optimizer
+
+from strategies.optimizer import numbers_of, restricted, taken_apart
+from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.hosted import FEED_TAG, Cargo, describe
+from strategies.pipeline.launch import Workers, share_of_threads
+from strategies.pipeline.passes import Passes, Ports, Settings
+from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
+from strategies.pipeline.remote import Failures, RemoteStage
+from strategies.pipeline.session import Session, join_group
+from strategies.pipeline.stage import Mailbox, Stage
+from strategies.pipeline.update import PipelineOptimizers
+from strategies.pipeline.worker import host
+
+_END_SECONDS = 5.0
+"""How long a worker may take to end by itself."""
+
+
+class Pipeline:
+    """Runs an ``nn.Sequential`` over several processes, the last stage on this one.
+
+    Args:
+        module: The layers.
+        balance: Number of layers of each stage.
+        devices: Device of each stage; the last one is this process's.
+        settings: How to run.
+        optimizers: Optimizers over parameters of ``module`` (and of others, which stay here).
+        model: The model that ``module`` is part of; a layer that refers to it cannot be shipped.
+        seed: Base of the random seeds of the layers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Sequence[int],
+        devices: Sequence[torch.device],
+        settings: Settings,
+        *,
+        optimizers: Sequence[Optimizer] = (),
+        model: nn.Module | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.module, self.balance = module, list(balance)
+        self.stages = cut(module, balance)
+        self.remotes: list[RemoteStage] = []
+        self.optimizers = PipelineOptimizers(list(optimizers), self.remotes)
+        self.failures = Failures()
+        self._devices, self._settings, self._model, self._seed = list(devices), settings, model, seed
+        self._workers: Workers | None = None
+        self._stage: Stage | None = None
+        self._hooks: list[Any] = []
+        self._threads_before: int | None = None
+
+    def start(self) -> None:
+        """Starts the workers, ships their stages, and takes over the module's forward pass.
+
+        Raises:
+            ValueError: If a layer cannot be shipped; nothing has been started then.
+            RuntimeError: If a worker cannot be started.
+        """
+        blobs = [pickled(self._cargo(i), self._model) for i in range(len(self.stages) - 1)]
+        self._threads_before = torch.get_num_threads()
+        threads = share_of_threads(len(self.stages))
+        torch.set_num_threads(threads)
+        ports = self._launch(blobs, threads) if blobs else _ports_of_one_stage()
+        self._stage = Stage(
+            self.stages[-1],
+            sum(self.balance[:-1]),
+            self._devices[-1],
+            inputs=ports.inputs,
+            outputs=ports.outputs,
+            output_grads=ports.output_grads,
+            input_grads=ports.input_grads,
+            deferred_batch_norm=self._settings.deferred_batch_norm,
+        )
+        for layers in self.stages[:-1]:
+            move_to_meta(layers)
+        for optimizer in self.optimizers.optimizers:  # the workers have these states; here they would only take memory
+            for parameter in [p for p in optimizer.state if p.is_meta]:
+                del optimizer.state[parameter]
+        self.module.forward = Passes(  # type: ignore[method-assign]
+            self.module, self.stages, self._stage, ports, self.remotes, self.failures, self._settings, self._seed
+        )
+        self._hooks = [
+            self.module.register_state_dict_post_hook(partial(self._gather_state_dict)),  # torch marks the callable
+            self.module.register_load_state_dict_pre_hook(self._scatter_state_dict),
+        ]
+
+    def finish(self) -> None:
+        """Makes the module whole again and ends the workers; safe at any stage of set-up, and twice.
+
+        The layers of a worker that has died are lost: they stay on the ``meta`` device.
+        """
+        try:
+            if self._hooks:
+                for layers, remote in zip(self.stages, self.remotes, strict=False):
+                    move_from_meta(layers, remote.call("tensors"))
+                self.optimizers.fetch()
+        finally:
+            self._end()
+
+    def _end(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        vars(self.module).pop("forward", None)
+        if self._stage is not None:
+            self._stage.close()
+            self._stage = None
+        if self._workers is not None:
+            self._workers.stop(grace_seconds=_END_SECONDS if self.remotes else 0.0)
+            self._workers = None
+        self.remotes.clear()
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None
+
+    def _cargo(self, i: int) -> Cargo:
+        layers = self.stages[i]
+        owned = list(layers.parameters())
+        return Cargo(
+            index=i,
+            layers=layers,
+            first_layer=sum(self.balance[:i]),
+            device=str(self._devices[i]),
+            deferred_batch_norm=self._settings.deferred_batch_norm,
+            optimizers=[taken_apart(restricted(optimizer, owned)) for optimizer in self.optimizers.optimizers],
+            numbers=[numbers_of(optimizer, owned) for optimizer in self.optimizers.optimizers],
+        )
+
+    def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
+        self._workers = Workers(len(blobs), timeout_seconds=self._settings.timeout_seconds, threads=threads)
+        session = self._workers.start()
+        self.remotes.extend(self._ship(i, blob, session, self._workers) for i, blob in enumerate(blobs))
+        last, device = len(blobs), self._devices[-1]
+        group = join_group(session, last)
+        for remote, shipped in [(remote, remote.start("num_kept")) for remote in self.remotes]:
+            remote.result(shipped)
+        return Ports(
+            feed=Sender(group, 0, tag=FEED_TAG),
+            fed_back=Receiver(group, 0, device=device, tag=FEED_TAG),
+            inputs=Receiver(group, last - 1, device=device),
+            outputs=Mailbox(),
+            output_grads=Mailbox(),
+            input_grads=Sender(group, last - 1),
+        )
+
+    def _ship(self, i: int, blob: bytes, session: Session, workers: Workers) -> RemoteStage:
+        name = session.name(i)
+        return RemoteStage(
+            name,
+            rpc.remote(name, host, args=(blob, i, session)),
+            describe(i, self.stages[i], sum(self.balance[:i])),
+            ended=lambda: workers.ended(i),
+            failures=self.failures,
+            timeout_seconds=session.timeout_seconds,
+        )
+
+    def _gather_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Replaces the meta tensors in a state dict by the workers' values, stage by stage."""
+        for remote in self.remotes:
+            state.update({prefix + name: value for name, value in remote.call("module_state").items()})
+
+    def _scatter_state_dict(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any
+    ) -> None:
+        """Sends the workers their part of a state dict that is being loaded."""
+        for layers, remote in zip(self.stages, self.remotes, strict=False):
+            names = [name for name in layers.state_dict() if prefix + name in state]
+            remote.call("load_module_state", {name: state[prefix + name] for name in names})
+            for name in names:
+                if isinstance(state[prefix + name], Tensor):
+                    state[prefix + name] = state[prefix + name].to("meta")
+
+
+def _ports_of_one_stage() -> Ports:
+    inputs, outputs, output_grads, input_grads = Mailbox(), Mailbox(), Mailbox(), Mailbox()
+    return Ports(inputs, input_grads, inputs, outputs, output_grads, input_grads)

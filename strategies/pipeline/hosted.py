@@ -1,0 +1,197 @@
+"""A worker's stage: its layers, its part of the optimizers, and the commands that the driver may send it."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from strategies.optimizer import (
+    load_states,
+    norms_of_gradients,
+    parameters_of,
+    put_together,
+    set_hyperparameters,
+)
+from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.schedule import Action
+from strategies.pipeline.stage import Pass, Stage
+
+FEED_TAG = 2
+"""Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
+
+
+@dataclass
+class Cargo:
+    """What is shipped to a worker, pickled as one object so that what is shared stays shared.
+
+    Attributes:
+        index: The stage's number.
+        layers: The stage's layers, named as in the whole module.
+        first_layer: The first one's place in the whole module.
+        device: Where they are to live.
+        deferred_batch_norm: See :class:`~strategies.pipeline.stage.Stage`.
+        optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
+        numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
+    """
+
+    index: int
+    layers: nn.Sequential
+    first_layer: int
+    device: str
+    deferred_batch_norm: bool
+    optimizers: list[tuple[type[Optimizer], dict[str, Any]]]
+    numbers: list[list[int]]
+
+
+class HostedStage:
+    """A stage on a worker. Its public methods are the commands of the control plane."""
+
+    def __init__(self, cargo: Cargo, group: ProcessGroup) -> None:
+        self._index, self._driver = cargo.index, group.size() - 1
+        device = torch.device(cargo.device)
+        self._layers = cargo.layers.to(device)
+        self._optimizers = [put_together(*parts) for parts in cargo.optimizers]
+        self._numbers = cargo.numbers
+        first, limit = cargo.index == 0, group.size() + 2
+        source, inputs_tag = (self._driver, FEED_TAG) if first else (cargo.index - 1, 0)
+        self._outputs = Sender(group, cargo.index + 1, limit=limit)
+        # The driver takes the gradients of its inputs only after its own backward pass: no limit, it would wait for it.
+        self._input_grads = Sender(group, source, tag=inputs_tag, limit=None if first else limit)
+        self._stage = Stage(
+            self._layers,
+            cargo.first_layer,
+            device,
+            inputs=Receiver(group, source, device=device, tag=inputs_tag),
+            outputs=self._outputs,
+            output_grads=Receiver(group, cargo.index + 1, device=device),
+            input_grads=self._input_grads,
+            deferred_batch_norm=cargo.deferred_batch_norm,
+        )
+        self._passes: dict[int, tuple[Pass, list[Action]]] = {}
+        for parameter in self._layers.parameters():
+            parameter.grad = None
+
+    @property
+    def doing(self) -> str:
+        """What the stage does now or did last."""
+        return self._stage.doing
+
+    def describe(self) -> str:
+        """Stage and layers in words, for error reports."""
+        return describe(self._index, self._layers, self._stage.first_layer)
+
+    def tell_neighbours(self) -> None:
+        """Tells both neighbours that this stage failed, so that none waits for it."""
+        self._outputs.fail()
+        self._input_grads.fail()
+
+    def forward(self, this: Pass, actions: list[Action], later: list[Action]) -> None:
+        """Runs the forward part of a pass; keeps ``later`` for :meth:`backward`."""
+        if this.number and self._index == 0:
+            self._input_grads.flush()  # the driver has taken those of earlier passes
+        this.context.apply()
+        if this.grad:
+            self._passes[this.number] = this, later
+        self._stage.run(actions, this)
+
+    def backward(self, number: int) -> None:
+        """Runs the backward part of a pass."""
+        this, actions = self._passes.pop(number)
+        self._stage.run(actions, this)
+
+    def discard(self, number: int) -> None:
+        """Forgets a pass that will have no backward part."""
+        self._passes.pop(number, None)
+        self._stage.discard(number)
+
+    def num_kept(self) -> int:
+        """How many micro-batches wait for their backward pass."""
+        return self._stage.num_kept
+
+    def set_modes(self, training: Sequence[bool]) -> None:
+        """Sets training or evaluation mode of each module, in the order of ``modules()``."""
+        for module, mode in zip(self._layers.modules(), training, strict=True):
+            module.training = mode
+
+    def set_requires_grad(self, flags: Sequence[bool]) -> None:
+        """Sets ``requires_grad`` of each parameter, in the order of ``parameters()``."""
+        for parameter, flag in zip(self._layers.parameters(), flags, strict=True):
+            parameter.requires_grad_(flag)
+
+    def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
+        """Clears the gradients of an optimizer's parameters."""
+        self._optimizers[optimizer].zero_grad(set_to_none)
+
+    def step(self, optimizer: int, values: list[dict[str, Any]]) -> None:
+        """Steps an optimizer with the driver's hyperparameters."""
+        self._stage.doing = "optimizer step"
+        set_hyperparameters(self._optimizers[optimizer], values)
+        self._optimizers[optimizer].step()
+
+    def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
+        """The norm of each gradient, by the parameter's number."""
+        norms = norms_of_gradients(parameters_of(self._optimizers[optimizer]), norm_type)
+        pairs = zip(self._numbers[optimizer], norms, strict=True)
+        return {number: norm.cpu() for number, norm in pairs if norm is not None}
+
+    def scale_grads(self, optimizer: int, factor: Tensor) -> None:
+        """Multiplies the gradients of an optimizer's parameters."""
+        for parameter in parameters_of(self._optimizers[optimizer]):
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+
+    def clip_grad_values(self, optimizer: int, limit: float) -> None:
+        """Clamps every element of the gradients of an optimizer's parameters."""
+        torch.nn.utils.clip_grad_value_(parameters_of(self._optimizers[optimizer]), limit)
+
+    def grads(self) -> dict[str, Tensor | None]:
+        """The gradient of each parameter, by its name in the whole module."""
+        return {name: None if p.grad is None else p.grad.cpu() for name, p in self._layers.named_parameters()}
+
+    def module_state(self) -> dict[str, Any]:
+        """The ``state_dict`` of the layers, on the CPU."""
+        return dict(_on_cpu(self._layers.state_dict()))
+
+    def load_module_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what :meth:`module_state` gave."""
+        self._layers.load_state_dict(state)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer, also those that ``state_dict`` leaves out, on the CPU."""
+        named = [*self._layers.named_parameters(), *self._layers.named_buffers()]
+        return {name: tensor.detach().cpu() for name, tensor in named}
+
+    def optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
+        """The state of each parameter of an optimizer, by its number in the whole one, on the CPU."""
+        own = self._optimizers[optimizer]
+        pairs = zip(self._numbers[optimizer], parameters_of(own), strict=True)
+        return {number: _on_cpu(own.state[p]) for number, p in pairs if own.state.get(p)}
+
+    def load_optimizer_states(self, optimizer: int, states: Mapping[int, dict[str, Any]]) -> None:
+        """Loads, out of the states of a whole optimizer, those of this stage's parameters."""
+        places = {number: place for place, number in enumerate(self._numbers[optimizer])}
+        own = {places[number]: state for number, state in states.items() if number in places}
+        load_states(self._optimizers[optimizer], own)
+
+
+def describe(index: int, layers: nn.Sequential, first_layer: int) -> str:
+    """``stage 1 (layers 3 to 5: Block, Block, Linear)``."""
+    kinds = ", ".join(type(layer).__name__ for layer in layers)
+    return f"stage {index} (layers {first_layer} to {first_layer + len(layers) - 1}: {kinds})"
+
+
+def unpack(blob: bytes, group: ProcessGroup) -> HostedStage:
+    """Makes a stage of a pickled :class:`Cargo`."""
+    cargo = pickle.loads(blob)
+    assert isinstance(cargo, Cargo)
+    return HostedStage(cargo, group)
+
+
+def _on_cpu(state: Any) -> Any:
+    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, state)

@@ -1,0 +1,259 @@
+"""The way of a batch through the pipeline, as the driver leads it: split, forward pass, merge; later the way back.
+
+The output of a pass is one node of autograd. When the loss calls it back, every stage runs its backward part; the
+driver runs its own inside that node and does not wait for the others, whose work overlaps with what it does next.
+
+Index letters: ``m`` micro-batch, ``i`` stage.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from strategies.pipeline.channel import Sender, is_consequence
+from strategies.pipeline.context import PassContext
+from strategies.pipeline.microbatch import merge, split
+from strategies.pipeline.recompute import num_recomputed
+from strategies.pipeline.remote import Failures, RemoteStage
+from strategies.pipeline.schedule import SCHEDULES, Action
+from strategies.pipeline.stage import Input, Mailbox, Output, Pass, Stage
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a pipeline runs; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` explains each."""
+
+    microbatches: int
+    checkpoint: str = "except_last"
+    schedule: str = "gpipe"
+    pipelined_backward: bool = True
+    deferred_batch_norm: bool = False
+    timeout_seconds: float = 60.0
+
+
+@dataclass
+class Ports:
+    """The driver's connections: around its own stage, to stage 0, and back from there."""
+
+    feed: Output
+    fed_back: Input
+    inputs: Input
+    outputs: Mailbox
+    output_grads: Mailbox
+    input_grads: Output
+
+    @property
+    def senders(self) -> list[Sender]:
+        return [port for port in (self.feed, self.input_grads) if isinstance(port, Sender)]
+
+
+class Run:
+    """One pass, from its forward part until its backward part has run or can no longer come."""
+
+    def __init__(self, this: Pass, forget: Callable[[int], None]) -> None:
+        self.this = this
+        self.rows: list[list[int]] = []
+        """For each micro-batch, the number of rows of each output that wants a gradient."""
+        self._forget: Callable[[int], None] | None = forget
+
+    def done(self) -> None:
+        """The backward part has run, so nothing is kept for it any more."""
+        self._forget = None
+
+    def __del__(self) -> None:
+        if self._forget is not None:
+            self._forget(self.this.number)
+
+
+class Passes:
+    """Leads the stages through passes.
+
+    Args:
+        module: The whole module, whose ``training`` and ``requires_grad`` flags are carried to the stages.
+        stages: The parts of ``module``.
+        stage: The last stage, on this process.
+        ports: Its connections.
+        remotes: The other stages, in order.
+        failures: What went wrong with them.
+        settings: How to run.
+        seed: Base of the random seeds of the layers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        stages: Sequence[nn.Sequential],
+        stage: Stage,
+        ports: Ports,
+        remotes: Sequence[RemoteStage],
+        failures: Failures,
+        settings: Settings,
+        seed: int,
+    ) -> None:
+        self._module, self._stages, self._stage, self._ports = module, stages, stage, ports
+        self._remotes, self._failures, self._settings, self._seed = remotes, failures, settings, seed
+        self._num_passes = 0
+        self._forgotten: list[int] = []
+        self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
+
+    def __call__(self, x: Any) -> Any:
+        """Takes and returns what the module's own forward pass does."""
+        given = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+        trained = any(p.requires_grad for p in self._module.parameters())
+        grad = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in given))
+        inputs = [t for t in given if grad and t.requires_grad]
+        with torch.no_grad(), self._explained():
+            run, output, wanted = self._forward(x, [grad and t.requires_grad for t in given], grad)
+        if not any(wanted):
+            return output
+        leaves, spec = tree_flatten(output)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        anchor = torch.zeros((), requires_grad=True)  # there is a backward part even if no input wants a gradient
+        tensors = _Node.apply(self, run, [leaves[place] for place in places], wanted, anchor, *inputs)
+        for place, tensor in zip(places, tensors, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, spec)
+
+    def _forward(self, x: Any, fed_flags: list[bool], grad: bool) -> tuple[Run, Any, list[bool]]:
+        """Returns the run, the merged output, and for each tensor of it whether it wants a gradient."""
+        for sender in self._ports.senders:
+            sender.flush()  # what earlier passes sent has arrived: their results are here
+        parts = split(x, self._settings.microbatches)
+        run = Run(self._new_pass(len(parts), grad), self._forgotten.append)
+        this = run.this
+        for i, remote in enumerate(self._remotes):
+            self._send_flags(i)
+            remote.start("forward", this, *self._actions(i, this))
+        results, fed, ahead = [], 0, 2 * len(self._stages)
+        for action in self._actions(len(self._remotes), this)[0]:
+            while fed < min(len(parts), action.microbatch + ahead):
+                self._ports.feed.send(parts[fed], this.number, fed, requires_grad=fed_flags)
+                fed += 1
+            self._stage.run([action], this)
+            results.append(self._ports.outputs.receive(this.number, action.microbatch))
+        tensors = [[leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] for result in results]
+        output = merge(results)
+        wanted = [any(t.requires_grad for t in column) for column in zip(*tensors, strict=True)]
+        run.rows = [[t.shape[0] for t, flag in zip(row, wanted, strict=True) if flag] for row in tensors]
+        return run, output, wanted
+
+    def backward(self, run: Run, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Runs the backward part of a pass on every stage.
+
+        Args:
+            run: The pass.
+            grads: The gradient of each output that wants one; ``None`` where the loss did not use it.
+            inputs: The pipeline's inputs that want a gradient.
+
+        Returns:
+            The gradients of ``inputs``.
+        """
+        this = run.this
+        with self._explained():
+            columns = [
+                [None] * len(run.rows) if g is None else g.split([rows[k] for rows in run.rows])
+                for k, g in enumerate(grads)
+            ]
+            for m in range(this.microbatches):
+                self._ports.output_grads.send([column[m] for column in columns], this.number, m)
+            for remote in self._remotes:
+                remote.start("backward", this.number)
+            actions = self._actions(len(self._remotes), this)[1]
+            self._stage.run(actions, this)
+            run.done()
+            if not inputs:
+                return []
+            received = {a.microbatch: self._ports.fed_back.receive(this.number, a.microbatch) for a in actions}
+        merged = [
+            _joined([received[m][k] for m in range(this.microbatches)], original) for k, original in enumerate(inputs)
+        ]
+        return merged
+
+    def _new_pass(self, microbatches: int, grad: bool) -> Pass:
+        number, self._num_passes = self._num_passes, self._num_passes + 1
+        return Pass(
+            number=number,
+            microbatches=microbatches,
+            grad=grad,
+            recomputed=num_recomputed(self._settings.checkpoint, microbatches) if grad else 0,
+            at_once=not self._settings.pipelined_backward,
+            seed=self._seed,
+            context=PassContext.capture(self._stage.device.type),
+        )
+
+    def _actions(self, i: int, this: Pass) -> tuple[list[Action], list[Action]]:
+        """What stage ``i`` does in the forward part and in the backward part of a pass."""
+        return _in_two_parts(self._settings.schedule, len(self._stages), this.microbatches)[i]
+
+    def _send_flags(self, i: int) -> None:
+        """Carries what has changed on the driver to stage ``i``, together with the next call."""
+        layers, remote = self._stages[i], self._remotes[i]
+        modes = [module.training for module in layers.modules()]
+        trained = [parameter.requires_grad for parameter in layers.parameters()]
+        before = self._flags_sent[i]
+        if before is None or before[0] != modes:
+            remote.later("set_modes", modes)
+        if before is None or before[1] != trained:
+            remote.later("set_requires_grad", trained)
+        self._flags_sent[i] = modes, trained
+        # ``append`` may be called at any time (by the garbage collector), so take what is there now and no more.
+        forgotten = self._forgotten[:]
+        for number in forgotten:
+            remote.later("discard", number)
+        if i == len(self._remotes) - 1:
+            del self._forgotten[: len(forgotten)]
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raises the cause of a failure instead of its consequences, and lets no neighbour wait for this process."""
+        if self._failures.any:
+            self._failures.raise_cause()
+        try:
+            yield
+        except Exception as error:
+            for sender in self._ports.senders:
+                sender.fail()
+            if is_consequence(error):
+                self._failures.add(error, consequence=True)
+                self._failures.raise_cause()
+            raise
+
+
+class _Node(torch.autograd.Function):
+    """A pass as one node of autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, passes: Passes, run: Run, outputs: list[Tensor], wanted: list[bool], anchor: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.passes, ctx.run, ctx.wanted, ctx.inputs = passes, run, wanted, [t.detach() for t in inputs]
+        ctx.set_materialize_grads(False)
+        detached = tuple(t.detach() for t in outputs)
+        ctx.mark_non_differentiable(*[t for t, flag in zip(detached, wanted, strict=True) if not flag])
+        return detached
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        wanted = [grad for grad, flag in zip(grads, ctx.wanted, strict=True) if flag]
+        return None, None, None, None, None, *ctx.passes.backward(ctx.run, wanted, ctx.inputs)
+
+
+@cache
+def _in_two_parts(schedule: str, stages: int, microbatches: int) -> list[tuple[list[Action], list[Action]]]:
+    rows = SCHEDULES[schedule](stages, microbatches)
+    return [([a for a in row if a.kind == "F"], [a for a in row if a.kind == "B"]) for row in rows]
+
+
+def _joined(grads: Sequence[Tensor | None], original: Tensor) -> Tensor | None:
+    """Joins the gradients of the micro-batches; where there is none it is zero."""
+    if all(grad is None for grad in grads):
+        return None
+    parts = [original] if original.dim() == 0 else original.tensor_split(len(grads))
+    filled = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, grads, strict=True)]
+    return torch.cat(filled)

@@ -1,0 +1,141 @@
+"""Which layers form which stage, and what stays of a stage on the driver while its layers live on a worker.
+
+The driver keeps the module objects, so that names, shapes, counts and ``requires_grad`` can be read, but their tensors
+are on the ``meta`` device. Parameters keep their identity (optimizers and users hold on to them).
+"""
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+
+def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """Returns the balance as a list if it places every layer on a stage and none is empty.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    sizes = list(balance)
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        raise ValueError(
+            f"The provided balance {sizes} must consist of whole numbers above 0: no stage without a layer."
+        )
+    if sum(sizes) != num_layers:
+        raise ValueError(
+            f"The provided balance sum: {sum(sizes)} does not match your Sequential length: {num_layers}. "
+            f"Give each layer to exactly one stage, or leave the balance out to have it found."
+        )
+    if len(sizes) != num_stages:
+        raise ValueError(
+            f"The provided balance {sizes} is for {len(sizes)} stages, but there are {num_stages} devices. "
+            f"Give one number of layers for each device, or set devices={len(sizes)}."
+        )
+    return sizes
+
+
+def cut(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    """The stages: parts of ``module`` that share its layers and keep their names."""
+    children = list(module.named_children())
+    ends = list(accumulate(balance))
+    stages = []
+    for start, stop in zip([0, *ends], ends, strict=False):
+        stage = nn.Sequential()
+        for name, child in children[start:stop]:
+            stage.add_module(name, child)
+        stages.append(stage)
+    return stages
+
+
+def check_unshared(stages: Sequence[nn.Module], rest: Iterable[tuple[str, Tensor]]) -> None:
+    """Checks that no parameter belongs to two stages, or to a stage and to the rest of the model.
+
+    Raises:
+        ValueError: If one does; each process would train a copy of its own.
+    """
+    owners: dict[int, str] = {id(tensor): f"the model outside the pipeline ({name})" for name, tensor in rest}
+    last = len(stages) - 1
+    for i, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            owner = owners.setdefault(id(parameter), f"stage {i} ({name})")
+            outside_is_local = owner.startswith("the model") and i == last
+            if not owner.startswith(f"stage {i} ") and not outside_is_local:
+                raise ValueError(
+                    f"a parameter is shared by {owner} and stage {i} ({name}); parameters tied across stages are not "
+                    "supported yet. Choose a balance that keeps both on one stage, or untie them."
+                )
+
+
+@contextmanager
+def without_layers(module: nn.Sequential, number: int) -> Iterator[None]:
+    """Takes the first layers out of ``module``, so that what is done to it leaves them alone."""
+    children = dict(module._modules)
+    for name in list(children)[:number]:
+        del module._modules[name]
+    try:
+        yield
+    finally:
+        module._modules.clear()
+        module._modules.update(children)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Refuses to take the user's whole model along with a layer that refers to it."""
+
+    def __init__(self, file: io.BytesIO, forbidden: Any) -> None:
+        super().__init__(file)
+        self._forbidden = forbidden
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is self._forbidden:
+            raise ValueError(
+                f"a layer of the pipelined module refers to the whole model ({type(obj).__name__}), for example by a "
+                "bound method or an attribute, so it cannot be sent to another process without the model; let the "
+                "layer hold only what it needs"
+            )
+        return super().reducer_override(obj)
+
+
+def pickled(cargo: Any, forbidden: Any) -> bytes:
+    """Pickles what goes to a worker, with classes and functions of scripts and notebooks.
+
+    Raises:
+        ValueError: If it refers to ``forbidden``, the model as a whole.
+    """
+    file = io.BytesIO()
+    _Pickler(file, forbidden).dump(cargo)
+    return file.getvalue()
+
+
+def move_to_meta(layers: nn.Module) -> None:
+    """Replaces the tensors of ``layers`` by meta tensors of the same shape and type."""
+    for parameter in layers.parameters():
+        parameter.grad = None
+        _replace(parameter, torch.empty_like(parameter, device="meta"))
+    _replace_buffers(layers, {name: torch.empty_like(b, device="meta") for name, b in layers.named_buffers()})
+
+
+def move_from_meta(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Gives ``layers`` real tensors again, by their names."""
+    for name, parameter in layers.named_parameters():
+        _replace(parameter, tensors[name])
+    _replace_buffers(layers, tensors)
+
+
+def _replace(parameter: Tensor, new: Tensor) -> None:
+    """Puts another tensor into the same ``Parameter`` object."""
+    other = nn.Parameter(new.detach(), requires_grad=parameter.requires_grad)
+    torch.utils.swap_tensors(parameter, other)
+
+
+def _replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for prefix, module in layers.named_modules():
+        for name, buffer in module._buffers.items():
+            full = f"{prefix}.{name}" if prefix else name
+            if buffer is not None and full in tensors:
+                module._buffers[name] = tensors[full]

@@ -1,0 +1,53 @@
+"""Finding out what a module inside a model gets as input, without running the module."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+class _Reached(Exception):
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+
+def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
+    """The input of ``module`` when ``model`` is called with ``example``; model and random state stay as they are.
+
+    Only what stands before the module in ``model.forward`` is run, without gradients, in evaluation mode.
+
+    Args:
+        module: A module inside ``model``.
+        model: The whole model.
+        example: Its input; a tuple is given as positional arguments, a dict as keyword arguments.
+
+    Returns:
+        What the module would be called with; ``example`` itself if ``model`` never calls it, or has no ``forward``.
+    """
+
+    def stop(value: Any, *more: Any, **named: Any) -> None:
+        raise _Reached(value)
+
+    modes = {m: m.training for m in model.modules()}
+    kwargs = example if isinstance(example, dict) else {}
+    args = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
+    had_forward = vars(module).get("forward")
+    module.forward = stop
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng():
+            model(*args, **kwargs)
+    except _Reached as reached:
+        return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, reached.value)
+    except NotImplementedError:
+        return example  # the model has no forward of its own
+    finally:
+        if had_forward is None:
+            del module.forward
+        else:
+            module.forward = had_forward
+        for m, mode in modes.items():
+            m.training = mode
+    return example

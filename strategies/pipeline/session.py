@@ -1,0 +1,123 @@
+"""One run's processes and how they find each other: RPC for control, a gloo group for activations and gradients.
+
+A session lasts from the start of the workers to their end; a process may have many, one after another. Everything it
+needs lies in one directory that only its user can read: the description of the session, and the files by which the
+processes meet (no port is agreed on, and nothing listens beyond the loopback interface).
+"""
+
+import json
+import os
+import socket
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torch.distributed import rpc
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every process of a session knows.
+
+    Attributes:
+        directory: Where the processes meet.
+        token: Makes the RPC names of this session unlike those of any other.
+        size: Number of processes, which is that of stages; a rank is a stage's number, the driver's is the last.
+        timeout_seconds: How long to wait for another process.
+        rpc_sessions: How many times the driver has initialised RPC before; torch puts it into the keys under which
+            processes meet, so every process must agree on it.
+        threads: Number of threads that each process computes with.
+        paths: The driver's ``sys.path``.
+        driver_pid: The driver's process id; workers end when it has gone.
+    """
+
+    directory: str
+    token: str
+    size: int
+    timeout_seconds: float
+    rpc_sessions: int
+    threads: int
+    paths: list[str]
+    driver_pid: int
+
+    def name(self, rank: int) -> str:
+        """The RPC name of a process."""
+        return f"relay-{self.token}-{rank}"
+
+    def save(self) -> None:
+        """Writes the description into the session's directory."""
+        (Path(self.directory) / "session.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, directory: str) -> "Session":
+        """Reads what :meth:`save` wrote."""
+        return cls(**json.loads((Path(directory) / "session.json").read_text()))
+
+
+def join_rpc(session: Session, rank: int) -> None:
+    """Initialises RPC and returns when every process of the session has.
+
+    Raises:
+        RuntimeError: If a process does not appear within the session's time-out.
+    """
+    # Unique names and equal counters are two of the three things that a second RPC session in one process needs; the
+    # third is a shutdown that waits for nobody, after both sides have agreed to end.
+    rpc._init_counter = session.rpc_sessions
+    # Within RPC the driver is number 0: torch's autograd context, which RPC sets up, takes one number for the whole
+    # life of a process.
+    number = (rank + 1) % session.size
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=4,
+        rpc_timeout=session.timeout_seconds,
+        init_method=f"file://{session.directory}/rpc",
+    )
+    loopback = _loopback_interface()
+    with _environment(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are using a Backend")  # init_rpc's own use of gloo
+        rpc.init_rpc(session.name(rank), rank=number, world_size=session.size, rpc_backend_options=options)
+
+
+def join_group(session: Session, rank: int) -> dist.ProcessGroup:
+    """Connects the data plane and returns when every process of the session has.
+
+    The group is private: torch's default group, which metrics and loggers look at, stays what it was.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=session.timeout_seconds)
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    store = dist.FileStore(f"{session.directory}/data", session.size)
+    group = dist.ProcessGroup(store, rank, session.size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    backend = gloo(dist.PrefixStore("gloo/", store), rank, session.size, options)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def rpc_sessions() -> int:
+    """How many times this process has initialised RPC."""
+    return rpc._init_counter
+
+
+def _loopback_interface() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,256 @@
+"""One stage: consecutive layers, and the forward and backward passes of micro-batches through them.
+
+The same class runs on the driver and on the workers; they differ only in what their four ports are connected to:
+
+    inputs ─────▶ ┌───────┐ ─────▶ outputs
+                  │ Stage │
+    input_grads ◀─└───────┘◀───── output_grads
+
+Index letters: ``m`` micro-batch, ``i`` stage.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from strategies.pipeline.batchnorm import DeferredStatistics
+from strategies.pipeline.context import PassContext
+from strategies.pipeline.recompute import frozen_statistics, layer_seed, preserved_random_state, seed_device
+from strategies.pipeline.schedule import Action
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What every stage must know of one pass of a batch through the pipeline.
+
+    Attributes:
+        number: Counts the passes of a session; also part of the random seeds.
+        microbatches: How many micro-batches the batch was split into.
+        grad: Whether a backward pass may follow.
+        recomputed: How many of the first micro-batches keep only the stage's inputs and run again before backward.
+        at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
+        seed: Base of the random seeds of the layers.
+        context: The driver's autocast, default dtype and so on.
+    """
+
+    number: int
+    microbatches: int
+    grad: bool
+    recomputed: int
+    at_once: bool
+    seed: int
+    context: PassContext
+
+
+class Output(Protocol):
+    """Where a stage puts values; see :class:`~strategies.pipeline.channel.Sender`."""
+
+    def send(
+        self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None
+    ) -> None: ...
+
+
+class Input(Protocol):
+    """Where a stage takes values from; see :class:`~strategies.pipeline.channel.Receiver`."""
+
+    def receive(self, pass_number: int, microbatch: int) -> Any: ...
+
+
+class Mailbox:
+    """A port to the same process: what is sent is received there."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[int, int], Any] = {}
+
+    def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
+        leaves, spec = tree_flatten(value)
+        flags = iter(requires_grad or [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
+        detached = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._values[pass_number, microbatch] = tree_unflatten(detached, spec)
+
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        return self._values.pop((pass_number, microbatch))
+
+
+@dataclass
+class _Kept:
+    """What a stage keeps of a micro-batch between its forward and its backward pass.
+
+    ``inputs`` are the input's leaves that want a gradient. ``outputs`` has an entry for each output that gets one from
+    the next stage; it is ``None`` if the micro-batch is recomputed, as is an entry whose output wants none after all.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[GradientEdge | None]
+    recompute_from: Any = None
+
+
+class _Enter(torch.autograd.Function):
+    """The identity from a leaf to a tensor that layers may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Stage:
+    """Runs actions of a schedule on some consecutive layers.
+
+    Args:
+        layers: The layers; their names are those of the whole module's children.
+        first_layer: The first one's place in the whole module, which seeds its random numbers.
+        device: Where the layers live.
+        inputs, outputs, output_grads, input_grads: The ports.
+        deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        first_layer: int,
+        device: torch.device,
+        *,
+        inputs: Input,
+        outputs: Output,
+        output_grads: Input,
+        input_grads: Output,
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        self.layers = layers
+        self.first_layer = first_layer
+        self.device = device
+        self._inputs, self._outputs, self._output_grads, self._input_grads = inputs, outputs, output_grads, input_grads
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
+        self._writes_input: bool | None = None
+        self.doing = ""
+        """What the stage does now or did last, for error reports: ``F3, layer 5``."""
+
+    def close(self) -> None:
+        """Leaves the layers as they were; keeps nothing of any pass."""
+        self._kept.clear()
+        if self._deferred is not None:
+            self._deferred.remove()
+
+    @property
+    def num_kept(self) -> int:
+        """How many micro-batches still wait for their backward pass."""
+        return len(self._kept)
+
+    def discard(self, pass_number: int) -> None:
+        """Forgets a pass whose backward pass will never come."""
+        for key in [key for key in self._kept if key[0] == pass_number]:
+            del self._kept[key]
+
+    def run(self, actions: Iterable[Action], this: Pass) -> None:
+        """Runs actions of one pass in their order.
+
+        Raises:
+            Exception: Whatever a layer raises.
+            RuntimeError: If a neighbour fails or does not answer in time.
+        """
+        at_once = []
+        with preserved_random_state(self.device):
+            for action in actions:
+                if action.kind == "F":
+                    self._forward(this, action.microbatch)
+                elif this.at_once:
+                    at_once.append(action.microbatch)
+                else:
+                    self._backward(this, [action.microbatch])
+            if at_once:
+                self._backward(this, at_once)
+
+    def _forward(self, this: Pass, m: int) -> None:
+        self.doing = f"F{m}, waiting for its input"
+        x = self._inputs.receive(this.number, m)
+        recompute = this.grad and m < this.recomputed
+        kept = _Kept([leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
+        if recompute:
+            kept.recompute_from = x
+            if self._writes_input is not False:
+                x = _copied(x)
+        before = _versions(x) if recompute else None
+        y = self._run_layers(this, m, x, grad=this.grad and not recompute, recomputing=False)
+        if recompute:
+            self._writes_input = bool(self._writes_input) or before != _versions(x)
+        tensors = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor)]
+        if recompute:
+            differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())
+            flags = [differentiable and (t.is_floating_point() or t.is_complex()) for t in tensors]
+            kept.outputs = [None for flag in flags if flag]
+        else:
+            flags = [this.grad and t.requires_grad for t in tensors]
+            kept.outputs = [get_gradient_edge(t) for t, flag in zip(tensors, flags, strict=True) if flag]
+        if any(flags):
+            self._kept[this.number, m] = kept
+        if self._deferred is not None and m == this.microbatches - 1:
+            self._deferred.commit()
+        self._outputs.send(y, this.number, m, requires_grad=flags)
+
+    def _backward(self, this: Pass, microbatches: Sequence[int]) -> None:
+        """Runs the backward passes of the micro-batches in one call of autograd."""
+        edges: list[GradientEdge] = []
+        grads: list[Tensor] = []
+        done = []
+        for m in microbatches:
+            kept = self._kept.pop((this.number, m), None)
+            if kept is None:  # no output of this micro-batch wants a gradient
+                continue
+            self.doing = f"B{m}, waiting for its gradients"
+            received = self._output_grads.receive(this.number, m)
+            if kept.recompute_from is not None:
+                x, kept.recompute_from = kept.recompute_from, None
+                y = self._run_layers(this, m, x, grad=True, recomputing=True)
+                candidates = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
+                candidates = [t for t in candidates if t.is_floating_point() or t.is_complex()]
+                kept.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in candidates]
+            for edge, grad in zip(kept.outputs, received, strict=True):
+                if edge is not None and grad is not None:
+                    edges.append(edge)
+                    grads.append(grad)
+            kept.outputs = []
+            done.append((m, kept.inputs))
+        self.doing = ", ".join(f"B{m}" for m in microbatches)
+        if edges:
+            torch.autograd.backward(edges, grads)
+        for m, inputs in done:
+            if inputs:
+                self._input_grads.send([leaf.grad for leaf in inputs], this.number, m)
+
+    def _run_layers(self, this: Pass, m: int, x: Any, *, grad: bool, recomputing: bool) -> Any:
+        frozen = recomputing or self._deferred is not None
+        if self._deferred is not None:
+            self._deferred.gather(not recomputing)
+        with this.context.entered(grad=grad), frozen_statistics(self.layers, frozen):
+            if grad:
+                x = _entered(x)
+            for layer, module in enumerate(self.layers, start=self.first_layer):
+                self.doing = f"{'recomputing ' if recomputing else ''}F{m}, layer {layer}"
+                seed_device(layer_seed(this.seed, this.number, m, layer), self.device)
+                x = module(x)
+        return x
+
+
+def _entered(value: Any) -> Any:
+    leaves, spec = tree_flatten(value)
+    entered = [_Enter.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
+    return tree_unflatten(entered, spec)
+
+
+def _copied(value: Any) -> Any:
+    leaves, spec = tree_flatten(value)
+    return tree_unflatten([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves], spec)
+
+
+def _versions(value: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

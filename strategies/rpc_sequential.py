@@ -1,0 +1,310 @@
+"""Pipeline parallelism for an unmodified ``LightningModule``: the Lightning side of :mod:`strategies.pipeline`."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from pytorch_lightning import Trainer
+from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
+from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
+from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.strategies.strategy import TBroadcast
+from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.base import StrategyPlugin
+from strategies.following import check_optimizer, follow
+from strategies.names import did_you_mean
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.passes import Settings
+from strategies.pipeline.placement import without_layers
+from strategies.pipeline.recompute import MODES
+from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, check_shared, find_balance, find_module
+
+_SCHEDULES = ("gpipe",)
+
+
+class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
+    """Cuts an ``nn.Sequential`` of the model into stages and trains them on one process each.
+
+    The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
+    stages live in worker processes, which it starts itself and which run nothing of the script. ``devices`` of the
+    Trainer is the number of stages.
+
+    What it does at the points of the contract (:class:`~strategies.base.StrategyPlugin`):
+
+    * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
+      ships their layers together with the user's optimizers, restricted to their parameters.
+    * ``pre_backward`` does nothing: with ``schedule="gpipe"`` the backward pass itself leads the stages.
+    * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
+    * ``save_checkpoint`` writes what Lightning gathered through this strategy: one standard checkpoint.
+    * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
+
+    Args:
+        balance: Number of layers of each stage; by default found by ``balance_mode``. After set-up the one in use.
+        microbatches: Into how many parts each batch is split. More parts leave stages idle for less time, but each
+            part must be large enough to be computed efficiently.
+        checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
+            ``"always"``, ``"except_last"`` (all but the last) or ``"never"``.
+        balance_mode: ``"balance_by_size"`` (bytes of parameters and activations) or ``"balance_by_time"`` (measured
+            time of each layer); both need ``example_input_array`` on the model.
+        pipelined_backward: Run the backward passes of the micro-batches one after another, so that stages overlap. If
+            ``False``, each stage runs them in one call of autograd, after the stage behind it has finished all.
+        rpc_timeout_sec: Seconds to wait for another process before giving it up.
+        schedule: In which order micro-batches go through the stages; ``"gpipe"``.
+        deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of once per micro-batch.
+        module: Dotted path of the ``nn.Sequential`` within the model.
+        data_parallel_size: Number of replicas of the pipeline; only 1 so far.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's
+            strategies; usually left to the Trainer.
+
+    Raises:
+        MisconfigurationException: If a setting is not one of those above.
+    """
+
+    def __init__(
+        self,
+        balance: list[int] | None = None,
+        microbatches: int = 8,
+        checkpoint: str = "except_last",
+        balance_mode: str = "balance_by_size",
+        pipelined_backward: bool = True,
+        rpc_timeout_sec: float = 60.0,
+        *,
+        schedule: str = "gpipe",
+        deferred_batch_norm: bool = False,
+        module: str = "sequential_module",
+        data_parallel_size: int = 1,
+        accelerator: Any | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        _check_choice("checkpoint", checkpoint, MODES)
+        _check_choice("balance_mode", balance_mode, BALANCE_MODES)
+        _check_choice("schedule", schedule, _SCHEDULES)
+        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+            raise MisconfigurationException(f"microbatches must be a whole number of at least 1, got {microbatches!r}.")
+        if not rpc_timeout_sec > 0:
+            raise MisconfigurationException(f"rpc_timeout_sec must be above 0 seconds, got {rpc_timeout_sec!r}.")
+        if data_parallel_size != 1:
+            raise MisconfigurationException(
+                f"data_parallel_size={data_parallel_size!r} is not supported yet; leave it at 1, a single pipeline."
+            )
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.balance = balance
+        self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
+        self._settings = Settings(
+            microbatches=microbatches,
+            checkpoint=checkpoint,
+            schedule=schedule,
+            pipelined_backward=pipelined_backward,
+            deferred_batch_norm=deferred_batch_norm,
+            timeout_seconds=float(rpc_timeout_sec),
+        )
+        self._pipeline: Pipeline | None = None
+        self._undo: list[Callable[[], Any]] = []
+
+    # One pipeline is one process to Lightning: world size 1, rank 0, no distributed sampler.
+
+    is_distributed = False
+    global_rank = local_rank = node_rank = 0
+    world_size = 1
+    is_global_zero = True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The driver's device, which is that of the last stage."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[-1]
+
+    def setup_environment(self) -> None:
+        """Prepares the driver's device; workers are started by ``setup``, when the model is known."""
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Checks everything, then starts the workers and ships their stages.
+
+        Raises:
+            MisconfigurationException: If model, balance and devices do not fit together, or the run needs what a
+                pipeline cannot do; no process has been started then.
+        """
+        model, accelerator = self.lightning_module, self.accelerator
+        assert model is not None and accelerator is not None and self.parallel_devices is not None
+        accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        module = find_module(model, self._module_path)
+        self.balance = find_balance(
+            model,
+            module,
+            num_stages=len(self.parallel_devices),
+            given=self._given_balance,
+            mode=self._balance_mode,
+            microbatches=self._settings.microbatches,
+        )
+        check_shared(model, module, self.balance)
+        self._check_precision()
+        self.model = self.precision_plugin.convert_module(model)
+        with without_layers(module, sum(self.balance[:-1])):
+            self.model_to_device()
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        own = [o for o in self._plain_optimizers() if not isinstance(o, _MockOptimizer)] if fitting else []
+        for optimizer in own:
+            check_optimizer(optimizer)
+        self._pipeline = Pipeline(
+            module,
+            self.balance,
+            self.parallel_devices,
+            self._settings,
+            optimizers=own,
+            model=model,
+            seed=torch.initial_seed() % 2**63,
+        )
+        with as_misconfiguration():
+            self._pipeline.start()
+        self._watch(self._pipeline)
+
+    def model_to_device(self) -> None:
+        """Moves what lives on the driver to its device."""
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Nothing to wait for: the driver leads, and everything it asks of workers happens in order."""
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Returns ``obj``: there is one pipeline."""
+        return obj
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Returns ``tensor``: there is one pipeline."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Returns ``tensor``: there is one pipeline."""
+        return tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Returns ``decision``: there is one pipeline."""
+        return decision
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Nothing: the backward pass of ``closure_loss`` itself runs that of every stage."""
+
+    def post_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Nothing: the workers' parts have been stepped along with the driver's."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Scales the gradients of all stages so that their common norm is at most ``max_norm``.
+
+        For an overridden ``configure_gradient_clipping``; what ``torch.nn.utils.clip_grad_norm_`` is in one process.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm; may be ``inf``.
+            optimizer: Whose parameters; may be left out if there is only one.
+
+        Returns:
+            The total norm before clipping, a scalar.
+
+        Raises:
+            MisconfigurationException: If it is not clear which optimizer is meant.
+        """
+        pipeline = self._running()
+        if optimizer is None:
+            optimizers = pipeline.optimizers.optimizers
+            if len(optimizers) != 1:
+                raise MisconfigurationException(
+                    f"there are {len(optimizers)} optimizers; say whose gradients to clip: "
+                    "clip_grad_norm_(max_norm, optimizer=...)"
+                )
+            optimizer = optimizers[0]
+        return pipeline.optimizers.clip_grad_norm(self._number(optimizer), float(max_norm), float(norm_type))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state of an optimizer over all stages, as one process would have it."""
+        if self._pipeline is None or isinstance(optimizer, _MockOptimizer):
+            return super().optimizer_state(optimizer)
+        return self._pipeline.optimizers.state_dict(self._number(optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Gives each stage the optimizer states of its parameters."""
+        pipeline = self._running()
+        for optimizer, state in zip(self._plain_optimizers(), checkpoint["optimizer_states"], strict=True):
+            if not isinstance(optimizer, _MockOptimizer):
+                pipeline.optimizers.load_state_dict(self._number(optimizer), state)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
+    ) -> None:
+        """Writes the checkpoint, which holds the state of every stage."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def teardown(self) -> None:
+        """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is None:
+            super().teardown()
+            return
+        model = self.lightning_module
+        failed = model is not None and model.trainer.state.status == TrainerStatus.INTERRUPTED
+        try:
+            pipeline.finish()
+        except Exception as error:
+            if not failed:
+                raise
+            rank_zero_warn(f"The weights of the other stages could not be brought back ({error}).")
+        finally:
+            lost = any(p.is_meta for p in pipeline.module.parameters())
+            with without_layers(pipeline.module, sum(pipeline.balance[:-1]) if lost else 0):
+                super().teardown()
+
+    def _running(self) -> Pipeline:
+        if self._pipeline is None:
+            raise RuntimeError("the pipeline is not running; this is possible only within fit")
+        return self._pipeline
+
+    def _plain_optimizers(self) -> list[Optimizer]:
+        return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]
+
+    def _number(self, optimizer: Optimizer) -> int:
+        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return next(k for k, own in enumerate(self._running().optimizers.optimizers) if own is plain)
+
+    def _check_precision(self) -> None:
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise MisconfigurationException(
+                "RPCSequentialStrategy does not support a gradient scaler yet (precision='16-mixed'); use "
+                "precision='bf16-mixed' or '32-true'."
+            )
+
+    def _watch(self, pipeline: Pipeline) -> None:
+        for k, optimizer in enumerate(pipeline.optimizers.optimizers):
+            wrappers = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is optimizer]
+            self._undo.append(follow(pipeline.optimizers, k, cast(list[Optimizer], wrappers)))
+        clipping = {"clip_grad_by_norm": self._clip_grad_by_norm, "clip_grad_by_value": self._clip_grad_by_value}
+        precision = vars(self.precision_plugin)
+        precision.update(clipping)
+        for name in clipping:
+            self._undo.append(partial(precision.pop, name))
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._running().optimizers.clip_grad_norm(self._number(optimizer), float(clip_val))
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        self._running().optimizers.clip_grad_value(self._number(optimizer), float(clip_val))
+
+
+def _check_choice(name: str, value: Any, valid: Sequence[str]) -> None:
+    if value not in valid:
+        raise MisconfigurationException(f"Unknown {name} {value!r}{did_you_mean(str(value), valid)}")

@@ -1,0 +1,122 @@
+"""Which part of a ``LightningModule`` is pipelined, and how its layers are divided over the devices."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from strategies.names import did_you_mean
+from strategies.pipeline.balance import balance_by_size, balance_by_time
+from strategies.pipeline.launch import share_of_threads
+from strategies.pipeline.placement import check_balance, check_unshared, cut
+from strategies.pipeline.probe import input_of
+
+BALANCE_MODES = ("balance_by_size", "balance_by_time")
+
+
+def find_module(model: LightningModule, path: str) -> nn.Sequential:
+    """The ``nn.Sequential`` at a dotted path.
+
+    Raises:
+        MisconfigurationException: If there is none, or if it has lost its weights.
+    """
+    kind = type(model).__name__
+    sequentials = [name for name, child in model.named_modules() if isinstance(child, nn.Sequential) and name]
+    hint = did_you_mean(path, sequentials) if sequentials else "; it has no nn.Sequential at all"
+    try:
+        module = attrgetter(path)(model)
+    except AttributeError:
+        raise MisconfigurationException(
+            f"{kind} has no {path!r}, the nn.Sequential to be pipelined: set `self.{path} = nn.Sequential(...)`, or "
+            f"name another one by RPCSequentialStrategy(module=...){hint}"
+        ) from None
+    if not isinstance(module, nn.Sequential):
+        raise MisconfigurationException(
+            f"{kind}.{path} must be an nn.Sequential to be pipelined, but is a {type(module).__name__}: put its "
+            f"layers into one, or name another one by RPCSequentialStrategy(module=...){hint}"
+        )
+    lost = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if lost:
+        raise MisconfigurationException(
+            f"{len(lost)} parameters of {kind}.{path} have no values (they are on the meta device), {lost[0]} first: "
+            "a worker of an earlier run may have ended before it gave them back. Build the model anew and load a "
+            "checkpoint."
+        )
+    return module
+
+
+def find_balance(
+    model: LightningModule,
+    module: nn.Sequential,
+    *,
+    num_stages: int,
+    given: list[int] | None,
+    mode: str,
+    microbatches: int,
+) -> list[int]:
+    """The number of layers of each stage: as given, or found by measuring each layer on the model's example input.
+
+    Raises:
+        MisconfigurationException: If what is given does not fit, or if there are too few layers or no example.
+    """
+    if given is not None:
+        with as_misconfiguration():
+            return check_balance(given, len(module), num_stages)
+    if len(module) < num_stages:
+        raise MisconfigurationException(
+            f"The pipelined nn.Sequential has {len(module)} layers, too few for {num_stages} devices: each stage needs "
+            f"one. Set devices to at most {len(module)}, or divide it into more layers."
+        )
+    if num_stages == 1:
+        return [len(module)]
+    if model.example_input_array is None:
+        raise MisconfigurationException(
+            f"The balance can only be found with an example: set `self.example_input_array` on {type(model).__name__} "
+            f"to a batch of inputs, or give the balance, one number of layers for each of the {num_stages} devices."
+        )
+    sample = input_of(module, model, model.example_input_array)
+    measure: Any = balance_by_time if mode == "balance_by_time" else partial(balance_by_size, chunks=microbatches)
+    with as_misconfiguration(), _threads(share_of_threads(num_stages)):
+        return measure(num_stages, module, sample)
+
+
+def check_shared(model: LightningModule, module: nn.Sequential, balance: list[int]) -> None:
+    """Checks that no parameter would be trained by two processes.
+
+    Raises:
+        MisconfigurationException: If one would.
+    """
+    inside = {id(child) for child in module.modules()}
+    rest = [
+        (f"{prefix}.{name}" if prefix else name, parameter)
+        for prefix, child in model.named_modules()
+        if id(child) not in inside
+        for name, parameter in child.named_parameters(recurse=False)
+    ]
+    with as_misconfiguration():
+        check_unshared(cut(module, balance), rest)
+
+
+@contextmanager
+def as_misconfiguration() -> Iterator[None]:
+    """Turns the engine's errors about a user's settings into Lightning's."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise MisconfigurationException(str(error)) from error
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
