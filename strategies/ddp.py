@@ -1,6 +1,7 @@
 """Data parallelism: Lightning's DDP under the contract, with communication hooks by name, on gloo too."""
 
 import inspect
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
+from strategies.lifeline import Lifeline
 from strategies.names import did_you_mean
 
 # What each hook sends, and the backends on which it works: measured on gloo (torch 2.13: fp16 halves the traffic at a
@@ -33,7 +35,8 @@ _POWERSGD_START = 1000  # torch's own default
 class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     """One copy of the model per process; gradients are averaged during the backward pass.
 
-    What it does at each point of the contract: ``setup_environment`` joins the process group; ``setup`` wraps the model
+    What it does at each point of the contract: ``setup_environment`` joins the process group, and ties every rank to
+    the life of rank 0; ``setup`` wraps the model
     into ``DistributedDataParallel`` and registers the communication hook; ``barrier`` waits for all ranks;
     ``pre_backward`` readies the reducer under manual optimization; ``post_optimizer_step`` has nothing to do, since
     every rank has stepped on the same averaged gradients; ``save_checkpoint`` writes from rank 0, whose state is
@@ -74,12 +77,14 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             raise ValueError(f"powersgd_start_step must be at least 2, got {powersgd_start_step}")
         super().__init__(**kwargs)
         self.comm_hook = comm_hook
+        self._lifeline: Lifeline | None = None
         self._powersgd_rank = powersgd_rank or 1
         self._powersgd_start_step = powersgd_start_step or _POWERSGD_START
 
     def setup_environment(self) -> None:
-        """Join the process group."""
+        """Join the process group, and from then on end with rank 0."""
         super().setup_environment()
+        self._lifeline = Lifeline(self.broadcast(f"relay/lifeline/{uuid.uuid4().hex}"))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model for training, with the communication hook; bring every rank to the weights of rank 0."""
@@ -104,6 +109,9 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def teardown(self) -> None:
         """Unwrap the model. The process group stays, for the next ``fit`` or ``test`` of this process."""
+        if self._lifeline is not None:
+            self._lifeline.end()
+            self._lifeline = None
         super().teardown()
 
     def _configure_launcher(self) -> None:

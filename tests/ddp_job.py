@@ -1,9 +1,13 @@
 """A user's script under DDP on two processes: several fits in a row, what rank 0 saw written to the file named.
 
-Run as ``python ddp_job.py RESULTS``. Lightning starts the second process by running this script once more.
+Run as ``python ddp_job.py RESULTS [doomed]``; a doomed job kills its rank 0 in mid-fit. Lightning starts the second
+process by running this script once more.
 """
 
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +74,17 @@ class ManualNet(Net):
         return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (first, last)]
 
 
+class DoomedNet(Net):
+    """Rank 0 is killed, as by the system when memory runs out, while rank 1 is busy with its own work."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        if self.trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        return loss
+
+
 class CountingDDP(DDPStrategy):
     """Counts the calls of ``post_optimizer_step`` per optimizer."""
 
@@ -126,6 +141,8 @@ def no_communication(state: object, bucket: torch.distributed.GradBucket) -> tor
 
 if __name__ == "__main__":
     results = Path(sys.argv[1])
+    if sys.argv[2:] == ["doomed"]:
+        Trainer(strategy="ddp", accelerator="cpu", devices=2, **QUIET).fit(DoomedNet())
     seen = job(results.parent)
     if torch.distributed.get_rank() == 0:
         torch.save(seen, results)

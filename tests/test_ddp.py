@@ -1,6 +1,7 @@
 """DDPStrategy: what its constructor refuses, and one rich run on two processes against one process."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,13 +83,29 @@ def launch() -> dict[str, Any]:
     """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.pt"
-        command = [sys.executable, "-W", "ignore", ddp_job.__file__, str(results)]
-        here = {"PYTHONPATH": str(Path(strategies.__file__).parents[1])}
-        subprocess.run(command, check=True, timeout=140, env={**os.environ, **here})
+        assert start_job(str(results)).wait(timeout=140) == 0
         seen: dict[str, Any] = torch.load(results)
         results.unlink()
         seen["checkpoints"] = {file.stem: torch.load(file, weights_only=True) for file in Path(folder).iterdir()}
         return seen
+
+
+def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", ddp_job.__file__, *arguments]
+    here = {"PYTHONPATH": str(Path(strategies.__file__).parents[1])}
+    return subprocess.Popen(command, env={**os.environ, **here}, text=True, **kwargs)
+
+
+def test_no_rank_survives_a_killed_rank_0() -> None:
+    # The harness fails where a process is left.
+    assert "rank 1: rank 0 is gone, so this process ends as well" in run(doomed, timeout_seconds=90)
+
+
+def doomed() -> str:
+    job = start_job("unused", "doomed", stderr=subprocess.PIPE)
+    _, said = job.communicate(timeout=80)  # rank 1 holds the other end of the pipe
+    assert job.returncode == -signal.SIGKILL
+    return str(said)
 
 
 def one_process(net: type[ddp_job.Net], **kwargs: Any) -> tuple[list[float], torch.Tensor]:
