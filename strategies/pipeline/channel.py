@@ -13,6 +13,7 @@ what is under way is kept alive until it has arrived. The receive of the next he
 
 import pickle
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,8 +94,9 @@ class Sender:
             self._wait_for_oldest()
 
     def fail(self) -> None:
-        """Tells the receiver that nothing will follow, so that it does not wait for the time-out."""
-        self._under_way.append([self._post(torch.tensor([_FAILED, 0, 0, 0]), self._tag)])
+        """Tells the receiver, if it is still there, that nothing will follow, so that it does not wait in vain."""
+        with suppress(RuntimeError):
+            self._under_way.append([self._post(torch.tensor([_FAILED, 0, 0, 0]), self._tag)])
 
     def flush(self) -> None:
         """Waits until everything has arrived."""

@@ -165,7 +165,7 @@ class Pipeline:
             name,
             rpc.remote(name, host, args=(blob, i, session)),
             describe(i, self.stages[i], sum(self.balance[:i])),
-            ended=lambda: workers.ended(i),
+            ended=lambda: workers.ended(i, wait_seconds=0.5),
             failures=self.failures,
             timeout_seconds=session.timeout_seconds,
         )

@@ -64,11 +64,15 @@ class Workers:
         join_rpc(session, self._count)
         return session
 
-    def ended(self, rank: int) -> str | None:
-        """How a worker's process ended, in words; ``None`` while it runs."""
+    def ended(self, rank: int, *, wait_seconds: float = 0.0) -> str | None:
+        """How a worker's process ended, in words; ``None`` if it still runs.
+
+        Its connections close a little before the process itself has gone, so this waits for a moment.
+        """
         process = self._processes[rank]
-        status = process.poll()
-        if status is None:
+        try:
+            status = process.wait(wait_seconds)
+        except subprocess.TimeoutExpired:
             return None
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         return f"process {process.pid} {how}"

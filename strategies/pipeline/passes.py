@@ -219,10 +219,8 @@ class Passes:
         except Exception as error:
             for sender in self._ports.senders:
                 sender.fail()
-            if is_consequence(error):
-                self._failures.add(error, consequence=True)
-                self._failures.raise_cause()
-            raise
+            self._failures.add(error, consequence=is_consequence(error))
+            self._failures.raise_cause()
 
 
 class _Node(torch.autograd.Function):

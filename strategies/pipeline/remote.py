@@ -15,6 +15,10 @@ _DIAGNOSIS_SECONDS = 2.0
 """How long to look for the cause of a failure that is only the consequence of another one."""
 
 
+_RESCUE_SECONDS = 10.0
+"""How long to wait for what a stage of a broken pipeline may still give."""
+
+
 class RemoteTraceback(Exception):
     """The cause of an exception that came from a worker: where it happened, and the traceback there."""
 
@@ -108,7 +112,7 @@ class RemoteStage:
             wait([started, self._failures.first], return_when=FIRST_COMPLETED)
             if self._failures.any:
                 self._failures.raise_cause()
-        return started.result()
+        return started.result(_RESCUE_SECONDS if self._failures.any else None)
 
     def call(self, command: str, *arguments: Any) -> Any:
         """Runs a command and waits for its result; see :meth:`result`."""
