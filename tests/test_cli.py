@@ -53,6 +53,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "broken.py").write_text("import not_installed")
     return tmp_path
 
 
@@ -78,12 +79,12 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "key of the model": (
         replaced,
         ("    width: 16\n", "    width: 16\n    widht: 16\n"),
-        "cli_models.Net: unknown key 'widht'; did you mean 'width'?",
+        "config.yaml: cli_models.Net: unknown key 'widht'; did you mean 'width'?",
     ),
     "key of the strategy": (
         replaced,
         ("comm_hook", "comm_hok"),
-        "strategies.ddp.DDPStrategy: unknown key 'comm_hok'; did you mean 'comm_hook'?",
+        "config.yaml: strategies.ddp.DDPStrategy: unknown key 'comm_hok'; did you mean 'comm_hook'?",
     ),
     "key of torch's DDP": (
         option,
@@ -93,35 +94,45 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "class_path misspelt": (
         replaced,
         ("class_path: cli_models.Net", "class_pth: cli_models.Net"),
-        "model: expected class_path and init_args, got 'class_pth'; did you mean 'class_path'?",
+        "config.yaml: model: expected class_path and init_args, got 'class_pth'; did you mean 'class_path'?",
     ),
     "no such class": (
         replaced,
         ("cli_models.Net", "cli_models.Nett"),
-        "model: cannot import 'cli_models.Nett': cli_models has no 'Nett'; did you mean 'Net'?",
+        "config.yaml: model: cannot import 'cli_models.Nett': cli_models has no 'Nett'; did you mean 'Net'?",
     ),
     "no such module": (
         replaced,
         ("cli_models.Net", "cli_model.Net"),
-        "model: cannot import 'cli_model.Net': no module 'cli_model'; did you mean 'cli_models'?",
+        "config.yaml: model: cannot import 'cli_model.Net': no module 'cli_model'; did you mean 'cli_models'?",
     ),
     "no such strategy class": (
         replaced,
         ("strategies.DDPStrategy", "strategies.DPStrategy"),
-        "trainer.strategy: cannot import 'strategies.DPStrategy': strategies has no 'DPStrategy'; did you mean "
-        "'DDPStrategy'",
+        "config.yaml: trainer.strategy: cannot import 'strategies.DPStrategy': strategies has no 'DPStrategy'; did "
+        "you mean 'DDPStrategy'",
     ),
     "no such submodule": (
         replaced,
         ("strategies.DDPStrategy", "strategies.dpd.DDPStrategy"),
-        "trainer.strategy: cannot import 'strategies.dpd.DDPStrategy': strategies has no 'dpd'; did you mean 'ddp'",
+        "config.yaml: trainer.strategy: cannot import 'strategies.dpd.DDPStrategy': strategies has no 'dpd'; "
+        "did you mean 'ddp'",
+    ),
+    "module that cannot import": (
+        replaced,
+        ("cli_models.Net", "broken.Net"),
+        "config.yaml: model: cannot import 'broken.Net': No module named 'not_installed'",
     ),
     "no subclass": (
         replaced,
         ("cli_models.Net", "cli_models.Data"),
-        "model: Import path cli_models.Data does not correspond to a subclass of LightningModule",
+        "config.yaml: model: Import path cli_models.Data does not correspond to a subclass of LightningModule",
     ),
-    "type in the model": (replaced, ("width: 16", "width: wide"), "cli_models.Net: width: expected int, got wide"),
+    "type in the model": (
+        replaced,
+        ("width: 16", "width: wide"),
+        "config.yaml: cli_models.Net: width: expected int, got wide",
+    ),
     "type in the Trainer": (
         option,
         ("--trainer.max_epochs=three",),
@@ -130,13 +141,13 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "bad YAML": (
         replaced,
         ("  devices: 1\n", "  devices: [1\n"),
-        "Problems parsing config: while parsing a flow seque",
+        "config.yaml: Problems parsing config: while parsing ",
     ),
     "no such file": (lambda: ["fit", "--config=missing.yaml"], (), "config: File does not exist: "),
     "no such interpolation": (
         replaced,
         ("${model.init_args.width}", "${model.init_args.widht}"),
-        "Interpolation key 'model.init_args.widht' not found",
+        "data.init_args.width: Interpolation key 'model.init_args.widht' not found",
     ),
     "abbreviated option": (option, ("--trainer.max_epoch=3",), "unknown key 'trainer.max_epoch'; did you mean 'max_ep"),
     "option of no group": (option, ("--trainr.max_epochs=3",), "unknown key 'trainr'; did you mean 'trainer'?"),

@@ -125,8 +125,12 @@ def _is_set_up(mistake: BaseException) -> bool:
 def _end(mistake: Exception) -> NoReturn:
     # Every rank has the same configuration and refuses it alike; one line is enough.
     if getattr(rank_zero_only, "rank", 0) == 0:
-        where = (
-            "" if _is_ours(mistake) or isinstance(mistake, OmegaConfBaseException) else f" ({_frames(mistake)[-1][2]})"
-        )
-        sys.stderr.write(f"error: {' '.join(str(mistake).split())}{where}\n")
+        sys.stderr.write(f"error: {_one_line(mistake)}\n")
     raise SystemExit(2) from mistake
+
+
+def _one_line(mistake: Exception) -> str:
+    if isinstance(mistake, OmegaConfBaseException):
+        return f"{mistake.full_key}: {str(mistake).splitlines()[0]}"
+    where = "" if _is_ours(mistake) else f" ({_frames(mistake)[-1][2]})"
+    return " ".join(str(mistake).split()) + where

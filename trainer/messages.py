@@ -39,8 +39,10 @@ def unknown_class(path: str, base_types: Iterable[type]) -> str:
     if "." not in path:
         names = [cls.__name__ for base in base_types for cls in _subclasses(base)]
         return f"unknown class {path!r}{did_you_mean(path, names)}"
-    module, attributes = _longest_import(path)
-    wrong = attributes[0]
+    try:
+        module, wrong = _longest_import(path)
+    except ImportError as error:  # of something that the module itself imports
+        return f"cannot import {path!r}: {error}"
     if module is None:
         return f"cannot import {path!r}: no module {wrong!r}{did_you_mean(wrong, _top_level_modules(), or_list=False)}"
     classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
@@ -102,15 +104,17 @@ def _subclasses(base: type) -> Iterator[type]:
             yield from _subclasses(derived)
 
 
-def _longest_import(path: str) -> tuple[Any, list[str]]:
-    """The deepest module on the way along ``path``, and the parts of the path behind it."""
+def _longest_import(path: str) -> tuple[Any, str]:
+    """The deepest module on the way along ``path``, and the part of the path that it does not have."""
     module, parts = None, path.split(".")
     for count in range(1, len(parts)):
         try:
-            module = importlib.import_module(".".join(parts[:count]))
-        except ImportError:
-            return module, parts[count - 1 :]
-    return module, parts[-1:]
+            module = importlib.import_module(prefix := ".".join(parts[:count]))
+        except ModuleNotFoundError as error:
+            if error.name != prefix:
+                raise
+            return module, parts[count - 1]
+    return module, parts[-1]
 
 
 def _submodules(module: Any) -> list[str]:

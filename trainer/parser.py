@@ -36,6 +36,7 @@ class Parser(LightningArgumentParser):
     """LightningCLI's parser. Abbreviated options are off: ``--trainer.max_epoch`` is a mistake, not ``max_epochs``."""
 
     _described: type | None = None
+    _reading: str = ""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -61,12 +62,20 @@ class Parser(LightningArgumentParser):
 
         super().add_instantiator(carrying, *args, **kwargs)
 
+    def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in jsonargparse; errors name the file."""
+        self._reading = f"{path}: "
+        try:
+            return super().parse_path(path, *args, **kwargs)
+        finally:
+            self._reading = ""
+
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """End the program with one line, or hand that line to the parser around this one."""
         line = message.split(_MARK)[1] if _MARK in message else self._explain(message, ex)
         if not self.exit_on_error:
             super().error(f"{_MARK}{line}{_MARK}", ex)
-        sys.stderr.write(f"error: {line}\n")
+        sys.stderr.write(f"error: {self._reading}{line}\n")
         self.exit(2)
 
     def _explain(self, message: str, ex: Exception | None) -> str:
