@@ -52,3 +52,10 @@ class Data(pl.LightningDataModule):
         return DataLoader(TensorDataset(torch.randn(self.rows, self.width)), batch_size=8)
 
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+class Demanding(Net):
+    """Has an argument without a default."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__(width=2 * depth)

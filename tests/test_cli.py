@@ -86,6 +86,11 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         ("comm_hook", "comm_hok"),
         "config.yaml: strategies.ddp.DDPStrategy: unknown key 'comm_hok'; did you mean 'comm_hook'?",
     ),
+    "key of the pipeline": (
+        option,
+        ("--trainer.strategy=rpc_sequential", "--trainer.strategy.init_args.micro_batches=4"),
+        "strategies.rpc_sequential.RPCSequentialStrategy: unknown key 'micro_batches'; did you mean 'microbatches'?",
+    ),
     "key of torch's DDP": (
         option,
         ("--trainer.strategy.init_args.find_unused_params=true",),
@@ -123,6 +128,16 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         ("cli_models.Net", "broken.Net"),
         "config.yaml: model: cannot import 'broken.Net': No module named 'not_installed'",
     ),
+    "argument missing": (
+        option,
+        ("--model=cli_models.Demanding",),
+        "cli_models.Demanding: the following arguments are required: depth",
+    ),
+    "abstract class": (
+        option,
+        ("--trainer.strategy=strategies.StrategyPlugin", "--trainer.strategy.x=1"),
+        "trainer.strategy: Expected an instantiatable class, but strategies.StrategyPlugin is abstract",
+    ),
     "no subclass": (
         replaced,
         ("cli_models.Net", "cli_models.Data"),
@@ -137,6 +152,16 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         option,
         ("--trainer.max_epochs=three",),
         "trainer.max_epochs: expected int or null, got three",
+    ),
+    "type within a list": (
+        option,
+        ("--trainer.strategy=rpc_sequential", "--trainer.strategy.balance=[1,x]"),
+        "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected list[int] or null, got [1, 'x']",
+    ),
+    "type of many": (
+        option,
+        ("--trainer.limit_train_batches=most",),
+        "trainer.limit_train_batches: expected int or float or null, got most",
     ),
     "bad YAML": (
         replaced,
@@ -194,6 +219,11 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         option,
         ("--trainer.strategy.init_args.comm_hook=bf16_compress",),
         "comm_hook='bf16_compress' does not work on the backend 'gloo'; on gloo use one of: none, fp16_compress, power",
+    ),
+    "microbatches": (
+        option,
+        ("--trainer.strategy=rpc_sequential", "--trainer.strategy.microbatches=0"),
+        "microbatches must be a whole number of at least 1, got 0.",
     ),
     "accelerator": (
         option,
@@ -330,6 +360,7 @@ def test_unknown_key_at_each_level() -> None:
 
 def test_unknown_class_without_a_known_subclass() -> None:
     assert unknown_class("Whatever", [int]) == "unknown class 'Whatever'; valid names: none"
+    assert unknown_class("cli_models.Net", []) is None
     assert unknown_class("nowhere_at_all.X", []) == "cannot import 'nowhere_at_all.X': no module 'nowhere_at_all'"
 
 

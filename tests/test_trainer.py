@@ -16,9 +16,10 @@ from trainer import Trainer
 QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu", "devices": 1}
 
 
-@pytest.mark.parametrize("name", ["ddp", "DDP"])
+@pytest.mark.parametrize("name", [*PLUGINS, "DDP"])
 def test_a_name_becomes_the_plug_in(name: str) -> None:
-    assert type(Trainer(strategy=name, **QUIET).strategy) is strategies.DDPStrategy
+    expected = getattr(strategies, PLUGINS[name.lower()])
+    assert type(Trainer(strategy=name, **QUIET).strategy) is expected
 
 
 @pytest.mark.parametrize(

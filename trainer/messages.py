@@ -10,7 +10,8 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 from strategies.names import PLUGINS, did_you_mean
 
@@ -32,8 +33,12 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
     return f"unknown key {key!r}"
 
 
-def unknown_class(path: str, base_types: Iterable[type]) -> str:
-    """A class path that does not lead to a class: the first part of it that is wrong, and what is right there."""
+def unknown_class(path: str, base_types: Iterable[type]) -> str | None:
+    """A class path that does not lead to a class: the first part of it that is wrong, and what is right there.
+
+    Returns:
+        ``None`` where the path does lead somewhere, and something else is wrong.
+    """
     if path in PLUGINS:
         return f"the name {path!r} takes no arguments; to give some, write class_path: strategies.{PLUGINS[path]}"
     if "." not in path:
@@ -45,20 +50,25 @@ def unknown_class(path: str, base_types: Iterable[type]) -> str:
         return f"cannot import {path!r}: {error}"
     if module is None:
         return f"cannot import {path!r}: no module {wrong!r}{did_you_mean(wrong, _top_level_modules(), or_list=False)}"
+    if hasattr(module, wrong):
+        return None
     classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
     public = [*classes, *getattr(module, "__all__", []), *_submodules(module)]
     return f"cannot import {path!r}: {module.__name__} has no {wrong!r}{did_you_mean(wrong, public)}"
 
 
-def condense(message: str) -> str:
-    """One line that keeps what a user can act on: the wrong key, what was expected there, and the value given."""
+def condense(message: str, typehint: Any = None) -> str:
+    """One line that keeps what a user can act on: the wrong key, what was expected there, and the value given.
+
+    jsonargparse does not always name the whole type (``int`` for ``list[int]``); ``typehint``, where known, does.
+    """
     key, _, rest = message.partition(":") if message.startswith("Parser key ") else ("", "", message)
     lines = [line.strip().removeprefix("- ") for line in rest.splitlines()]
     value = next((line.removeprefix("Given value: ") for line in lines if line.startswith("Given value: ")), None)
     if "Subclass types expect one of:" in lines and value is not None:
         told = _not_a_class_path(value)
     else:
-        told = _expected(lines, value)
+        told = _expected(lines, value, typehint)
     where = key.removeprefix("Parser key ").strip('"')
     return _CLASS.sub(r"\1", f"{where}: {told}" if where else told)
 
@@ -71,18 +81,25 @@ def classes_in(typehint: Any) -> Iterator[type]:
         yield from classes_in(part)
 
 
-def _expected(lines: list[str], value: str | None) -> str:
+def _expected(lines: list[str], value: str | None, typehint: Any) -> str:
     lines = [line for line in lines if line and not line.startswith((*_FRAME, "Given value: "))]
     types = [match for line in lines if (match := _EXPECTED_TYPE.match(line))]
     if types and len(types) == len(lines):
-        names = dict.fromkeys("null" if match[1] == "NoneType" else match[1] for match in types)
+        names = dict.fromkeys(_type_names(typehint) if typehint else [match[1] for match in types])
         got = (
             value if value is not None else next((match["value"] for match in types if match["value"]), "another type")
         )
-        return f"expected {' or '.join(names)}, got {got}"
+        return f"expected {' or '.join(names).replace('NoneType', 'null')}, got {got}"
     # "Expected a str" beside the true reason only says that the value might also have been another thing.
     reasons = [line for line in lines if not _EXPECTED_TYPE.match(line) and not line.startswith("Expected a path but")]
     return "; ".join(dict.fromkeys(reasons or lines)) + (f" (got {value})" if value is not None else "")
+
+
+def _type_names(typehint: Any) -> list[str]:
+    if isinstance(typehint, UnionType) or get_origin(typehint) is Union:
+        return [name for part in get_args(typehint) for name in _type_names(part)]
+    whole = typehint.__name__ if inspect.isclass(typehint) and not get_args(typehint) else str(typehint)
+    return [re.sub(r"\b(?:\w+\.)+(?=\w)", "", whole)]
 
 
 def _not_a_class_path(value: str) -> str:

@@ -85,10 +85,13 @@ class Parser(LightningArgumentParser):
         if found := _NOT_ACCEPTED.match(message):
             key = ".".join(filter(None, (found["group"], found["key"])))
             return self._of_class(unknown_key(key, parser._keys()))
-        if found := _CLASS_PATH.search(message):
-            line = condense(message).partition(": ")[0] + ": " if message.startswith("Parser key") else ""
-            return self._of_class(line + unknown_class(found[1] or found[2], self._classes_at(message)))
-        return self._of_class(condense(message))
+        typehint = self._typehint_at(message)
+        line = condense(message, typehint)
+        found = _CLASS_PATH.search(message)
+        if found and (unknown := unknown_class(found[1] or found[2], classes_in(typehint))):
+            where = line.partition(": ")[0] + ": " if message.startswith("Parser key") else ""
+            line = where + unknown
+        return self._of_class(line)
 
     def _of_class(self, line: str) -> str:
         if self._described is None:
@@ -102,20 +105,16 @@ class Parser(LightningArgumentParser):
 
     def _chosen(self) -> "Parser":
         """The parser of the subcommand that the arguments name, else this one."""
-        subcommands = self._subcommands_action.choices if self._subcommands_action else {}
-        chosen: Parser = next((subcommands[arg] for arg in self.args if arg in subcommands), self)
-        return chosen
+        if not self._subcommands_action:
+            return self
+        subcommands: dict[str, Parser] = self._subcommands_action.choices
+        return next((subcommands[arg] for arg in self.args if arg in subcommands), self)
 
     def _keys(self) -> set[str]:
         return {action.dest for action in self._actions if action.dest not in ("help", "print_config")}
 
-    def _classes_at(self, message: str) -> list[type]:
+    def _typehint_at(self, message: str) -> Any:
+        """The type of the argument that the message is about."""
         key = re.match(r'Parser key "([^"]*)"', message)
-        parsers = (self, self._chosen()) if self._subcommands_action else (self,)
-        return [
-            cls
-            for parser in parsers
-            for action in parser._actions
-            if key and action.dest == key[1]
-            for cls in classes_in(getattr(action, "_typehint", None))
-        ]
+        actions = [*self._actions, *self._chosen()._actions]
+        return next((getattr(action, "_typehint", None) for action in actions if key and action.dest == key[1]), None)
