@@ -5,16 +5,22 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import cli_models
 import pytest
 import torch
 import yaml
 from harness import run
+from jsonargparse import Namespace
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 import strategies
 from trainer.cli import main
+from trainer.config import SaveConfigBesideCheckpoints
 from trainer.messages import condense, unknown_class, unknown_key
+from trainer.parser import Parser
 
 CONFIG = """
 seed_everything: 7
@@ -316,6 +322,16 @@ def test_a_second_run_keeps_the_first_ones_config(in_folder: Path) -> None:
 def test_without_checkpoints_the_config_goes_to_the_log_directory(in_folder: Path) -> None:
     main(option(ONE_DEVICE, "--trainer.enable_checkpointing=false"))
     assert [str(path.relative_to(in_folder)) for path in in_folder.glob("run/**/*.*")] == ["run/config.yaml"]
+
+
+@pytest.mark.parametrize("is_global_zero", [True, False])
+def test_rank_0_alone_writes_the_config(is_global_zero: bool, in_folder: Path) -> None:
+    trainer: Any = SimpleNamespace(
+        log_dir="logs", is_global_zero=is_global_zero, checkpoint_callbacks=[ModelCheckpoint("here"), ModelCheckpoint()]
+    )
+    SaveConfigBesideCheckpoints(Parser(), Namespace()).on_fit_start(trainer, cli_models.Net())
+    written = [str(path.relative_to(in_folder)) for path in in_folder.rglob("config.yaml") if path.parent != in_folder]
+    assert written == (["here/config.yaml"] if is_global_zero else [])
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
