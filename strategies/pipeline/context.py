@@ -44,7 +44,6 @@ class PassContext:
 
     def apply(self) -> None:
         """Sets what is global to a process; called by workers, whose process is the pass's alone."""
-        torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
@@ -52,8 +51,10 @@ class PassContext:
 
     @contextmanager
     def entered(self, *, grad: bool) -> Iterator[None]:
-        """Enters autocast and the grad mode on this thread."""
+        """Enters autocast and the grad mode on this thread, and the default dtype, for a forward pass."""
         with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.default_dtype)
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, enabled, dtype in self.autocast:
                 if enabled:
