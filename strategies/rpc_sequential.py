@@ -146,6 +146,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             given=self._given_balance,
             mode=self._balance_mode,
             microbatches=self._settings.microbatches,
+            device=self.root_device,
         )
         check_shared(model, module, self.balance)
         self._check_precision()

@@ -59,8 +59,11 @@ def find_balance(
     given: list[int] | None,
     mode: str,
     microbatches: int,
+    device: torch.device,
 ) -> list[int]:
     """The number of layers of each stage: as given, or found by measuring each layer on the model's example input.
+
+    Measuring moves a copy of one layer at a time to ``device``.
 
     Raises:
         MisconfigurationException: If what is given does not fit, or if there are too few layers or no example.
@@ -83,7 +86,7 @@ def find_balance(
     sample = input_of(module, model, model.example_input_array)
     measure: Any = balance_by_time if mode == "balance_by_time" else partial(balance_by_size, chunks=microbatches)
     with as_misconfiguration(), _threads(share_of_threads(num_stages)):
-        return measure(num_stages, module, sample)
+        return measure(num_stages, module, sample, device=device)
 
 
 def check_shared(model: LightningModule, module: nn.Sequential, balance: list[int]) -> None:

@@ -55,13 +55,12 @@ def fit(strategy: Any, devices: int, *, ckpt_path: str | None = None, **argument
     quiet()
     model = small_gpt()
     trainer = Trainer(
-        accelerator="cpu",
         devices=devices,
         strategy=strategy,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"max_steps": NUM_STEPS, "enable_checkpointing": False, **arguments},
+        **{"accelerator": "cpu", "max_steps": NUM_STEPS, "enable_checkpointing": False, **arguments},
     )
     trainer.fit(model, *loaders(), ckpt_path=ckpt_path)
     return model, trainer

@@ -100,6 +100,11 @@ class Pipeline:
             self.module.register_load_state_dict_pre_hook(self._scatter_state_dict),
         ]
 
+    def wait(self) -> None:
+        """Returns when every stage has done what it was told; passes and steps themselves do not wait for all."""
+        for remote, answer in [(remote, remote.start("num_kept")) for remote in self.remotes]:
+            remote.result(answer)
+
     def finish(self) -> None:
         """Makes the module whole again and ends the workers; safe at any stage of set-up, and twice.
 
@@ -148,8 +153,7 @@ class Pipeline:
         self.remotes.extend(self._ship(i, blob, session, self._workers) for i, blob in enumerate(blobs))
         last, device = len(blobs), self._devices[-1]
         group = join_group(session, last)
-        for remote, shipped in [(remote, remote.start("num_kept")) for remote in self.remotes]:
-            remote.result(shipped)
+        self.wait()
         return Ports(
             feed=Sender(group, 0, tag=FEED_TAG),
             fed_back=Receiver(group, 0, device=device, tag=FEED_TAG),

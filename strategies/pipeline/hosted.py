@@ -55,6 +55,8 @@ class HostedStage:
     def __init__(self, cargo: Cargo, group: ProcessGroup) -> None:
         self._index, self._driver = cargo.index, group.size() - 1
         device = torch.device(cargo.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         self._layers = cargo.layers.to(device)
         self._optimizers = [put_together(*parts) for parts in cargo.optimizers]
         self._numbers = cargo.numbers

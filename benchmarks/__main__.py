@@ -1,0 +1,5 @@
+"""Runs every benchmark: ``python -m benchmarks``."""
+
+from benchmarks import pipeline_step
+
+pipeline_step.main()

@@ -1,0 +1,114 @@
+"""Time of a training step: one process against a pipeline of two, both with one thread a process, interleaved.
+
+The limit for two processes is not half of one: on shared hardware each slows down while the other works. So the same
+work is also timed while a second process is busy; half of that is what a pipeline without any overhead would take.
+"""
+
+import multiprocessing
+import platform
+import statistics
+from collections.abc import Callable
+from multiprocessing.synchronize import Event
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.passes import Settings
+
+WIDTH, NUM_LAYERS, ROWS, LENGTH, MICROBATCHES = 512, 8, 16, 64, 8
+ROUNDS = 9
+
+
+def make_model() -> nn.Sequential:
+    """Eight transformer layers of width 512."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer
+    return nn.Sequential(
+        *[layer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True) for _ in range(NUM_LAYERS)]
+    )
+
+
+def one_process_step(x: torch.Tensor) -> Callable[[], None]:
+    """A step on this process, micro-batch by micro-batch like the pipeline."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for part in x.chunk(MICROBATCHES):
+            (model(part).square().mean() / MICROBATCHES).backward()
+        optimizer.step()
+
+    return step
+
+
+def pipeline_step(x: torch.Tensor) -> tuple[Pipeline, Callable[[], None]]:
+    """A step on two processes."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    settings = Settings(microbatches=MICROBATCHES, checkpoint="never")
+    half = NUM_LAYERS // 2
+    pipeline = Pipeline(model, [half, half], [torch.device("cpu")] * 2, settings, optimizers=[optimizer])
+    pipeline.start()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        pipeline.optimizers.zero_grad_remotes(0, True)
+        model(x).square().mean().backward()
+        optimizer.step()
+        pipeline.optimizers.step_remotes(0)
+
+    return pipeline, step
+
+
+def keep_busy(stop: Event, go: Event, idle: Event) -> None:
+    """The second process of the limit: the same steps while ``go`` is set."""
+    torch.set_num_threads(1)
+    step = one_process_step(torch.randn(ROWS, LENGTH, WIDTH))
+    while not stop.is_set():
+        if go.wait(timeout=0.1):
+            idle.clear()
+            step()
+        else:
+            idle.set()
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    context = multiprocessing.get_context("spawn")
+    stop, go, idle = context.Event(), context.Event(), context.Event()
+    busy = context.Process(target=keep_busy, args=(stop, go, idle), daemon=True)
+    busy.start()
+    single = one_process_step(x)
+    pipeline, piped = pipeline_step(x)
+    times: dict[str, list[float]] = {"one process": [], "one process beside a busy one": [], "pipeline of two": []}
+    try:
+        for round_number in range(ROUNDS + 2):
+            for name, step in zip(times, (single, single, piped), strict=True):
+                if name.endswith("busy one"):
+                    go.set()
+                started = perf_counter()
+                step()
+                if name == "pipeline of two":
+                    pipeline.wait()
+                seconds = perf_counter() - started
+                if go.is_set():
+                    go.clear()
+                    idle.clear()
+                    idle.wait()
+                if round_number >= 2:
+                    times[name].append(seconds)
+    finally:
+        stop.set()
+        pipeline.finish()
+        busy.join()
+    print(f"{NUM_LAYERS} layers of width {WIDTH}, {ROWS} rows of {LENGTH}, {MICROBATCHES} micro-batches, AdamW")
+    print(f"torch {torch.__version__}, {platform.machine()}, one thread a process, {ROUNDS} rounds")
+    for name, seconds in times.items():
+        print(f"{name:<30} median {statistics.median(seconds):.3f} s   {min(seconds):.3f} to {max(seconds):.3f}")
+    bound = (MICROBATCHES + 1) / MICROBATCHES / 2
+    limit = statistics.median(times["one process beside a busy one"]) * bound
+    print(f"limit of GPipe without overhead       {limit:.3f} s   ({bound:.4f} of the line above it: the bubble)")
