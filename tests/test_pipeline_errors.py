@@ -1,0 +1,456 @@
+"""Wrong settings of the pipeline are said before a process is started: what, the values, and what to do."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
+from strategies.pipeline import launch
+from strategies.pipeline.launch import Workers
+from trainer import Trainer
+from trainer.cli import main
+
+ROOT = Path(__file__).parents[1]
+
+
+class Started(BaseException):
+    """A process was about to be started; no handler of exceptions catches this."""
+
+
+@pytest.fixture(autouse=True)
+def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process can be started, and none has left a folder or a setting behind."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise Started
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=refuse, PIPE=None))
+    threads = torch.get_num_threads()
+    yield
+    assert not list(tmp_path.glob("relay-*"))
+    assert torch.get_num_threads() == threads
+
+
+class Model(pl.LightningModule):
+    """Three layers that ten lines train; every test breaks one thing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.example_input_array: Any = torch.zeros(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(model: pl.LightningModule, devices: int = 2, *, plugins: Any = None, **settings: Any) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=RPCSequentialStrategy(**settings),
+        max_steps=2,
+        plugins=plugins,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(torch.ones(16, 4), batch_size=8))
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{"balance": [1, 2]}, {}, {"balance_mode": "balance_by_time"}])
+def test_nothing_wrong(settings: dict[str, Any]) -> None:
+    """Only that the tests below would notice a process."""
+    model = Model()
+    with pytest.raises(Started):
+        fit(model, **settings)
+    assert not any(p.is_meta for p in model.parameters())
+
+
+# Settings that are wrong in themselves
+
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"microbatches": 0}, "microbatches must be a whole number of at least 1, got 0."),
+    ({"microbatches": -2}, "microbatches must be a whole number of at least 1, got -2."),
+    ({"microbatches": 2.5}, "microbatches must be a whole number of at least 1, got 2.5."),
+    ({"microbatches": "4"}, "microbatches must be a whole number of at least 1, got '4'."),
+    ({"microbatches": True}, "microbatches must be a whole number of at least 1, got True."),
+    ({"microbatches": None}, "microbatches must be a whole number of at least 1, got None."),
+    ({"checkpoint": "allways"}, "Unknown checkpoint 'allways'; did you mean 'always'?"),
+    ({"checkpoint": "except-last"}, "Unknown checkpoint 'except-last'; did you mean 'except_last'?"),
+    ({"checkpoint": True}, "Unknown checkpoint True; valid names: always, except_last, never"),
+    ({"balance_mode": "by_size"}, "Unknown balance_mode 'by_size'; did you mean 'balance_by_size'"),
+    ({"balance_mode": "x"}, "Unknown balance_mode 'x'; valid names: balance_by_size, balance_by_time"),
+    ({"schedule": "g_pipe"}, "Unknown schedule 'g_pipe'; did you mean 'gpipe'?"),
+    ({"schedule": "zb"}, "Unknown schedule 'zb'; valid names: "),
+    ({"rpc_timeout_sec": 0}, "rpc_timeout_sec must be above 0 seconds, got 0."),
+    ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be above 0 seconds, got -1.5."),
+    ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be above 0 seconds, got nan."),
+    ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported yet; leave it at 1, a single pipeline."),
+    ({"data_parallel_size": 0}, "data_parallel_size=0 is not supported yet"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:40])
+def test_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        RPCSequentialStrategy(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"rpc_timeout_sec": "60"}, marks=pytest.mark.xfail(strict=True, reason="TypeError of the '>'")),
+        pytest.param(
+            {"rpc_timeout_sec": float("inf")}, marks=pytest.mark.xfail(strict=True, reason="fails in the session")
+        ),
+    ],
+)
+def test_time_outs_that_no_clock_can_count(settings: dict[str, Any]) -> None:
+    with pytest.raises(MisconfigurationException, match="rpc_timeout_sec must be"):
+        RPCSequentialStrategy(**settings)
+
+
+# Settings that do not fit the model or the devices
+
+
+@pytest.mark.parametrize(
+    ("balance", "devices", "message"),
+    [
+        ([2, 2], 2, "The provided balance sum: 4 does not match your Sequential length: 3. Give each layer to exactly"),
+        ([1, 1], 2, "The provided balance sum: 2 does not match your Sequential length: 3"),
+        ([1, 1, 1], 2, "The provided balance [1, 1, 1] is for 3 stages, but there are 2 devices. Give one number of"),
+        ([3], 2, "The provided balance [3] is for 1 stages, but there are 2 devices."),
+        ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: no stage without a layer."),
+        ([4, -1], 2, "The provided balance [4, -1] must consist of whole numbers above 0"),
+        ([1.5, 1.5], 2, "The provided balance [1.5, 1.5] must consist of whole numbers above 0"),
+        ([], 2, "The provided balance sum: 0 does not match your Sequential length: 3"),
+        (None, 4, "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it"),
+    ],
+)
+def test_balance(balance: Any, devices: int, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        fit(Model(), devices, balance=balance)
+
+
+@pytest.mark.xfail(strict=True, reason="TypeError: 'int' object is not iterable, without saying of what")
+def test_balance_that_is_one_number() -> None:
+    with pytest.raises(MisconfigurationException, match="balance"):
+        fit(Model(), balance=3)
+
+
+def without_sequential(model: Model) -> None:
+    del model.sequential_module
+
+
+def renamed(model: Model) -> None:
+    model.sequential_modul = model.sequential_module
+    del model.sequential_module
+
+
+def no_sequential(model: Model) -> None:
+    model.sequential_module = nn.Linear(4, 2)
+
+
+def a_list(model: Model) -> None:
+    del model.sequential_module
+    model.sequential_module = [nn.Linear(4, 2)]
+
+
+def module_list(model: Model) -> None:
+    model.layers, model.sequential_module = model.sequential_module, nn.ModuleList([nn.Linear(4, 2)])
+
+
+def no_example(model: Model) -> None:
+    model.example_input_array = None
+
+
+def tied(model: Model) -> None:
+    model.sequential_module[2] = nn.Linear(4, 4)
+    model.sequential_module[2].weight = model.sequential_module[0].weight
+
+
+def tied_to_the_rest(model: Model) -> None:
+    model.head = nn.Linear(4, 4)
+    model.head.weight = model.sequential_module[0].weight
+
+
+def on_meta(model: Model) -> None:
+    model.sequential_module[0].to("meta")
+
+
+def lbfgs(model: Model) -> None:
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())  # type: ignore[method-assign]
+
+
+def two_optimizers_one_lbfgs(model: Model) -> None:
+    model.automatic_optimization = False
+    model.configure_optimizers = lambda: (  # type: ignore[method-assign]
+        torch.optim.SGD(model.sequential_module[0].parameters(), 0.1),
+        torch.optim.LBFGS(model.sequential_module[2].parameters()),
+    )
+
+
+class Holder(nn.ReLU):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+
+def layer_with_a_method(model: Model) -> None:
+    model.sequential_module = nn.Sequential(Holder(model.training_step), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def layer_with_the_model(model: Model) -> None:
+    model.sequential_module = nn.Sequential(Holder(lambda: model), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            without_sequential,
+            "Model has no 'sequential_module', the nn.Sequential to be pipelined: set `self.sequential_module = "
+            "nn.Sequential(...)`, or name another one by RPCSequentialStrategy(module=...); it has no nn.Sequential",
+        ),
+        (
+            renamed,
+            "Model has no 'sequential_module'.*RPCSequentialStrategy(module=...); did you mean 'sequential_modul'",
+        ),
+        (
+            no_sequential,
+            "Model.sequential_module must be an nn.Sequential to be pipelined, but is a Linear: put its layers into",
+        ),
+        (a_list, "Model.sequential_module must be an nn.Sequential to be pipelined, but is a list"),
+        (module_list, "Model.sequential_module must be an nn.Sequential.*but is a ModuleList.*valid names: layers"),
+        (
+            no_example,
+            "The balance can only be found with an example: set `self.example_input_array` on Model to a batch of "
+            "inputs, or give the balance, one number of layers for each of the 2 devices.",
+        ),
+        (tied, "a parameter is shared by stage 0 (0.weight) and stage 1 (2.weight); .*Choose a balance that keeps"),
+        (tied_to_the_rest, "shared by the model outside the pipeline (head.weight) and stage 0 (0.weight)"),
+        pytest.param(
+            on_meta,
+            "2 parameters of Model.sequential_module have no values (they are on the meta device), 0.weight first: .*"
+            "Build the model anew and load a checkpoint.",
+            marks=pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="teardown masks the error"),
+        ),
+        (lbfgs, "cannot run LBFGS: .*Use an optimizer that makes one update from one gradient, such as AdamW."),
+        (two_optimizers_one_lbfgs, "cannot run LBFGS"),
+        (layer_with_a_method, "a layer of the pipelined module refers to the whole model (Model), .*hold only what it"),
+        (layer_with_the_model, "a layer of the pipelined module refers to the whole model (Model), "),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_models(spoil: Callable[[Model], None], message: str) -> None:
+    model = Model()
+    spoil(model)
+    settings = {} if spoil is no_example else {"balance": [1, 2]}
+    before = {id(p) for p in model.parameters() if p.is_meta}
+    with pytest.raises(MisconfigurationException, match=re.escape(message).replace(r"\.\*", ".*")):
+        fit(model, **settings)
+    assert {id(p) for p in model.parameters() if p.is_meta} == before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_example_is_not_needed_where_nothing_is_to_be_found() -> None:
+    for settings in ({"balance": [1, 2]}, {"balance": [3], "devices": 1}, {"devices": 1}):
+        model = Model()
+        no_example(model)
+        if settings.get("devices") == 1:
+            fit(model, **settings)
+        else:
+            with pytest.raises(Started):
+                fit(model, **settings)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("net.layer", "Nested has no 'net.layer', .*did you mean 'net.layers'"),
+        ("net", "Nested.net must be an nn.Sequential to be pipelined, but is a ModuleDict"),
+        ("nothing.at.all", "Nested has no 'nothing.at.all', the nn.Sequential .*valid names: net.layers"),
+    ],
+)
+def test_path_of_the_module(path: str, message: str) -> None:
+    class Nested(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.ModuleDict({"layers": self.sequential_module})
+            del self.sequential_module
+
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(Nested(), module=path)
+    with pytest.raises(Started):
+        fit(Nested(), module="net.layers", balance=[1, 2])
+
+
+def test_gradient_scaler() -> None:
+    scaler: Any = torch.amp.GradScaler("cpu")
+    with pytest.raises(
+        MisconfigurationException, match=r"gradient scaler yet \(precision='16-mixed'\); use .*bf16-mix"
+    ):
+        fit(Model(), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+
+
+# What is only seen in a run; one stage starts no process
+
+
+def test_an_optimizer_that_evaluates_the_loss_twice() -> None:
+    class Twice(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return super().step(closure)
+
+    model = Model()
+    model.configure_optimizers = lambda: Twice(model.parameters(), 0.1)  # type: ignore[method-assign]
+    message = r"Twice evaluates the loss several times within a step, .*Use an optimizer that makes one update"
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(model, 1)
+
+
+class Manual(Model):
+    """Two optimizers; clips without saying whose gradients, or for one of them."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.named, self.norms = named, [0.0]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        strategy: Any = self.trainer.strategy
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self(batch).square().mean())
+        first = self.optimizers()[0]
+        self.norms.append(strategy.clip_grad_norm_(1e-3, **({"optimizer": first} if self.named else {})).item())
+        gradients = [p.grad for p in self.sequential_module[0].parameters()]
+        assert torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients])) <= 1.001e-3
+        first.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.sequential_module[k].parameters(), 0.1) for k in (0, 2)]
+
+
+def test_whose_gradients_to_clip() -> None:
+    with pytest.raises(MisconfigurationException, match=r"there are 2 optimizers; say whose .*\(max_norm, optimizer="):
+        fit(Manual(named=False), 1)
+    model = Manual(named=True)
+    fit(model, 1)
+    assert len(model.norms) == 3 and model.norms[1] > 1e-3
+
+
+def test_clipping_without_a_pipeline() -> None:
+    with pytest.raises(RuntimeError, match="the pipeline is not running; this is possible only within fit"):
+        RPCSequentialStrategy().clip_grad_norm_(1.0)
+
+
+# What goes wrong when workers start
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers]]:
+    """Two workers that run a line of shell instead of the real thing."""
+    made = []
+
+    def make(line: str) -> Workers:
+        executable = Path("worker")
+        executable.write_text(f"#!/bin/sh\n{line}\n")
+        executable.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(executable.resolve()))
+        monkeypatch.setattr(launch, "subprocess", subprocess)
+        made.append(Workers(2, timeout_seconds=0.2, threads=1))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop(grace_seconds=0.0)
+
+
+def test_a_worker_that_ends_at_once(workers: Callable[[str], Workers]) -> None:
+    with pytest.raises(RuntimeError, match=r"worker of stage 0 could not start: process \d+ ended with status 3; see"):
+        workers("exit 3").start()
+
+
+def test_a_worker_that_is_killed_at_once(workers: Callable[[str], Workers]) -> None:
+    with pytest.raises(RuntimeError, match=r"worker of stage [01] could not start: process \d+ was killed by signal 9"):
+        workers("kill -9 $$").start()
+
+
+def test_workers_that_never_come(workers: Callable[[str], Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_START_SECONDS", 0.1)
+    one = workers("exec sleep 60")
+    with pytest.raises(RuntimeError, match=r"the workers of stages \[0, 1\] did not start in time"):
+        one.start()
+    pids = [process.pid for process in one._processes]
+    one.stop(grace_seconds=0.0)
+    one.stop(grace_seconds=0.0)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_rpc_that_somebody_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.rpc.api, "_is_current_rpc_agent_set", lambda: True)
+    model = Model()
+    with pytest.raises(RuntimeError, match=r"torch.distributed.rpc is already initialised .*end the other one"):
+        fit(model, balance=[1, 2])
+    assert not any(p.is_meta for p in model.parameters())
+
+
+# The command line
+
+MISTAKES = {
+    "microbatches=0": "microbatches must be a whole number of at least 1, got 0.",
+    "checkpoint=alway": "Unknown checkpoint 'alway'; did you mean 'always'?",
+    "balance_mode=balance_by_tim": "Unknown balance_mode 'balance_by_tim'; did you mean 'balance_by_time'",
+    "schedule=gpip": "Unknown schedule 'gpip'; did you mean 'gpipe'?",
+    "rpc_timeout_sec=0": "rpc_timeout_sec must be above 0 seconds, got 0.0.",
+    "data_parallel_size=2": "data_parallel_size=2 is not supported yet; leave it at 1, a single pipeline.",
+    "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
+    "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
+    "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: no stage without a layer.",
+    "module=sequential": "GPT has no 'sequential', the nn.Sequential to be pipelined: set `self.sequential = ",
+    "module=perplexity": "GPT.perplexity must be an nn.Sequential to be pipelined, but is a Perplexity: put its layers",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["trainer"])
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # the configuration's seed_everything leaves them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit) as end:
+        main(["fit", f"--config={ROOT / 'configs/pipeline.yaml'}", f"--trainer.strategy.init_args.{mistake}"])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    (line,) = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {MISTAKES[mistake]}")
+    assert said.err.endswith(line + "\n")
+    assert "Traceback" not in said.err + said.out
