@@ -73,6 +73,13 @@ class Pipeline:
             RuntimeError: If a worker cannot be started.
         """
         blobs = [pickled(self._cargo(i), self._model) for i in range(len(self.stages) - 1)]
+        try:
+            self._start(blobs)
+        except BaseException:
+            self._end()
+            raise
+
+    def _start(self, blobs: Sequence[bytes]) -> None:
         self._threads_before = torch.get_num_threads()
         threads = share_of_threads(len(self.stages))
         torch.set_num_threads(threads)

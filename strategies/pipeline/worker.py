@@ -4,9 +4,11 @@ It runs nothing of the user's script. The driver reaches the stage by an ``RRef`
 the stage's one compute thread (a pool of threads, each with its own malloc arena, made a step 1.4 times as long).
 """
 
+import ctypes
 import os
 import pickle
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -31,6 +33,8 @@ Command = tuple[str, tuple[Any, ...]]
 
 
 _PARENT_CHECK_SECONDS = 0.5
+_PR_SET_PDEATHSIG = 1
+"""From ``linux/prctl.h``."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +111,28 @@ def _failure(error: Exception, stage: HostedStage) -> Failure:
     return Failure(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
 
 
+def _die_with_parent(enabled: bool) -> None:
+    """Has the kernel kill this process when the driver dies, or no longer."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if enabled else 0)
+
+
 def main(directory: str, rank: int) -> None:
     """Joins the session and serves it until the driver closes this process's standard input or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends its workers itself
     session = Session.load(directory)
+    _die_with_parent(True)  # joining waits in C++, for half an hour if the driver dies meanwhile
     sys.path[:] = session.paths
     torch.set_num_threads(session.threads)
     (Path(directory) / f"ready-{rank}").touch()
-    join_rpc(session, rank)
+    if os.getppid() == session.driver_pid:
+        join_rpc(session, rank)
+    _die_with_parent(False)
     # A process that the driver forked (a data loader's) may hold the other end open after the driver's death.
     while os.getppid() == session.driver_pid and not select.select([sys.stdin], [], [], _PARENT_CHECK_SECONDS)[0]:
         pass
+    if os.getppid() != session.driver_pid:
+        shutil.rmtree(directory, ignore_errors=True)  # nobody else is left to do it
     os._exit(0)  # without waiting for a compute thread that may wait for a neighbour
 
 
