@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -286,6 +287,22 @@ def test_an_example_is_not_needed_where_nothing_is_to_be_found() -> None:
         else:
             with pytest.raises(Started):
                 fit(model, **settings)
+
+
+@pytest.mark.xfail(strict=True, reason="the message names no layer, and the type is pickle's")
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: Holder(threading.Lock().acquire),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    ],
+    ids=["lock", "parametrized"],
+)
+def test_layers_that_cannot_be_pickled(layer: Callable[[], nn.Module]) -> None:
+    model = Model()
+    model.sequential_module[0] = layer()
+    with pytest.raises(MisconfigurationException, match=r"layer 0 .*cannot be (sent|pickled)"):
+        fit(model, balance=[1, 2])
 
 
 @pytest.mark.parametrize(
