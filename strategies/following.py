@@ -1,9 +1,11 @@
 """Lets the stages of a pipeline follow the user's optimizer objects, through whichever of their methods is called."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
 from strategies.pipeline.update import PipelineOptimizers
@@ -35,16 +37,22 @@ def follow(optimizers: PipelineOptimizers, k: int, wrappers: Iterable[Optimizer]
     """
     own = optimizers.optimizers[k]
     handle = own.register_step_pre_hook(_StepAlong(optimizers, k))
-    holders = [own, *wrappers]
-    for holder in holders:
-        vars(holder)["zero_grad"] = _ZeroGradAlong(optimizers, k, holder.zero_grad)
+    undo_zero_grad = _also([own, *wrappers], partial(optimizers.zero_grad_remotes, k))
 
     def undo() -> None:
         handle.remove()
-        for holder in holders:
-            vars(holder).pop("zero_grad", None)
+        undo_zero_grad()
 
     return undo
+
+
+def follow_module(optimizers: PipelineOptimizers, modules: Iterable[nn.Module]) -> Callable[[], None]:
+    """Makes ``zero_grad`` of the model, or of the pipelined module alone, reach the other stages.
+
+    Returns:
+        A function that ends this.
+    """
+    return _also(modules, optimizers.zero_all_grads_remotes)
 
 
 class _StepAlong:
@@ -85,12 +93,19 @@ class _Once:
         return result
 
 
-class _ZeroGradAlong:
-    """``zero_grad`` of the driver's parameters and of the workers'."""
+def _also(holders: Iterable[Any], clear_remotes: Callable[[bool], None]) -> Callable[[], None]:
+    """Has ``zero_grad`` of each holder clear the workers' gradients too; returns what takes this back."""
+    listed = list(holders)
+    for holder in listed:
 
-    def __init__(self, optimizers: PipelineOptimizers, k: int, original: Callable[..., None]) -> None:
-        self._optimizers, self._k, self._original = optimizers, k, original
+        def zero_grad(set_to_none: bool = True, *, original: Callable[[bool], None] = holder.zero_grad) -> None:
+            original(set_to_none)
+            clear_remotes(set_to_none)
 
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._original(set_to_none)
-        self._optimizers.zero_grad_remotes(self._k, set_to_none)
+        vars(holder)["zero_grad"] = zero_grad
+
+    def undo() -> None:
+        for holder in listed:
+            vars(holder).pop("zero_grad", None)
+
+    return undo

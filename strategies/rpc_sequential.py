@@ -1,6 +1,6 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: the Lightning side of :mod:`strategies.pipeline`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -17,15 +17,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
-from strategies.following import check_optimizer, follow
+from strategies.following import check_optimizer, follow, follow_module
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.passes import Settings
 from strategies.pipeline.placement import without_layers
-from strategies.pipeline.recompute import MODES
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, check_shared, find_balance, find_module
-
-_SCHEDULES = ("gpipe",)
 
 
 class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
@@ -39,7 +36,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
 
     * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
       ships their layers together with the user's optimizers, restricted to their parameters.
-    * ``pre_backward`` does nothing: with ``schedule="gpipe"`` the backward pass itself leads the stages.
+    * ``pre_backward`` only checks the loss: with ``schedule="gpipe"`` the backward pass itself leads the stages.
     * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
     * ``save_checkpoint`` writes what Lightning gathered through this strategy: one standard checkpoint.
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
@@ -54,7 +51,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             time of each layer); both need ``example_input_array`` on the model.
         pipelined_backward: Run the backward passes of the micro-batches one after another, so that stages overlap. If
             ``False``, each stage runs them in one call of autograd, after the stage behind it has finished all.
-        rpc_timeout_sec: Seconds to wait for another process before giving it up.
+        rpc_timeout_sec: Seconds for which a process that others wait for may do nothing before it is given up.
         schedule: In which order micro-batches go through the stages; ``"gpipe"``.
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of once per micro-batch.
         module: Dotted path of the ``nn.Sequential`` within the model.
@@ -85,13 +82,19 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        _check_choice("checkpoint", checkpoint, MODES)
-        _check_choice("balance_mode", balance_mode, BALANCE_MODES)
-        _check_choice("schedule", schedule, _SCHEDULES)
-        if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-            raise MisconfigurationException(f"microbatches must be a whole number of at least 1, got {microbatches!r}.")
-        if not rpc_timeout_sec > 0:
-            raise MisconfigurationException(f"rpc_timeout_sec must be above 0 seconds, got {rpc_timeout_sec!r}.")
+        with as_misconfiguration():
+            self._settings = Settings(
+                microbatches=microbatches,
+                checkpoint=checkpoint,
+                schedule=schedule,
+                pipelined_backward=pipelined_backward,
+                deferred_batch_norm=deferred_batch_norm,
+                rpc_timeout_sec=rpc_timeout_sec,
+            )
+        if balance_mode not in BALANCE_MODES:
+            raise MisconfigurationException(
+                f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
+            )
         if data_parallel_size != 1:
             raise MisconfigurationException(
                 f"data_parallel_size={data_parallel_size!r} is not supported yet; leave it at 1, a single pipeline."
@@ -99,14 +102,6 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         self.balance = balance
         self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
-        self._settings = Settings(
-            microbatches=microbatches,
-            checkpoint=checkpoint,
-            schedule=schedule,
-            pipelined_backward=pipelined_backward,
-            deferred_batch_norm=deferred_batch_norm,
-            timeout_seconds=float(rpc_timeout_sec),
-        )
         self._pipeline: Pipeline | None = None
         self._undo: list[Callable[[], Any]] = []
 
@@ -188,16 +183,18 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         """Returns ``tensor``: there is one pipeline."""
         return tensor
 
-    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Returns ``tensor``: there is one pipeline."""
-        return tensor
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Returns ``decision``: there is one pipeline."""
-        return decision
-
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: the backward pass of ``closure_loss`` itself runs that of every stage."""
+        """Checks that ``closure_loss`` has a value; its backward pass itself runs that of every stage.
+
+        Raises:
+            MisconfigurationException: If it was computed from parameters that live on another stage.
+        """
+        if closure_loss.is_meta:
+            raise MisconfigurationException(
+                "The loss was computed from parameters of layers that live on other processes (their values are not "
+                "here), for example by a penalty on weights. Use the optimizer's weight_decay, or compute such a term "
+                "within a layer."
+            )
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Nothing: the workers' parts have been stepped along with the driver's."""
@@ -293,6 +290,8 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         for k, optimizer in enumerate(pipeline.optimizers.optimizers):
             wrappers = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is optimizer]
             self._undo.append(follow(pipeline.optimizers, k, cast(list[Optimizer], wrappers)))
+        assert self.lightning_module is not None
+        self._undo.append(follow_module(pipeline.optimizers, [self.lightning_module, pipeline.module]))
         clipping = {"clip_grad_by_norm": self._clip_grad_by_norm, "clip_grad_by_value": self._clip_grad_by_value}
         precision = vars(self.precision_plugin)
         precision.update(clipping)
@@ -304,8 +303,3 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         self._running().optimizers.clip_grad_value(self._number(optimizer), float(clip_val))
-
-
-def _check_choice(name: str, value: Any, valid: Sequence[str]) -> None:
-    if value not in valid:
-        raise MisconfigurationException(f"Unknown {name} {value!r}{did_you_mean(str(value), valid)}")

@@ -10,6 +10,7 @@ import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from strategies.names import did_you_mean
 from strategies.pipeline.balance import balance_by_size, balance_by_time
@@ -40,6 +41,17 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
         raise MisconfigurationException(
             f"{kind}.{path} must be an nn.Sequential to be pipelined, but is a {type(module).__name__}: put its "
             f"layers into one, or name another one by RPCSequentialStrategy(module=...){hint}"
+        )
+    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        raise MisconfigurationException(
+            f"{kind}.{path} is a {type(module).__name__} with a forward of its own, which a pipeline would not run: it "
+            "calls the layers one after another. Move what it does into a layer, or use a plain nn.Sequential."
+        )
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise MisconfigurationException(
+            f"{kind}.{path} has parameters without a shape yet, {lazy[0]} first (a lazy layer): run a batch through "
+            "the model before fit, or give the layer its sizes."
         )
     lost = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if lost:

@@ -13,6 +13,7 @@ what is under way is kept alive until it has arrived. The receive of the next he
 
 import pickle
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,31 @@ _FAILED = -1
 """The header's kind that says: this process failed, nothing will follow. Other kinds are numbers of layouts."""
 
 
+_MAX_LAYOUTS = 1024
+
+
 class PeerFailed(RuntimeError):
     """The neighbour failed and says so; its own report tells why, so this error is only a consequence."""
 
 
+class PeerSilent(RuntimeError):
+    """The neighbour sent nothing in time. It may hang, or wait for another one that does."""
+
+
 def is_consequence(error: BaseException) -> bool:
     """Whether ``error`` only tells that another process failed or has gone."""
-    return isinstance(error, PeerFailed) or "onnection closed by peer" in str(error) or "onnection reset" in str(error)
+    return (
+        isinstance(error, PeerFailed | PeerSilent)
+        or "onnection closed by peer" in str(error)
+        or "onnection reset" in str(error)
+    )
+
+
+def _pickled(layout: Any) -> bytes:
+    try:
+        return pickle.dumps(layout)
+    except Exception:  # a class of a script or a notebook, which plain pickle does not know
+        return cloudpickle.dumps(layout)
 
 
 @dataclass(frozen=True)
@@ -80,9 +99,11 @@ class Sender:
             ],
             spec,
         )
-        key = pickle.dumps(layout)
+        key = _pickled(layout)
         number, description = self._layouts.get(key), b""
         if number is None:
+            if len(self._layouts) == _MAX_LAYOUTS:
+                self._layouts.clear()  # the receiver overwrites what it knows as new descriptions come
             number = self._layouts[key] = len(self._layouts)
             description = cloudpickle.dumps(layout)
         messages = [self._post(torch.tensor([number, pass_number, microbatch, len(description)]), self._tag)]
@@ -119,10 +140,19 @@ class Receiver:
         peer: The sender's rank in ``group``.
         device: Where received tensors are put.
         tag: The sender's tag.
+        wait: Waits for a header to arrive.
     """
 
-    def __init__(self, group: ProcessGroup, peer: int, *, device: torch.device, tag: int = 0) -> None:
-        self._group, self._peer, self._device, self._tag = group, peer, device, tag
+    def __init__(
+        self,
+        group: ProcessGroup,
+        peer: int,
+        *,
+        device: torch.device,
+        tag: int = 0,
+        wait: Callable[[Work], Any] = lambda work: work.wait(),
+    ) -> None:
+        self._group, self._peer, self._device, self._tag, self._wait = group, peer, device, tag, wait
         self._layouts: dict[int, Any] = {}
         self._header = torch.zeros(4, dtype=torch.int64)
         self._posted: Work | None = None
@@ -140,11 +170,17 @@ class Receiver:
 
         Raises:
             PeerFailed: If the sender has failed.
-            RuntimeError: If the sender's process has gone, or if nothing came within the group's time-out.
+            PeerSilent: If nothing came within the group's time-out.
+            RuntimeError: If the sender's process has gone.
         """
         self.post()
         assert self._posted is not None
-        self._posted.wait()
+        try:
+            self._wait(self._posted)
+        except RuntimeError as error:
+            if "imed out" not in str(error):
+                raise
+            raise PeerSilent(f"rank {self._peer} of the pipeline sent nothing within the time-out") from error
         self._posted = None
         kind, *place, size_bytes = self._header.tolist()
         if kind == _FAILED:

@@ -20,7 +20,7 @@ from strategies.pipeline.hosted import FEED_TAG, Cargo, describe
 from strategies.pipeline.launch import Workers, share_of_threads
 from strategies.pipeline.passes import Passes, Ports, Settings
 from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
-from strategies.pipeline.remote import Failures, RemoteStage
+from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.session import Session, join_group
 from strategies.pipeline.stage import Mailbox, Stage
 from strategies.pipeline.update import PipelineOptimizers
@@ -62,6 +62,7 @@ class Pipeline:
         self._devices, self._settings, self._model, self._seed = list(devices), settings, model, seed
         self._workers: Workers | None = None
         self._stage: Stage | None = None
+        self._patience: Patience | None = None
         self._hooks: list[Any] = []
         self._threads_before: int | None = None
 
@@ -72,7 +73,8 @@ class Pipeline:
             ValueError: If a layer cannot be shipped; nothing has been started then.
             RuntimeError: If a worker cannot be started.
         """
-        blobs = [pickled(self._cargo(i), self._model) for i in range(len(self.stages) - 1)]
+        remote_stages = self.stages[:-1]
+        blobs = [pickled(self._cargo(i), layers, self._model) for i, layers in enumerate(remote_stages)]
         try:
             self._start(blobs)
         except BaseException:
@@ -95,9 +97,9 @@ class Pipeline:
             deferred_batch_norm=self._settings.deferred_batch_norm,
         )
         for layers in self.stages[:-1]:
-            move_to_meta(layers)
+            move_to_meta(layers, self.optimizers.optimizers)
         for optimizer in self.optimizers.optimizers:  # the workers have these states; here they would only take memory
-            for parameter in [p for p in optimizer.state if p.is_meta]:
+            for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
         self.module.forward = Passes(  # type: ignore[method-assign]
             self.module, self.stages, self._stage, ports, self.remotes, self.failures, self._settings, self._seed
@@ -115,15 +117,36 @@ class Pipeline:
     def finish(self) -> None:
         """Makes the module whole again and ends the workers; safe at any stage of set-up, and twice.
 
-        The layers of a worker that has died are lost: they stay on the ``meta`` device.
+        The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device.
+
+        Raises:
+            Exception: What went wrong on a worker and has not been raised before, such as in the last step; or, if
+                something was lost, why.
         """
         try:
             if self._hooks:
-                for layers, remote in zip(self.stages, self.remotes, strict=False):
-                    move_from_meta(layers, remote.call("tensors"))
-                self.optimizers.fetch()
+                self._fetch()
+        except Exception:
+            if not self.failures.any or self.failures.raised:
+                raise
         finally:
             self._end()
+        if self.failures.any and not self.failures.raised:
+            self.failures.raise_cause()
+
+    def _fetch(self) -> None:
+        """Brings back what the workers hold, from as many of them as can still give it."""
+        lost: Exception | None = None
+        for layers, remote in zip(self.stages, self.remotes, strict=False):
+            try:
+                move_from_meta(layers, self.optimizers.optimizers, remote.rescue("tensors"))
+                if extra := remote.rescue("extra_state"):
+                    layers.load_state_dict(extra, strict=False)
+                self.optimizers.fetch(remote)
+            except Exception as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
 
     def _end(self) -> None:
         for hook in self._hooks:
@@ -133,6 +156,9 @@ class Pipeline:
         if self._stage is not None:
             self._stage.close()
             self._stage = None
+        if self._patience is not None:
+            self._patience.end()
+            self._patience = None
         if self._workers is not None:
             self._workers.stop(grace_seconds=_END_SECONDS if self.remotes else 0.0)
             self._workers = None
@@ -155,16 +181,17 @@ class Pipeline:
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
-        self._workers = Workers(len(blobs), timeout_seconds=self._settings.timeout_seconds, threads=threads)
+        self._workers = Workers(len(blobs), timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
         session = self._workers.start()
         self.remotes.extend(self._ship(i, blob, session, self._workers) for i, blob in enumerate(blobs))
         last, device = len(blobs), self._devices[-1]
+        self._patience = Patience(self.failures)
         group = join_group(session, last)
         self.wait()
         return Ports(
             feed=Sender(group, 0, tag=FEED_TAG),
-            fed_back=Receiver(group, 0, device=device, tag=FEED_TAG),
-            inputs=Receiver(group, last - 1, device=device),
+            fed_back=Receiver(group, 0, device=device, tag=FEED_TAG, wait=self._patience),
+            inputs=Receiver(group, last - 1, device=device, wait=self._patience),
             outputs=Mailbox(),
             output_grads=Mailbox(),
             input_grads=Sender(group, last - 1),

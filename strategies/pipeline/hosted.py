@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
@@ -80,9 +81,9 @@ class HostedStage:
             parameter.grad = None
 
     @property
-    def doing(self) -> str:
-        """What the stage does now or did last."""
-        return self._stage.doing
+    def progress(self) -> tuple[int, str]:
+        """How many things the stage has done so far, and what it does now or did last."""
+        return self._stage.num_done, self._stage.doing
 
     def describe(self) -> str:
         """Stage and layers in words, for error reports."""
@@ -126,6 +127,10 @@ class HostedStage:
         for parameter, flag in zip(self._layers.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
 
+    def zero_all_grads(self, set_to_none: bool) -> None:
+        """Clears the gradients of every parameter."""
+        self._layers.zero_grad(set_to_none)
+
     def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
         """Clears the gradients of an optimizer's parameters."""
         self._optimizers[optimizer].zero_grad(set_to_none)
@@ -162,12 +167,19 @@ class HostedStage:
 
     def load_module_state(self, state: Mapping[str, Any]) -> None:
         """Loads what :meth:`module_state` gave."""
-        self._layers.load_state_dict(state)
+        self._layers.load_state_dict(
+            state, strict=False
+        )  # the driver knows which keys belong and tells what is missing
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer, also those that ``state_dict`` leaves out, on the CPU."""
-        named = [*self._layers.named_parameters(), *self._layers.named_buffers()]
+        named = [*self._layers.named_parameters(), *self._layers.named_buffers(remove_duplicate=False)]
         return {name: tensor.detach().cpu() for name, tensor in named}
+
+    def extra_state(self) -> dict[str, Any]:
+        """What the layers' own ``get_extra_state`` adds to a ``state_dict``."""
+        state = self._layers.state_dict()
+        return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
 
     def optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
         """The state of each parameter of an optimizer, by its number in the whole one, on the CPU."""

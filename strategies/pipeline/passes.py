@@ -14,27 +14,46 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from strategies.names import did_you_mean
 from strategies.pipeline.channel import Sender, is_consequence
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import merge, split
-from strategies.pipeline.recompute import num_recomputed
+from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
 from strategies.pipeline.remote import Failures, RemoteStage
 from strategies.pipeline.schedule import SCHEDULES, Action
 from strategies.pipeline.stage import Input, Mailbox, Output, Pass, Stage
 
+_RUNNABLE_SCHEDULES = ("gpipe",)
+"""Others need a ``training_step`` that runs once per micro-batch."""
+
 
 @dataclass(frozen=True)
 class Settings:
-    """How a pipeline runs; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` explains each."""
+    """How a pipeline runs; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` explains each.
 
-    microbatches: int
+    Raises:
+        ValueError: If a setting is not possible.
+    """
+
+    microbatches: int = 8
     checkpoint: str = "except_last"
     schedule: str = "gpipe"
     pipelined_backward: bool = True
     deferred_batch_norm: bool = False
-    timeout_seconds: float = 60.0
+    rpc_timeout_sec: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, valid in (("checkpoint", RECOMPUTE_MODES), ("schedule", _RUNNABLE_SCHEDULES)):
+            value = getattr(self, name)
+            if value not in valid:
+                raise ValueError(f"Unknown {name} {value!r}{did_you_mean(str(value), valid)}")
+        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
+            raise ValueError(f"microbatches must be a whole number of at least 1, got {self.microbatches!r}.")
+        if not self.rpc_timeout_sec > 0:
+            raise ValueError(f"rpc_timeout_sec must be above 0 seconds, got {self.rpc_timeout_sec!r}.")
 
 
 @dataclass
@@ -62,8 +81,17 @@ class Run:
         """For each micro-batch, the number of rows of each output that wants a gradient."""
         self._forget: Callable[[int], None] | None = forget
 
-    def done(self) -> None:
-        """The backward part has run, so nothing is kept for it any more."""
+    def spend(self) -> None:
+        """Notes that the backward part runs now, after which nothing is kept for it any more.
+
+        Raises:
+            RuntimeError: If it has run before.
+        """
+        if self._forget is None:
+            raise RuntimeError(
+                "the backward pass of this batch has already run through the pipeline, whose stages keep nothing for "
+                "a second one (retain_graph=True has no effect on them); add the losses up and call backward once"
+            )
         self._forget = None
 
     def __del__(self) -> None:
@@ -99,17 +127,17 @@ class Passes:
         self._module, self._stages, self._stage, self._ports = module, stages, stage, ports
         self._remotes, self._failures, self._settings, self._seed = remotes, failures, settings, seed
         self._num_passes = 0
-        self._forgotten: list[int] = []
+        self._forgotten: list[int] = []  # the garbage collector may append at any time
         self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, input: Any) -> Any:
         """Takes and returns what the module's own forward pass does."""
-        given = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
+        given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
         trained = any(p.requires_grad for p in self._module.parameters())
         grad = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in given))
         inputs = [t for t in given if grad and t.requires_grad]
         with torch.no_grad(), self._explained():
-            run, output, wanted = self._forward(x, [grad and t.requires_grad for t in given], grad)
+            run, output, wanted = self._forward(input, [grad and t.requires_grad for t in given], grad)
         if not any(wanted):
             return output
         leaves, spec = tree_flatten(output)
@@ -124,8 +152,10 @@ class Passes:
         """Returns the run, the merged output, and for each tensor of it whether it wants a gradient."""
         for sender in self._ports.senders:
             sender.flush()  # what earlier passes sent has arrived: their results are here
+        while self._forgotten:
+            self._stage.discard(self._forgotten.pop())
         parts = split(x, self._settings.microbatches)
-        run = Run(self._new_pass(len(parts), grad), self._forgotten.append)
+        run = Run(self._new_pass(len(parts), grad), self._forget)
         this = run.this
         for i, remote in enumerate(self._remotes):
             self._send_flags(i)
@@ -155,6 +185,7 @@ class Passes:
             The gradients of ``inputs``.
         """
         this = run.this
+        run.spend()
         with self._explained():
             columns = [
                 [None] * len(run.rows) if g is None else g.split([rows[k] for rows in run.rows])
@@ -166,7 +197,6 @@ class Passes:
                 remote.start("backward", this.number)
             actions = self._actions(len(self._remotes), this)[1]
             self._stage.run(actions, this)
-            run.done()
             if not inputs:
                 return []
             received = {a.microbatch: self._ports.fed_back.receive(this.number, a.microbatch) for a in actions}
@@ -202,12 +232,11 @@ class Passes:
         if before is None or before[1] != trained:
             remote.later("set_requires_grad", trained)
         self._flags_sent[i] = modes, trained
-        # ``append`` may be called at any time (by the garbage collector), so take what is there now and no more.
-        forgotten = self._forgotten[:]
-        for number in forgotten:
+
+    def _forget(self, number: int) -> None:
+        self._forgotten.append(number)
+        for remote in self._remotes:
             remote.later("discard", number)
-        if i == len(self._remotes) - 1:
-            del self._forgotten[: len(forgotten)]
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -216,7 +245,7 @@ class Passes:
             self._failures.raise_cause()
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too must leave no stage waiting
             for sender in self._ports.senders:
                 sender.fail()
             self._failures.add(error, consequence=is_consequence(error))
@@ -237,7 +266,14 @@ class _Node(torch.autograd.Function):
         return detached
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        anchor = next(node for node, _ in ctx.next_functions if node is not None)
+        if not torch._C._will_engine_execute_node(anchor):
+            raise RuntimeError(
+                "torch.autograd.grad and backward(inputs=...) cannot go through a pipeline: its stages add their "
+                "gradients to .grad; call backward() on the loss"
+            )
         wanted = [grad for grad, flag in zip(grads, ctx.wanted, strict=True) if flag]
         return None, None, None, None, None, *ctx.passes.backward(ctx.run, wanted, ctx.inputs)
 

@@ -13,6 +13,7 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 
 def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
@@ -41,7 +42,7 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> l
 
 def cut(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
     """The stages: parts of ``module`` that share its layers and keep their names."""
-    children = list(module.named_children())
+    children = list(module._modules.items())  # not named_children(), which leaves a repeated layer out
     ends = list(accumulate(balance))
     stages = []
     for start, stop in zip([0, *ends], ends, strict=False):
@@ -101,41 +102,85 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def pickled(cargo: Any, forbidden: Any) -> bytes:
+def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
     """Pickles what goes to a worker, with classes and functions of scripts and notebooks.
 
+    Args:
+        cargo: What to pickle.
+        layers: The layers in it, for a message that names the one that cannot be pickled.
+        forbidden: The model as a whole, which must not travel along.
+
     Raises:
-        ValueError: If it refers to ``forbidden``, the model as a whole.
+        ValueError: If something cannot be pickled, or refers to ``forbidden``.
     """
+    hooked = [name for name, p in layers.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    if hooked:
+        raise ValueError(
+            f"parameter {hooked[0]} has a hook (register_hook), which cannot follow it to another process; register "
+            "hooks on the output of a layer instead, in its forward"
+        )
     file = io.BytesIO()
-    _Pickler(file, forbidden).dump(cargo)
+    try:
+        _Pickler(file, forbidden).dump(cargo)
+    except ValueError:
+        raise
+    except Exception as error:  # pickling raises whatever the objects' own methods raise
+        culprits = [
+            f"layer {name}, a {type(layer).__name__}," for name, layer in layers.named_children() if _fails(layer)
+        ]
+        raise ValueError(
+            f"{', '.join(culprits) or 'an optimizer'} cannot be sent to another process "
+            f"({type(error).__name__}: {error})"
+        ) from error
     return file.getvalue()
 
 
-def move_to_meta(layers: nn.Module) -> None:
+def _fails(layer: nn.Module) -> bool:
+    try:
+        cloudpickle.dumps(layer)
+    except Exception:  # as above
+        return True
+    return False
+
+
+def move_to_meta(layers: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Replaces the tensors of ``layers`` by meta tensors of the same shape and type."""
-    for parameter in layers.parameters():
+    for parameter in list(layers.parameters()):
         parameter.grad = None
-        _replace(parameter, torch.empty_like(parameter, device="meta"))
-    _replace_buffers(layers, {name: torch.empty_like(b, device="meta") for name, b in layers.named_buffers()})
+        _replace(layers, optimizers, parameter, torch.empty_like(parameter, device="meta"))
+    named = dict(layers.named_buffers(remove_duplicate=False))
+    _replace_buffers(layers, {name: torch.empty_like(buffer, device="meta") for name, buffer in named.items()})
 
 
-def move_from_meta(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def move_from_meta(layers: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]) -> None:
     """Gives ``layers`` real tensors again, by their names."""
-    for name, parameter in layers.named_parameters():
-        _replace(parameter, tensors[name])
+    for name, parameter in list(layers.named_parameters()):
+        _replace(layers, optimizers, parameter, tensors[name])
     _replace_buffers(layers, tensors)
 
 
-def _replace(parameter: Tensor, new: Tensor) -> None:
-    """Puts another tensor into the same ``Parameter`` object."""
-    other = nn.Parameter(new.detach(), requires_grad=parameter.requires_grad)
-    torch.utils.swap_tensors(parameter, other)
+def _replace(layers: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, value: Tensor) -> None:
+    """Puts another tensor into the same ``Parameter`` object, or another object into its places if that cannot be."""
+    new = nn.Parameter(value.detach(), requires_grad=old.requires_grad)
+    try:
+        torch.utils.swap_tensors(old, new)
+        return
+    except RuntimeError:  # a result that was computed from it, or a weak reference to it, is still alive
+        pass
+    for module in layers.modules():
+        module._parameters.update({name: new for name, p in module._parameters.items() if p is old})
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = [new if p is old else p for p in group["params"]]
+        if old in optimizer.state:
+            optimizer.state[new] = optimizer.state.pop(old)
 
 
 def _replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    for prefix, module in layers.named_modules():
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old ones alive, so that no id is used twice
+    for prefix, module in layers.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
+            if buffer is None or any(buffer is new for _, new in replaced.values()):
+                continue
             full = f"{prefix}.{name}" if prefix else name
-            if buffer is not None and full in tensors:
-                module._buffers[name] = tensors[full]
+            module._buffers[name] = replaced.setdefault(id(buffer), (buffer, tensors[full]))[1]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-MODES = ("always", "except_last", "never")
+RECOMPUTE_MODES = ("always", "except_last", "never")
 
 
 def num_recomputed(mode: str, microbatches: int) -> int:

@@ -3,19 +3,18 @@
 import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
-from torch.distributed import rpc
+from torch.distributed import Work, rpc
 
 from strategies.pipeline.channel import is_consequence
-from strategies.pipeline.worker import Command, Failure, perform
+from strategies.pipeline.worker import Command, Failure, perform, progress
 
 _DIAGNOSIS_SECONDS = 2.0
 """How long to look for the cause of a failure that is only the consequence of another one."""
 
-
-_RESCUE_SECONDS = 10.0
+_RESCUE_SECONDS = 5.0
 """How long to wait for what a stage of a broken pipeline may still give."""
 
 
@@ -27,13 +26,15 @@ class RemoteTraceback(Exception):
 
 
 class Failures:
-    """Collects what goes wrong on any worker, from whichever thread notices it first."""
+    """Collects what goes wrong on any process, from whichever thread notices it first."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._found: list[tuple[BaseException, bool]] = []
         self.first: Future[None] = Future()
         self._cause: Future[None] = Future()
+        self.raised = False
+        """Whether the user has been told."""
 
     def add(self, error: BaseException, *, consequence: bool) -> None:
         """Notes a failure; a ``consequence`` of another failure gives way to that one."""
@@ -46,18 +47,43 @@ class Failures:
 
     @property
     def any(self) -> bool:
+        """Whether anything has gone wrong."""
         return self.first.done()
 
     def raise_cause(self) -> NoReturn:
         """Raises the first failure that is no mere consequence, or the first one of all if there is none."""
         wait([self._cause], _DIAGNOSIS_SECONDS)
         with self._lock:
+            self.raised = True
             causes = [error for error, consequence in self._found if not consequence]
             raise (causes or [error for error, _ in self._found])[0]
 
 
+class Patience:
+    """Waits for messages on a thread of its own, so that Ctrl-C, or a failure anywhere, ends the wait at once."""
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="relay-wait")
+
+    def __call__(self, work: Work) -> None:
+        arrived: Future[Any] = self._executor.submit(work.wait)
+        either: list[Future[Any]] = [arrived, self._failures.first]
+        wait(either, return_when=FIRST_COMPLETED)
+        if not arrived.done():
+            self._failures.raise_cause()
+        arrived.result()
+
+    def end(self) -> None:
+        """Lets the thread end, when what it may still wait for has come or the connection is closed."""
+        self._executor.shutdown(wait=False)
+
+
 class RemoteStage:
     """Sends commands to one stage. Each call is one RPC, whatever the number of commands it carries.
+
+    A call has no time limit: how long a stage computes is the model's affair. While the driver waits for a stage, it
+    asks from time to time how far it is, and gives it up if it has done nothing in between.
 
     Args:
         name: The RPC name of the worker.
@@ -65,7 +91,7 @@ class RemoteStage:
         description: The stage in words.
         ended: Tells how the worker's process ended, or ``None``.
         failures: Where failures go.
-        timeout_seconds: How long a call may take.
+        timeout_seconds: How long a stage may do nothing while the driver waits for it.
     """
 
     def __init__(
@@ -92,11 +118,10 @@ class RemoteStage:
 
         Failures are noted as soon as they are known; see :meth:`result`.
         """
-        commands, self._later = [*self._later, (command, arguments)], []
+        later, self._later = self._later, []
         done: Future[Any] = Future()
-        reply = rpc.rpc_async(
-            self._name, perform, args=(self._stage, self._number, commands), timeout=self._timeout_seconds
-        )
+        commands = [*later, (command, arguments)]
+        reply = rpc.rpc_async(self._name, perform, args=(self._stage, self._number, commands), timeout=0)
         self._number += 1
         reply.add_done_callback(lambda reply: self._settle(reply, done))
         return done
@@ -105,18 +130,41 @@ class RemoteStage:
         """Waits for what :meth:`start` began.
 
         Raises:
-            Exception: The first failure of any stage, with the type that it had there. If one has failed before, only
+            Exception: The first failure of any stage, with the type that it had there. Once that has been raised, only
                 a failure of this command: what can still be saved from a broken pipeline is.
+            RuntimeError: If the stage does nothing for the time-out.
         """
-        if not self._failures.any:
-            wait([started, self._failures.first], return_when=FIRST_COMPLETED)
+        if not self._failures.raised:
+            self._wait_for(started)
             if self._failures.any:
                 self._failures.raise_cause()
-        return started.result(_RESCUE_SECONDS if self._failures.any else None)
+        return started.result(_RESCUE_SECONDS)
 
     def call(self, command: str, *arguments: Any) -> Any:
         """Runs a command and waits for its result; see :meth:`result`."""
         return self.result(self.start(command, *arguments))
+
+    def rescue(self, command: str, *arguments: Any) -> Any:
+        """Like :meth:`call`, but goes on for a moment if another stage fails meanwhile."""
+        started = self.start(command, *arguments)
+        self._wait_for(started)
+        return started.result(_RESCUE_SECONDS)
+
+    def _wait_for(self, started: "Future[Any]") -> None:
+        """Returns when the command is done, or any stage has failed, or this one has stopped doing anything."""
+        before = None
+        while not wait([started, self._failures.first], self._timeout_seconds, FIRST_COMPLETED).done:
+            asked = rpc.rpc_async(self._name, progress, args=(self._stage,), timeout=self._timeout_seconds)
+            now = asked.wait()
+            if now == before:
+                self._failures.add(
+                    RuntimeError(
+                        f"{self._description} has done nothing for {self._timeout_seconds:g} s; it stands in {now[1]}. "
+                        "If it only takes its time, raise rpc_timeout_sec."
+                    ),
+                    consequence=False,
+                )
+            before = now
 
     def _settle(self, reply: Any, done: "Future[Any]") -> None:
         """Runs on a thread of RPC as soon as the reply is there."""
@@ -137,9 +185,10 @@ class RemoteStage:
 
 
 def _rebuilt(failure: Failure) -> BaseException:
-    if failure.pickled:
+    try:
         error = pickle.loads(failure.pickled)
-    else:
+        assert isinstance(error, BaseException)
+    except Exception:  # not picklable, or only where it was raised; its traceback tells all the same
         error = RuntimeError(f"{failure.where} failed: {failure.traceback.strip().splitlines()[-1]}")
     error.__cause__ = RemoteTraceback(failure.where, failure.traceback)
     return error

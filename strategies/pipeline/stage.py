@@ -132,14 +132,24 @@ class Stage:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._writes_input: bool | None = None
-        self.doing = ""
-        """What the stage does now or did last, for error reports: ``F3, layer 5``."""
+        self.num_done = 0
+        self._doing = ""
 
     def close(self) -> None:
         """Leaves the layers as they were; keeps nothing of any pass."""
         self._kept.clear()
         if self._deferred is not None:
             self._deferred.remove()
+
+    @property
+    def doing(self) -> str:
+        """What the stage does now or did last, for error reports: ``F3, layer 5``."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        self.num_done += 1
 
     @property
     def num_kept(self) -> int:
@@ -191,7 +201,7 @@ class Stage:
         else:
             flags = [this.grad and t.requires_grad for t in tensors]
             kept.outputs = [get_gradient_edge(t) for t, flag in zip(tensors, flags, strict=True) if flag]
-        if any(flags):
+        if kept.inputs or any(flags):
             self._kept[this.number, m] = kept
         if self._deferred is not None and m == this.microbatches - 1:
             self._deferred.commit()
@@ -204,7 +214,10 @@ class Stage:
         done = []
         for m in microbatches:
             kept = self._kept.pop((this.number, m), None)
-            if kept is None:  # no output of this micro-batch wants a gradient
+            if kept is None:  # neither an output nor an input of this micro-batch wants a gradient
+                continue
+            done.append((m, kept.inputs))
+            if not kept.outputs:  # the gradient ends in this stage; the one before still waits for an answer
                 continue
             self.doing = f"B{m}, waiting for its gradients"
             received = self._output_grads.receive(this.number, m)
@@ -218,8 +231,6 @@ class Stage:
                 if edge is not None and grad is not None:
                     edges.append(edge)
                     grads.append(grad)
-            kept.outputs = []
-            done.append((m, kept.inputs))
         self.doing = ", ".join(f"B{m}" for m in microbatches)
         if edges:
             torch.autograd.backward(edges, grads)

@@ -24,12 +24,29 @@ class PipelineOptimizers:
 
     def __init__(self, optimizers: list[Optimizer], remotes: list[RemoteStage]) -> None:
         self.optimizers, self._remotes = optimizers, remotes
+        self._shipped = [_group_sizes(optimizer) for optimizer in optimizers]
 
     def step_remotes(self, k: int) -> None:
-        """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting."""
+        """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting.
+
+        Raises:
+            RuntimeError: If the optimizer has got other parameters since the start.
+        """
+        optimizer = self.optimizers[k]
+        if _group_sizes(optimizer) != self._shipped[k]:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has parameter groups of {_group_sizes(optimizer)} parameters, but the "
+                f"pipeline started with {self._shipped[k]}; groups cannot be added while it runs (add_param_group). "
+                "Give all parameters to the optimizer from the start and freeze those that are not to be trained yet."
+            )
         values = hyperparameters(self.optimizers[k])
         for remote in self._remotes:
             remote.start("step", k, values)
+
+    def zero_all_grads_remotes(self, set_to_none: bool) -> None:
+        """Clears the gradients of every parameter of the workers before whatever they do next."""
+        for remote in self._remotes:
+            remote.later("zero_all_grads", set_to_none)
 
     def zero_grad_remotes(self, k: int, set_to_none: bool) -> None:
         """Clears the workers' gradients before whatever they do next."""
@@ -85,10 +102,13 @@ class PipelineOptimizers:
         for remote in self._remotes:
             remote.call("load_optimizer_states", k, state["state"])
 
-    def fetch(self) -> None:
-        """Puts the workers' states into the user's optimizers; called once their parameters are here again."""
+    def fetch(self, remote: RemoteStage) -> None:
+        """Puts a worker's states into the user's optimizers; called once its parameters are here again."""
         for k, optimizer in enumerate(self.optimizers):
             parameters = parameters_of(optimizer)
-            for remote in self._remotes:
-                states = remote.call("optimizer_states", k)
-                optimizer.state.update({parameters[number]: state for number, state in states.items()})
+            states = remote.rescue("optimizer_states", k)
+            optimizer.state.update({parameters[number]: state for number, state in states.items()})
+
+
+def _group_sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

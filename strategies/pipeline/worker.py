@@ -68,6 +68,10 @@ class Host:
         self._queue.put((number, commands, future))
         return future
 
+    def progress(self) -> tuple[int, str]:
+        """How many things the stage has done so far, and what it is doing."""
+        return self._stage.progress
+
     def _work(self) -> None:
         early: dict[int, tuple[list[Command], Future]] = {}
         following = 0
@@ -84,7 +88,7 @@ class Host:
         try:
             for name, arguments in commands:
                 result = getattr(self._stage, name)(*arguments)
-        except Exception as error:
+        except BaseException as error:  # a layer may even exit; the driver must hear of it
             self._stage.tell_neighbours()
             return _failure(error, self._stage)
         return result
@@ -101,13 +105,19 @@ def perform(stage: Any, number: int, commands: list[Command]) -> Future:
     return stage.local_value().submit(number, commands)
 
 
-def _failure(error: Exception, stage: HostedStage) -> Failure:
+def progress(stage: Any) -> tuple[int, str]:
+    """Asks the stage behind the ``RRef`` how far it is, while it computes; see :meth:`Host.progress`."""
+    return stage.local_value().progress()
+
+
+def _failure(error: BaseException, stage: HostedStage) -> Failure:
     try:
         pickled = cloudpickle.dumps(error)
-        pickle.loads(pickled)
+        if not isinstance(pickle.loads(pickled), BaseException):
+            pickled = b""
     except Exception:  # what a user's exception holds need not survive pickling; its traceback does
         pickled = b""
-    where = f"{stage.describe()}, process {os.getpid()} on {socket.gethostname()}, in {stage.doing}"
+    where = f"{stage.describe()}, process {os.getpid()} on {socket.gethostname()}, in {stage.progress[1]}"
     return Failure(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
 
 
