@@ -6,7 +6,6 @@ the stage's one compute thread (a pool of threads, each with its own malloc aren
 
 import ctypes
 import os
-import pickle
 import select
 import shutil
 import signal
@@ -14,6 +13,7 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -21,7 +21,7 @@ from typing import Any
 
 import cloudpickle
 import torch
-from torch.distributed import rpc
+from torch.distributed import ProcessGroup, rpc
 from torch.futures import Future
 
 from strategies.pipeline.channel import is_consequence
@@ -55,10 +55,14 @@ class Failure:
 
 
 class Host:
-    """Runs the commands for a stage one after another, in the order in which the driver numbered them."""
+    """Runs the commands for a stage one after another, in the order in which the driver numbered them.
 
-    def __init__(self, stage: HostedStage) -> None:
-        self._stage = stage
+    The stage is unpacked on the compute thread too, ahead of the first command, whose result tells if that fails.
+    """
+
+    def __init__(self, blob: bytes, group: ProcessGroup) -> None:
+        self._packed: tuple[bytes, ProcessGroup] | None = (blob, group)
+        self._stage: HostedStage | None = None
         self._queue: SimpleQueue[tuple[int, list[Command], Future]] = SimpleQueue()
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
@@ -70,7 +74,7 @@ class Host:
 
     def progress(self) -> tuple[int, str]:
         """How many things the stage has done so far, and what it is doing."""
-        return self._stage.progress
+        return self._stage.progress if self._stage is not None else (0, "unpacking its layers")
 
     def _work(self) -> None:
         early: dict[int, tuple[list[Command], Future]] = {}
@@ -86,17 +90,30 @@ class Host:
     def _run(self, commands: list[Command]) -> Any:
         result = None
         try:
+            if self._stage is None:
+                assert self._packed is not None
+                self._stage, self._packed = unpack(*self._packed), None
             for name, arguments in commands:
                 result = getattr(self._stage, name)(*arguments)
         except BaseException as error:  # a layer may even exit; the driver must hear of it
-            self._stage.tell_neighbours()
-            return _failure(error, self._stage)
+            if self._stage is not None:
+                self._stage.tell_neighbours()
+            return self._failure(error)
         return result
+
+    def _failure(self, error: BaseException) -> Failure:
+        pickled = b""
+        if isinstance(error, Exception):  # an exit, raised again, would end the driver
+            with suppress(Exception):  # what a user's exception holds need not survive pickling; its traceback does
+                pickled = cloudpickle.dumps(error)
+        stage = "a stage" if self._stage is None else self._stage.describe()
+        where = f"{stage}, process {os.getpid()} on {socket.gethostname()}, in {self.progress()[1]}"
+        return Failure(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
 
 
 def host(blob: bytes, rank: int, session: Session) -> Host:
-    """Unpacks a stage and connects it to the others; called by ``rpc.remote``, so that the driver gets an ``RRef``."""
-    return Host(unpack(blob, join_group(session, rank)))
+    """Connects this process to the others; called by ``rpc.remote``, so that the driver gets an ``RRef``."""
+    return Host(blob, join_group(session, rank))
 
 
 @rpc.functions.async_execution
@@ -108,17 +125,6 @@ def perform(stage: Any, number: int, commands: list[Command]) -> Future:
 def progress(stage: Any) -> tuple[int, str]:
     """Asks the stage behind the ``RRef`` how far it is, while it computes; see :meth:`Host.progress`."""
     return stage.local_value().progress()
-
-
-def _failure(error: BaseException, stage: HostedStage) -> Failure:
-    try:
-        pickled = cloudpickle.dumps(error)
-        if not isinstance(pickle.loads(pickled), BaseException):
-            pickled = b""
-    except Exception:  # what a user's exception holds need not survive pickling; its traceback does
-        pickled = b""
-    where = f"{stage.describe()}, process {os.getpid()} on {socket.gethostname()}, in {stage.progress[1]}"
-    return Failure(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
 
 
 def _die_with_parent(enabled: bool) -> None:
