@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from strategies.pipeline.channel import PeerFailed, Receiver, Sender, is_consequence
+from strategies.pipeline.channel import PeerFailed, PeerSilent, Receiver, Sender, is_consequence
 from strategies.pipeline.session import Session, join_group
 
 CPU = torch.device("cpu")
@@ -131,5 +131,6 @@ def test_waiting_in_vain_ends(tmp_path: Path) -> None:
     session = Session(str(tmp_path), "token", 2, timeout_seconds=0.2, rpc_sessions=0, threads=1, paths=[], driver_pid=0)
     with ThreadPoolExecutor(2) as pool:
         _first, second = pool.map(lambda rank: join_group(session, rank), range(2))
-    with pytest.raises(RuntimeError, match=r"[Tt]imed out"):
+    with pytest.raises(PeerSilent, match="rank 0 of the pipeline sent nothing within the time-out") as caught:
         Receiver(second, 0, device=CPU).receive(0, 0)
+    assert is_consequence(caught.value)
