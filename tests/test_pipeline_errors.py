@@ -375,6 +375,23 @@ def test_an_optimizer_that_evaluates_the_loss_twice() -> None:
         fit(model, 1)
 
 
+def test_a_loss_without_a_value() -> None:
+    """Computed from weights that live elsewhere."""
+    with pytest.raises(MisconfigurationException, match=r"parameters of layers that live on other .*weight_decay"):
+        RPCSequentialStrategy().pre_backward(torch.zeros((), device="meta"))
+
+
+def test_parameters_that_come_later() -> None:
+    class Late(Model):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.optimizers(use_pl_optimizer=False).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    message = r"SGD has parameter groups of \[4, 1\] parameters, but the pipeline started with \[4\]; .*from the start"
+    with pytest.raises(RuntimeError, match=message):
+        fit(Late(), 1)
+
+
 class Manual(Model):
     """Two optimizers; clips without saying whose gradients, or for one of them."""
 
