@@ -1,6 +1,7 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: the Lightning side of :mod:`strategies.pipeline`."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from strategies.following import check_optimizer, follow, follow_module
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.passes import Settings
-from strategies.pipeline.placement import without_layers
+from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, check_shared, find_balance, find_module
 
 
@@ -251,20 +252,16 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             undo()
         self._undo = []
         pipeline, self._pipeline = self._pipeline, None
-        if pipeline is None:
-            super().teardown()
-            return
         model = self.lightning_module
-        failed = model is not None and model.trainer.state.status == TrainerStatus.INTERRUPTED
         try:
-            pipeline.finish()
+            if pipeline is not None:
+                pipeline.finish()
         except Exception as error:
-            if not failed:
+            if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
-            rank_zero_warn(f"The weights of the other stages could not be brought back ({error}).")
+            rank_zero_warn(f"The weights of some stages could not be brought back ({error}).")
         finally:
-            lost = any(p.is_meta for p in pipeline.module.parameters())
-            with without_layers(pipeline.module, sum(pipeline.balance[:-1]) if lost else 0):
+            with without_meta_tensors(model) if model is not None else nullcontext():
                 super().teardown()
 
     def _running(self) -> Pipeline:

@@ -111,9 +111,9 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"balance_mode": "x"}, "Unknown balance_mode 'x'; valid names: balance_by_size, balance_by_time"),
     ({"schedule": "g_pipe"}, "Unknown schedule 'g_pipe'; did you mean 'gpipe'?"),
     ({"schedule": "zb"}, "Unknown schedule 'zb'; valid names: "),
-    ({"rpc_timeout_sec": 0}, "rpc_timeout_sec must be above 0 seconds, got 0."),
-    ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be above 0 seconds, got -1.5."),
-    ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be above 0 seconds, got nan."),
+    ({"rpc_timeout_sec": 0}, "rpc_timeout_sec must be a finite number of seconds above 0, got 0."),
+    ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be a finite number of seconds above 0, got -1.5."),
+    ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be a finite number of seconds above 0, got nan."),
     ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported yet; leave it at 1, a single pipeline."),
     ({"data_parallel_size": 0}, "data_parallel_size=0 is not supported yet"),
 ]
@@ -126,17 +126,12 @@ def test_settings(settings: dict[str, Any], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param({"rpc_timeout_sec": "60"}, marks=pytest.mark.xfail(strict=True, reason="TypeError of the '>'")),
-        pytest.param(
-            {"rpc_timeout_sec": float("inf")}, marks=pytest.mark.xfail(strict=True, reason="fails in the session")
-        ),
-    ],
+    "seconds",
+    ["60", float("inf"), float("nan"), 1e30],
 )
-def test_time_outs_that_no_clock_can_count(settings: dict[str, Any]) -> None:
-    with pytest.raises(MisconfigurationException, match="rpc_timeout_sec must be"):
-        RPCSequentialStrategy(**settings)
+def test_time_outs_that_no_clock_can_count(seconds: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="rpc_timeout_sec must be a finite number of seconds above 0"):
+        RPCSequentialStrategy(rpc_timeout_sec=seconds)
 
 
 # Settings that do not fit the model or the devices
@@ -161,9 +156,8 @@ def test_balance(balance: Any, devices: int, message: str) -> None:
         fit(Model(), devices, balance=balance)
 
 
-@pytest.mark.xfail(strict=True, reason="TypeError: 'int' object is not iterable, without saying of what")
 def test_balance_that_is_one_number() -> None:
-    with pytest.raises(MisconfigurationException, match="balance"):
+    with pytest.raises(MisconfigurationException, match=r"balance must be a list .* one for each device, got 3"):
         fit(Model(), balance=3)
 
 
@@ -271,11 +265,10 @@ def layer_with_the_model(model: Model) -> None:
         ),
         (tied, "a parameter is shared by stage 0 (0.weight) and stage 1 (2.weight); .*Choose a balance that keeps"),
         (tied_to_the_rest, "shared by the model outside the pipeline (head.weight) and stage 0 (0.weight)"),
-        pytest.param(
+        (
             on_meta,
             "2 parameters of Model.sequential_module have no values (they are on the meta device), 0.weight first: .*"
             "Build the model anew and load a checkpoint.",
-            marks=pytest.mark.xfail(strict=True, raises=NotImplementedError, reason="teardown masks the error"),
         ),
         (
             lazy,
@@ -488,7 +481,7 @@ MISTAKES = {
     "checkpoint=alway": "Unknown checkpoint 'alway'; did you mean 'always'?",
     "balance_mode=balance_by_tim": "Unknown balance_mode 'balance_by_tim'; did you mean 'balance_by_time'",
     "schedule=gpip": "Unknown schedule 'gpip'; did you mean 'gpipe'?",
-    "rpc_timeout_sec=0": "rpc_timeout_sec must be above 0 seconds, got 0.0.",
+    "rpc_timeout_sec=0": "rpc_timeout_sec must be a finite number of seconds above 0, got 0.0.",
     "data_parallel_size=2": "data_parallel_size=2 is not supported yet; leave it at 1, a single pipeline.",
     "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
     "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",

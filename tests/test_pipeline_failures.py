@@ -246,7 +246,6 @@ def test_a_killed_worker(reports: dict[str, Any]) -> None:
             torch.testing.assert_close(got["weights"][name], weight, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.xfail(strict=True, reason="teardown masks the error")
 def test_a_model_that_lost_weights_is_refused(reports: dict[str, Any]) -> None:
     assert reports["killed again"]["type"] == "MisconfigurationException"
     assert "2 parameters of Model.sequential_module have no values" in reports["killed again"]["message"]

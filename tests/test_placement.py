@@ -43,7 +43,7 @@ def test_a_balance_that_fits_is_returned_as_a_list() -> None:
         ([4, -1], 3, 2, r"The provided balance \[4, -1\] must consist of whole numbers above 0"),
         ([1.5, 1.5], 3, 2, r"The provided balance \[1\.5, 1\.5\] must consist of whole numbers"),
         ([True, 2], 3, 2, r"The provided balance \[True, 2\] must consist of whole numbers"),
-        ("12", 3, 2, r"The provided balance \['1', '2'\] must consist of whole numbers"),
+        ("12", 3, 2, r"The balance must be a list of numbers of layers, one for each device, got '12'\."),
     ],
 )
 def test_a_balance_that_does_not_fit(balance: Any, num_layers: int, num_stages: int, message: str) -> None:

@@ -130,20 +130,7 @@ def test_an_mlp(rows: int, microbatches: int, checkpoint: str, pipelined_backwar
     assert_alike(mlp(), x.requires_grad_(), **ways)
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "pipelined_backward"),
-    [
-        way
-        if way in [("always", True), ("except_last", True)]
-        else pytest.param(
-            *way,
-            marks=pytest.mark.xfail(
-                strict=True, reason="one stage: micro-batches are views of one batch and share its version counter"
-            ),
-        )
-        for way in EVERY_WAY
-    ],
-)
+@pytest.mark.parametrize(("checkpoint", "pipelined_backward"), EVERY_WAY)
 def test_a_first_layer_that_works_in_place(checkpoint: str, pipelined_backward: bool) -> None:
     ways = {"checkpoint": checkpoint, "pipelined_backward": pipelined_backward}
     for wants_gradient in (True, False):
@@ -191,15 +178,7 @@ def test_an_output_that_the_loss_does_not_use(checkpoint: str, pipelined_backwar
     assert layers[1].inner[0].weight.grad is None
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "pipelined_backward"),
-    [
-        pytest.param(*way, marks=pytest.mark.xfail(strict=True, raises=ValueError, reason="micro-batches disagree"))
-        if way[0] == "except_last"
-        else way
-        for way in EVERY_WAY
-    ],
-)
+@pytest.mark.parametrize(("checkpoint", "pipelined_backward"), EVERY_WAY)
 def test_an_output_that_needs_no_gradient(checkpoint: str, pipelined_backward: bool) -> None:
     layers = nn.Sequential(nn.Linear(3, 4), Layer(lambda x: (x.detach(), x * 2, torch.ones_like(x))))
     assert_alike(layers, torch.randn(7, 3), checkpoint=checkpoint, pipelined_backward=pipelined_backward)

@@ -226,5 +226,5 @@ class Pipeline:
 
 
 def _ports_of_one_stage() -> Ports:
-    inputs, outputs, output_grads, input_grads = Mailbox(), Mailbox(), Mailbox(), Mailbox()
+    inputs, outputs, output_grads, input_grads = Mailbox(copies=True), Mailbox(), Mailbox(), Mailbox()
     return Ports(inputs, input_grads, inputs, outputs, output_grads, input_grads)

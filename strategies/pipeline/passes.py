@@ -6,6 +6,7 @@ driver runs its own inside that node and does not wait for the others, whose wor
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,8 +53,9 @@ class Settings:
                 raise ValueError(f"Unknown {name} {value!r}{did_you_mean(str(value), valid)}")
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ValueError(f"microbatches must be a whole number of at least 1, got {self.microbatches!r}.")
-        if not self.rpc_timeout_sec > 0:
-            raise ValueError(f"rpc_timeout_sec must be above 0 seconds, got {self.rpc_timeout_sec!r}.")
+        seconds = self.rpc_timeout_sec
+        if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX:
+            raise ValueError(f"rpc_timeout_sec must be a finite number of seconds above 0, got {seconds!r}.")
 
 
 @dataclass
@@ -78,7 +80,9 @@ class Run:
     def __init__(self, this: Pass, forget: Callable[[int], None]) -> None:
         self.this = this
         self.rows: list[list[int]] = []
-        """For each micro-batch, the number of rows of each output that wants a gradient."""
+        """For each output that wants a gradient, the number of rows that each micro-batch gave."""
+        self.flags: list[list[bool]] = []
+        """For each such output, whether that of each micro-batch wants one (those recomputed are only guessed)."""
         self._forget: Callable[[int], None] | None = forget
 
     def spend(self) -> None:
@@ -170,7 +174,9 @@ class Passes:
         tensors = [[leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] for result in results]
         output = merge(results)
         wanted = [any(t.requires_grad for t in column) for column in zip(*tensors, strict=True)]
-        run.rows = [[t.shape[0] for t, flag in zip(row, wanted, strict=True) if flag] for row in tensors]
+        columns = [column for column, flag in zip(zip(*tensors, strict=True), wanted, strict=True) if flag]
+        run.rows = [[t.shape[0] for t in column] for column in columns]
+        run.flags = [[t.requires_grad for t in column] for column in columns]
         return run, output, wanted
 
     def backward(self, run: Run, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -188,11 +194,12 @@ class Passes:
         run.spend()
         with self._explained():
             columns = [
-                [None] * len(run.rows) if g is None else g.split([rows[k] for rows in run.rows])
-                for k, g in enumerate(grads)
+                [None] * this.microbatches if grad is None else grad.split(rows)
+                for grad, rows in zip(grads, run.rows, strict=True)
             ]
             for m in range(this.microbatches):
-                self._ports.output_grads.send([column[m] for column in columns], this.number, m)
+                parts = [column[m] for column, flags in zip(columns, run.flags, strict=True) if flags[m]]
+                self._ports.output_grads.send(parts, this.number, m)
             for remote in self._remotes:
                 remote.start("backward", this.number)
             actions = self._actions(len(self._remotes), this)[1]

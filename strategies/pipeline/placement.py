@@ -22,6 +22,8 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> l
     Raises:
         ValueError: If it does not.
     """
+    if not isinstance(balance, Sequence) or isinstance(balance, str):
+        raise ValueError(f"The balance must be a list of numbers of layers, one for each device, got {balance!r}.")
     sizes = list(balance)
     if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         raise ValueError(
@@ -85,6 +87,26 @@ def without_layers(module: nn.Sequential, number: int) -> Iterator[None]:
         module._modules.update(children)
 
 
+@contextmanager
+def without_meta_tensors(model: nn.Module) -> Iterator[None]:
+    """Takes tensors without values out of ``model``, so that the rest of it can be moved to another device."""
+    taken = []
+    for module in model.modules():
+        holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for tensors in holders:
+            if any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
+                taken.append((tensors, dict(tensors)))
+                for name in [name for name, tensor in tensors.items() if tensor is not None and tensor.is_meta]:
+                    del tensors[name]
+    try:
+        yield
+    finally:
+        for tensors, before in taken:
+            before.update(tensors)
+            tensors.clear()
+            tensors.update(before)
+
+
 class _Pickler(cloudpickle.Pickler):
     """Refuses to take the user's whole model along with a layer that refers to it."""
 
@@ -146,7 +168,6 @@ def _fails(layer: nn.Module) -> bool:
 def move_to_meta(layers: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Replaces the tensors of ``layers`` by meta tensors of the same shape and type."""
     for parameter in list(layers.parameters()):
-        parameter.grad = None
         _replace(layers, optimizers, parameter, torch.empty_like(parameter, device="meta"))
     named = dict(layers.named_buffers(remove_duplicate=False))
     _replace_buffers(layers, {name: torch.empty_like(buffer, device="meta") for name, buffer in named.items()})

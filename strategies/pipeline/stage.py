@@ -62,19 +62,27 @@ class Input(Protocol):
 
 
 class Mailbox:
-    """A port to the same process: what is sent is received there."""
+    """A port to the same process: what is sent is received there.
 
-    def __init__(self) -> None:
+    Args:
+        copies: Whether the receiver gets tensors of its own, which it may change in place.
+    """
+
+    def __init__(self, *, copies: bool = False) -> None:
+        self._copies = copies
         self._values: dict[tuple[int, int], Any] = {}
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
         leaves, spec = tree_flatten(value)
         flags = iter(requires_grad or [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
-        detached = [leaf.detach().requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._values[pass_number, microbatch] = tree_unflatten(detached, spec)
+        own = [self._own(leaf).requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._values[pass_number, microbatch] = tree_unflatten(own, spec)
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         return self._values.pop((pass_number, microbatch))
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone() if self._copies else tensor.detach()
 
 
 @dataclass

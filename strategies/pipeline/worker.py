@@ -61,6 +61,7 @@ class Host:
     """
 
     def __init__(self, blob: bytes, group: ProcessGroup) -> None:
+        self._rank = group.rank()
         self._packed: tuple[bytes, ProcessGroup] | None = (blob, group)
         self._stage: HostedStage | None = None
         self._queue: SimpleQueue[tuple[int, list[Command], Future]] = SimpleQueue()
@@ -106,7 +107,7 @@ class Host:
         if isinstance(error, Exception):  # an exit, raised again, would end the driver
             with suppress(Exception):  # what a user's exception holds need not survive pickling; its traceback does
                 pickled = cloudpickle.dumps(error)
-        stage = "a stage" if self._stage is None else self._stage.describe()
+        stage = f"stage {self._rank}" if self._stage is None else self._stage.describe()
         where = f"{stage}, process {os.getpid()} on {socket.gethostname()}, in {self.progress()[1]}"
         return Failure(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
 
