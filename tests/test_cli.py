@@ -167,7 +167,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "type of many": (
         option,
         ("--trainer.limit_train_batches=most",),
-        "trainer.limit_train_batches: expected int or float or null, got most",
+        "trainer.limit_train_batches: expected float or int or null, got most",
     ),
     "bad YAML": (
         replaced,

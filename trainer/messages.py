@@ -81,11 +81,16 @@ def classes_in(typehint: Any) -> Iterator[type]:
         yield from classes_in(part)
 
 
+def _null_last(name: str) -> tuple[bool, str]:
+    return name == "NoneType", name
+
+
 def _expected(lines: list[str], value: str | None, typehint: Any) -> str:
     lines = [line for line in lines if line and not line.startswith((*_FRAME, "Given value: "))]
     types = [match for line in lines if (match := _EXPECTED_TYPE.match(line))]
     if types and len(types) == len(lines):
-        names = dict.fromkeys(_type_names(typehint) if typehint else [match[1] for match in types])
+        # Sorted, because the order within a Union is that in which the process first wrote it down anywhere.
+        names = sorted(set(_type_names(typehint) if typehint else [match[1] for match in types]), key=_null_last)
         got = (
             value if value is not None else next((match["value"] for match in types if match["value"]), "another type")
         )
