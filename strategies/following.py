@@ -6,22 +6,9 @@ from typing import Any
 
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from strategies.pipeline.update import PipelineOptimizers
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Checks that each process can step its own parameters by itself.
-
-    Raises:
-        MisconfigurationException: If it cannot.
-    """
-    if isinstance(optimizer, LBFGS):
-        raise MisconfigurationException(
-            "RPCSequentialStrategy cannot run LBFGS: it evaluates the loss several times within a step and needs all "
-            "parameters in one process. Use an optimizer that makes one update from one gradient, such as AdamW."
-        )
 
 
 def follow(optimizers: PipelineOptimizers, k: int, wrappers: Iterable[Optimizer]) -> Callable[[], None]:

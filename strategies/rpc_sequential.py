@@ -18,11 +18,18 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
-from strategies.following import check_optimizer, follow, follow_module
+from strategies.following import follow, follow_module
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.passes import Settings
 from strategies.pipeline.placement import without_layers, without_meta_tensors
+from strategies.refusals import (
+    check_deferred_batch_norm,
+    check_launch,
+    check_loss,
+    check_optimizer,
+    check_precision,
+)
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, check_shared, find_balance, find_module
 
 
@@ -39,7 +46,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
       ships their layers together with the user's optimizers, restricted to their parameters.
     * ``pre_backward`` only checks the loss: with ``schedule="gpipe"`` the backward pass itself leads the stages.
     * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
-    * ``save_checkpoint`` writes what Lightning gathered through this strategy: one standard checkpoint.
+    * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
 
     Args:
@@ -107,11 +114,11 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         self._undo: list[Callable[[], Any]] = []
 
     # One pipeline is one process to Lightning: world size 1, rank 0, no distributed sampler.
-
     is_distributed = False
     global_rank = local_rank = node_rank = 0
     world_size = 1
     is_global_zero = True
+    num_nodes = 1  # the Trainer writes what the user gave
 
     @property
     def root_device(self) -> torch.device:
@@ -120,7 +127,12 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         return self.parallel_devices[-1]
 
     def setup_environment(self) -> None:
-        """Prepares the driver's device; workers are started by ``setup``, when the model is known."""
+        """Prepares the driver's device; workers are started by ``setup``, when the model is known.
+
+        Raises:
+            MisconfigurationException: If the processes have been started from outside, or are to be on several hosts.
+        """
+        check_launch(self.cluster_environment, self.num_nodes)
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -134,7 +146,10 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         assert model is not None and accelerator is not None and self.parallel_devices is not None
         accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        check_precision(self.precision_plugin)
         module = find_module(model, self._module_path)
+        if self._settings.deferred_batch_norm:
+            check_deferred_batch_norm(module, self._module_path)
         self.balance = find_balance(
             model,
             module,
@@ -145,7 +160,6 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             device=self.root_device,
         )
         check_shared(model, module, self.balance)
-        self._check_precision()
         self.model = self.precision_plugin.convert_module(model)
         with without_layers(module, sum(self.balance[:-1])):
             self.model_to_device()
@@ -190,12 +204,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         Raises:
             MisconfigurationException: If it was computed from parameters that live on another stage.
         """
-        if closure_loss.is_meta:
-            raise MisconfigurationException(
-                "The loss was computed from parameters of layers that live on other processes (their values are not "
-                "here), for example by a penalty on weights. Use the optimizer's weight_decay, or compute such a term "
-                "within a layer."
-            )
+        check_loss(closure_loss)
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Nothing: the workers' parts have been stepped along with the driver's."""
@@ -218,13 +227,11 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         """
         pipeline = self._running()
         if optimizer is None:
-            optimizers = pipeline.optimizers.optimizers
-            if len(optimizers) != 1:
+            if (number := len(pipeline.optimizers.optimizers)) != 1:
                 raise MisconfigurationException(
-                    f"there are {len(optimizers)} optimizers; say whose gradients to clip: "
-                    "clip_grad_norm_(max_norm, optimizer=...)"
+                    f"there are {number} optimizers; say whose gradients to clip: clip_grad_norm_(max_norm, optimizer=...)"
                 )
-            optimizer = optimizers[0]
+            optimizer = pipeline.optimizers.optimizers[0]
         return pipeline.optimizers.clip_grad_norm(self._number(optimizer), float(max_norm), float(norm_type))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -243,7 +250,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Writes the checkpoint, which holds the state of every stage."""
+        """Writes the checkpoint, for which Lightning has gathered the state of every stage."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
@@ -276,27 +283,18 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return next(k for k, own in enumerate(self._running().optimizers.optimizers) if own is plain)
 
-    def _check_precision(self) -> None:
-        if getattr(self.precision_plugin, "scaler", None) is not None:
-            raise MisconfigurationException(
-                "RPCSequentialStrategy does not support a gradient scaler yet (precision='16-mixed'); use "
-                "precision='bf16-mixed' or '32-true'."
-            )
-
     def _watch(self, pipeline: Pipeline) -> None:
         for k, optimizer in enumerate(pipeline.optimizers.optimizers):
             wrappers = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is optimizer]
             self._undo.append(follow(pipeline.optimizers, k, cast(list[Optimizer], wrappers)))
         assert self.lightning_module is not None
         self._undo.append(follow_module(pipeline.optimizers, [self.lightning_module, pipeline.module]))
-        clipping = {"clip_grad_by_norm": self._clip_grad_by_norm, "clip_grad_by_value": self._clip_grad_by_value}
+        remote = pipeline.optimizers
+        clipping = {
+            "clip_grad_by_norm": lambda optimizer, clip_val: remote.clip_grad_norm(self._number(optimizer), clip_val),
+            "clip_grad_by_value": lambda optimizer, clip_val: remote.clip_grad_value(self._number(optimizer), clip_val),
+        }
         precision = vars(self.precision_plugin)
         precision.update(clipping)
         for name in clipping:
             self._undo.append(partial(precision.pop, name))
-
-    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._running().optimizers.clip_grad_norm(self._number(optimizer), float(clip_val))
-
-    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        self._running().optimizers.clip_grad_value(self._number(optimizer), float(clip_val))

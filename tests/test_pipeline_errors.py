@@ -352,6 +352,28 @@ def test_gradient_scaler() -> None:
         fit(Model(), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
 
 
+def test_batch_norm_that_is_not_there() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"deferred_batch_norm=True has no effect: sequential_module has no BatchNorm"
+    ):
+        fit(Model(), deferred_batch_norm=True)
+
+
+def test_processes_that_somebody_else_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a run"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(MisconfigurationException, match=r"2 processes started from outside \(TorchElastic"):
+        fit(Model())
+
+
+def test_several_hosts() -> None:
+    trainer = Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="rpc_sequential", logger=False)
+    with pytest.raises(MisconfigurationException, match="got num_nodes=2 and 1 processes started from outside"):
+        trainer.fit(Model(), DataLoader(torch.ones(16, 4), batch_size=8))
+
+
 # What is only seen in a run; one stage starts no process
 
 
@@ -444,7 +466,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers
 
 
 def test_a_worker_that_ends_at_once(workers: Callable[[str], Workers]) -> None:
-    with pytest.raises(RuntimeError, match=r"worker of stage 0 could not start: process \d+ ended with status 3; see"):
+    with pytest.raises(RuntimeError, match=r"worker of stage \d could not start: process \d+ ended with status 3; see"):
         workers("exit 3").start()
 
 

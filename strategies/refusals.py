@@ -1,0 +1,78 @@
+"""What a pipeline cannot do (yet), each said in one message before it could go wrong."""
+
+from typing import Any
+
+from pytorch_lightning.plugins import ClusterEnvironment, Precision
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import LBFGS, Optimizer
+
+
+def check_launch(environment: ClusterEnvironment | None, num_nodes: int) -> None:
+    """Checks that this is the only process of the run.
+
+    Raises:
+        MisconfigurationException: If processes have been started from outside, or are to be on several hosts.
+    """
+    processes = 1
+    if environment is not None and environment.creates_processes_externally:
+        processes = environment.world_size()
+    if num_nodes > 1 or processes > 1:
+        raise MisconfigurationException(
+            "RPCSequentialStrategy starts its processes itself, on one host; got "
+            f"num_nodes={num_nodes} and {processes} processes started from outside ({type(environment).__name__}). Run "
+            "a single process with num_nodes=1: torchrun, SLURM and several hosts are not supported yet."
+        )
+
+
+def check_precision(precision: Precision) -> None:
+    """Checks that there is no gradient scaler.
+
+    Raises:
+        MisconfigurationException: If there is.
+    """
+    if getattr(precision, "scaler", None) is not None:
+        raise MisconfigurationException(
+            "RPCSequentialStrategy does not support a gradient scaler yet (precision='16-mixed'); use "
+            "precision='bf16-mixed' or '32-true'."
+        )
+
+
+def check_deferred_batch_norm(module: nn.Module, path: str) -> None:
+    """Checks that ``deferred_batch_norm`` has something to defer.
+
+    Raises:
+        MisconfigurationException: If not.
+    """
+    if not any(isinstance(child, _BatchNorm) for child in module.modules()):
+        raise MisconfigurationException(
+            f"deferred_batch_norm=True has no effect: {path} has no BatchNorm layer. Leave it out."
+        )
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Checks that each process can step its own parameters by itself.
+
+    Raises:
+        MisconfigurationException: If it cannot.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise MisconfigurationException(
+            "RPCSequentialStrategy cannot run LBFGS: it evaluates the loss several times within a step and needs all "
+            "parameters in one process. Use an optimizer that makes one update from one gradient, such as AdamW."
+        )
+
+
+def check_loss(loss: Tensor | Any) -> None:
+    """Checks that a loss has a value.
+
+    Raises:
+        MisconfigurationException: If it was computed from parameters that live on another stage.
+    """
+    if isinstance(loss, Tensor) and loss.is_meta:
+        raise MisconfigurationException(
+            "The loss was computed from parameters of layers that live on other processes (their values are not "
+            "here), for example by a penalty on weights. Use the optimizer's weight_decay, or compute such a term "
+            "within a layer."
+        )
