@@ -229,7 +229,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         if optimizer is None:
             if (number := len(pipeline.optimizers.optimizers)) != 1:
                 raise MisconfigurationException(
-                    f"there are {number} optimizers; say whose gradients to clip: clip_grad_norm_(max_norm, optimizer=...)"
+                    f"there are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
                 )
             optimizer = pipeline.optimizers.optimizers[0]
         return pipeline.optimizers.clip_grad_norm(self._number(optimizer), float(max_norm), float(norm_type))
