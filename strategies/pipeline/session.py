@@ -76,6 +76,7 @@ def join_rpc(session: Session, rank: int) -> None:
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=4,
         _transports=["uv"],  # the default on one machine, "shm", polls without pause: a core a process, for nothing
+        _channels=["basic"],  # others open dozens of listening sockets, for tensors that do not travel this way
         rpc_timeout=session.timeout_seconds,
         init_method=f"file://{session.directory}/rpc",
     )
