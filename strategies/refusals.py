@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.plugins import ClusterEnvironment, Precision
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -37,6 +38,20 @@ def check_precision(precision: Precision) -> None:
             "RPCSequentialStrategy does not support a gradient scaler yet (precision='16-mixed'); use "
             "precision='bf16-mixed' or '32-true'."
         )
+
+
+def check_callbacks(trainer: Any) -> None:
+    """Checks that no callback averages weights, which it would do on the driver's stage alone.
+
+    Raises:
+        MisconfigurationException: If one does.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would average the weights "
+                "of the last stage only. Leave it out."
+            )
 
 
 def check_deferred_batch_norm(module: nn.Module, path: str) -> None:

@@ -17,19 +17,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies import refusals
 from strategies.base import StrategyPlugin
 from strategies.following import follow, follow_module
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.passes import Settings
 from strategies.pipeline.placement import without_layers, without_meta_tensors
-from strategies.refusals import (
-    check_deferred_batch_norm,
-    check_launch,
-    check_loss,
-    check_optimizer,
-    check_precision,
-)
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, check_shared, find_balance, find_module
 
 
@@ -132,7 +126,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         Raises:
             MisconfigurationException: If the processes have been started from outside, or are to be on several hosts.
         """
-        check_launch(self.cluster_environment, self.num_nodes)
+        refusals.check_launch(self.cluster_environment, self.num_nodes)
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -146,10 +140,12 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         assert model is not None and accelerator is not None and self.parallel_devices is not None
         accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        check_precision(self.precision_plugin)
+        refusals.check_precision(self.precision_plugin)
+        if fitting:
+            refusals.check_callbacks(trainer)
         module = find_module(model, self._module_path)
         if self._settings.deferred_batch_norm:
-            check_deferred_batch_norm(module, self._module_path)
+            refusals.check_deferred_batch_norm(module, self._module_path)
         self.balance = find_balance(
             model,
             module,
@@ -168,7 +164,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         self.setup_precision_plugin()
         own = [o for o in self._plain_optimizers() if not isinstance(o, _MockOptimizer)] if fitting else []
         for optimizer in own:
-            check_optimizer(optimizer)
+            refusals.check_optimizer(optimizer)
         self._pipeline = Pipeline(
             module,
             self.balance,
@@ -204,7 +200,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         Raises:
             MisconfigurationException: If it was computed from parameters that live on another stage.
         """
-        check_loss(closure_loss)
+        refusals.check_loss(closure_loss)
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Nothing: the workers' parts have been stepped along with the driver's."""

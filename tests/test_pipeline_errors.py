@@ -67,13 +67,16 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def fit(model: pl.LightningModule, devices: int = 2, *, plugins: Any = None, **settings: Any) -> Trainer:
+def fit(
+    model: pl.LightningModule, devices: int = 2, *, plugins: Any = None, callbacks: Any = None, **settings: Any
+) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
         strategy=RPCSequentialStrategy(**settings),
         max_steps=2,
         plugins=plugins,
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -350,6 +353,14 @@ def test_gradient_scaler() -> None:
         MisconfigurationException, match=r"gradient scaler yet \(precision='16-mixed'\); use .*bf16-mix"
     ):
         fit(Model(), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+
+
+@pytest.mark.parametrize("callback", [pl.callbacks.StochasticWeightAveraging(0.1), pl.callbacks.EMAWeightAveraging()])
+def test_callbacks_that_average_weights(callback: pl.Callback) -> None:
+    with pytest.raises(
+        MisconfigurationException, match=f"does not support {type(callback).__name__} yet: .*of the last stage only"
+    ):
+        fit(Model(), callbacks=[callback])
 
 
 def test_batch_norm_that_is_not_there() -> None:
