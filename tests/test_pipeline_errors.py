@@ -218,12 +218,12 @@ def forward_of_its_own(model: Model) -> None:
 
 
 def lbfgs(model: Model) -> None:
-    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())  # type: ignore[method-assign]
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())
 
 
 def two_optimizers_one_lbfgs(model: Model) -> None:
     model.automatic_optimization = False
-    model.configure_optimizers = lambda: (  # type: ignore[method-assign]
+    model.configure_optimizers = lambda: (
         torch.optim.SGD(model.sequential_module[0].parameters(), 0.1),
         torch.optim.LBFGS(model.sequential_module[2].parameters()),
     )
@@ -395,7 +395,7 @@ def test_an_optimizer_that_evaluates_the_loss_twice() -> None:
             return super().step(closure)
 
     model = Model()
-    model.configure_optimizers = lambda: Twice(model.parameters(), 0.1)  # type: ignore[method-assign]
+    model.configure_optimizers = lambda: Twice(model.parameters(), 0.1)
     message = r"Twice evaluates the loss several times within a step, .*Use an optimizer that makes one update"
     with pytest.raises(MisconfigurationException, match=message):
         fit(model, 1)
@@ -426,7 +426,7 @@ class Manual(Model):
         self.automatic_optimization = False
         self.named, self.norms = named, [0.0]
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy
         for optimizer in self.optimizers():
             optimizer.zero_grad()

@@ -327,7 +327,7 @@ def test_a_model_without_forward_or_that_never_calls_the_module() -> None:
 
     unused = nn.Sequential(nn.Linear(2, 2))
     unused.add_module("other", nn.Identity())
-    unused.forward = lambda x: x  # type: ignore[method-assign]
+    unused.forward = lambda x: x
     assert input_of(unused[0], unused, example) is example
     assert "forward" not in vars(unused[0])
 
@@ -343,7 +343,7 @@ def test_an_error_in_front_of_the_module_is_the_users() -> None:
 def test_a_forward_of_the_instance_is_kept() -> None:
     layers = nn.Sequential(nn.Linear(2, 2))
     patched = layers.forward
-    layers.forward = patched  # type: ignore[method-assign]
+    layers.forward = patched
     model = nn.Sequential(layers)
     input_of(layers, model, torch.ones(1, 2))
     assert vars(layers)["forward"] is patched

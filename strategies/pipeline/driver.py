@@ -101,7 +101,7 @@ class Pipeline:
         for optimizer in self.optimizers.optimizers:  # the workers have these states; here they would only take memory
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
-        self.module.forward = Passes(  # type: ignore[method-assign]
+        vars(self.module)["forward"] = Passes(
             self.module, self.stages, self._stage, ports, self.remotes, self.failures, self._settings, self._seed
         )
         self._hooks = [
@@ -128,7 +128,7 @@ class Pipeline:
                 self._fetch()
         except Exception:
             if not self.failures.any or self.failures.raised:
-                raise
+                raise  # otherwise what was lost follows from the failure, which is raised below
         finally:
             self._end()
         if self.failures.any and not self.failures.raised:
