@@ -1,0 +1,189 @@
+"""The same training in one process and as pipelines of two and of three stages, and what must then be equal.
+
+For use within a child of the harness. A row of the parity table is a model (often :class:`Small` with something
+overridden) and some settings, given to :func:`check`.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import LightningModule, seed_everything
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
+from trainer import Trainer
+
+WIDTH = 6
+NUM_LAYERS = 6
+
+
+def small_layers() -> list[nn.Module]:
+    """Six layers without randomness, ``[rows, WIDTH]`` to ``[rows, 2]``; every stage of two or three has parameters."""
+    linear = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    return [linear[0], nn.Tanh(), nn.LayerNorm(WIDTH), linear[1], nn.GELU(), nn.Linear(WIDTH, 2)]
+
+
+class Small(LightningModule):
+    """A small model that keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(*small_layers())
+        self.losses: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(x)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Computes the loss of ``(inputs [rows, WIDTH], targets [rows, 2])`` and keeps it."""
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        return self.loss(batch)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", mse_loss(self(batch[0]), batch[1]), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def batches(sizes: Sequence[int] = (8, 8, 8, 5), *, seed: int = 0) -> DataLoader:
+    """A loader of batches of the given numbers of rows."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [[torch.randn(n, width, generator=generator) for width in (WIDTH, 2)] for n in sizes]
+    return DataLoader(made, batch_size=None)
+
+
+@dataclass
+class Outcome:
+    """What a training came to."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    optimizers: list[dict[str, Any]]
+    metrics: dict[str, float]
+    model: Any
+    trainer: Trainer
+
+
+def fit(
+    make: Callable[[], LightningModule],
+    strategy: Any,
+    devices: int,
+    *,
+    train: Callable[[], Any] = batches,
+    val: Callable[[], Any] | None = None,
+    **arguments: Any,
+) -> Outcome:
+    """Builds the model with the same seed each time and trains it, by default for two epochs in float64."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="pytorch_lightning")
+    seed_everything(0, verbose=False)
+    model = make()
+    settings = {
+        "accelerator": "cpu",
+        "precision": "64-true",
+        "max_epochs": 2,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **arguments,
+    }
+    trainer = Trainer(devices=devices, strategy=strategy, **settings)
+    trainer.fit(model, train(), None if val is None else val())
+    return Outcome(
+        losses=list(getattr(model, "losses", [])),
+        parameters={name: p.detach().clone() for name, p in model.named_parameters()},
+        buffers={name: b.detach().clone() for name, b in model.named_buffers()},
+        optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
+        metrics={name: value.item() for name, value in trainer.callback_metrics.items()},
+        model=model,
+        trainer=trainer,
+    )
+
+
+def check(
+    make: Callable[[], LightningModule],
+    *,
+    stages: Sequence[int] = (2, 3),
+    strategy: Mapping[str, Any] | None = None,
+    tolerance: float = 1e-9,
+    **arguments: Any,
+) -> list[Outcome]:
+    """Trains in one process and as pipelines, and compares losses, parameters, buffers, optimizer states and metrics.
+
+    Args:
+        make: Builds the model, whose layers are divided evenly unless ``strategy`` holds a ``balance``.
+        stages: The numbers of stages.
+        strategy: Arguments of ``RPCSequentialStrategy``; 3 micro-batches unless it says otherwise.
+        tolerance: Relative and absolute, for everything.
+        arguments: As for :func:`fit`; values that are ``Fresh`` are called for each run.
+
+    Returns:
+        The outcome of the one process, then those of the pipelines.
+    """
+
+    def fresh() -> dict[str, Any]:
+        return {name: value() if isinstance(value, Fresh) else value for name, value in arguments.items()}
+
+    single = fit(make, SingleDeviceStrategy("cpu"), 1, **fresh())
+    outcomes = [single]
+    for number in stages:
+        options = {"microbatches": 3, "balance": _even(make, number), **(strategy or {})}
+        outcome = fit(make, RPCSequentialStrategy(**options), number, **fresh())
+        compare(outcome, single, tolerance)
+        outcomes.append(outcome)
+    return outcomes
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """An argument that each run needs anew, such as a list of callbacks."""
+
+    make: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.make()
+
+
+def compare(actual: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
+    """Asserts that two trainings came to the same."""
+    assert actual.losses == pytest.approx(expected.losses, rel=tolerance, abs=tolerance)
+    assert actual.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
+    for kind in ("parameters", "buffers"):
+        _alike(getattr(actual, kind), getattr(expected, kind), tolerance, kind)
+    assert len(actual.optimizers) == len(expected.optimizers)
+    for ours, theirs in zip(actual.optimizers, expected.optimizers, strict=True):
+        assert ours["param_groups"] == theirs["param_groups"]
+        _alike(ours["state"], theirs["state"], tolerance, "optimizer state")
+
+
+def _alike(actual: Any, expected: Any, tolerance: float, where: str) -> None:
+    if isinstance(expected, Mapping):
+        assert actual.keys() == expected.keys(), where
+        for key, value in expected.items():
+            _alike(actual[key], value, tolerance, f"{where} {key}")
+    elif isinstance(expected, Tensor):
+        message = f"{where}: {{}}".format
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
+    else:
+        assert actual == pytest.approx(expected, rel=tolerance), where
+
+
+def _even(make: Callable[[], LightningModule], stages: int) -> list[int]:
+    sequential = getattr(make(), "sequential_module", range(NUM_LAYERS))
+    layers, rest = divmod(len(sequential), stages)
+    return [layers + (i < rest) for i in range(stages)]
