@@ -81,7 +81,7 @@ class StrategyPlugin(Strategy):
         vars(Strategy)["optimizers"].__set__(self, optimizers)
         # Lightning assigns the same list twice in a set-up, and a user may keep an optimizer over several fits.
         self._remove_step_hooks()
-        own = {id(optimizer): optimizer for optimizer in map(_unwrap, optimizers)}
+        own = {id(optimizer): optimizer for optimizer in map(unwrapped, optimizers)}
         self._step_handles = tuple(
             optimizer.register_step_post_hook(lambda stepped, args, kwargs: self.post_optimizer_step(stepped))
             for optimizer in own.values()
@@ -93,5 +93,6 @@ class StrategyPlugin(Strategy):
         self._step_handles = ()
 
 
-def _unwrap(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
+    """The user's own object behind Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer

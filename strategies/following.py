@@ -8,23 +8,23 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 
+from strategies.optimizer import within_a_step
 from strategies.pipeline.update import PipelineOptimizers
 
 
-def follow(optimizers: PipelineOptimizers, k: int, wrappers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Makes every step and ``zero_grad`` of optimizer ``k`` reach the other stages.
+def follow(optimizers: PipelineOptimizers, own: Optimizer, wrappers: Iterable[Optimizer]) -> Callable[[], None]:
+    """Makes every step and ``zero_grad`` of an optimizer reach the other stages.
 
     Args:
         optimizers: The optimizers over all stages.
-        k: Which one.
+        own: One of them.
         wrappers: Further objects that stand for it, with a ``zero_grad`` of their own.
 
     Returns:
         A function that ends this.
     """
-    own = optimizers.optimizers[k]
-    handle = own.register_step_pre_hook(_StepAlong(optimizers, k))
-    undo_zero_grad = _also([own, *wrappers], partial(optimizers.zero_grad_remotes, k))
+    handle = own.register_step_pre_hook(_StepAlong(optimizers))
+    undo_zero_grad = _also([own, *wrappers], partial(optimizers.zero_grad_remotes, own))
 
     def undo() -> None:
         handle.remove()
@@ -49,34 +49,35 @@ class _StepAlong:
     The workers then step at the same time as the driver.
     """
 
-    def __init__(self, optimizers: PipelineOptimizers, k: int) -> None:
-        self._optimizers, self._k = optimizers, k
+    def __init__(self, optimizers: PipelineOptimizers) -> None:
+        self._optimizers = optimizers
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if within_a_step(optimizer):
+            return None
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
-            self._optimizers.step_remotes(self._k)
+            self._optimizers.step_remotes(optimizer)
             return None
-        return args[:1], {**kwargs, "closure": _Once(closure, self._optimizers, self._k)}
+        return args[:1], {**kwargs, "closure": _Once(closure, self._optimizers, optimizer)}
 
 
 class _Once:
     """A closure that is followed by the workers' step, and that can be called once in a step."""
 
-    def __init__(self, closure: Callable[[], Any], optimizers: PipelineOptimizers, k: int) -> None:
+    def __init__(self, closure: Callable[[], Any], optimizers: PipelineOptimizers, optimizer: Optimizer) -> None:
         self._closure: Callable[[], Any] | None = closure
-        self._optimizers, self._k = optimizers, k
+        self._optimizers, self._optimizer = optimizers, optimizer
 
     def __call__(self) -> Any:
         if self._closure is None:
-            kind = type(self._optimizers.optimizers[self._k]).__name__
             raise MisconfigurationException(
-                f"{kind} evaluates the loss several times within a step, which a pipeline cannot follow. Use an "
-                "optimizer that makes one update from one gradient, such as AdamW."
+                f"{type(self._optimizer).__name__} evaluates the loss several times within a step, which a pipeline "
+                "cannot follow. Use an optimizer that makes one update from one gradient, such as AdamW."
             )
         closure, self._closure = self._closure, None
         result = closure()
-        self._optimizers.step_remotes(self._k)
+        self._optimizers.step_remotes(self._optimizer)
         return result
 
 

@@ -5,6 +5,7 @@ in ``param_groups`` and travels with each step, so schedulers stay where the use
 over all groups, as in ``Optimizer.state_dict()``.
 """
 
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+_HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
+"""Of the function that torch puts around ``step`` of each class, to call the hooks."""
 
 
 def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
@@ -53,8 +58,12 @@ def put_together(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Everything in the groups of ``optimizer`` but the parameters: learning rates, betas, weight decays, ..."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """Everything in the groups of ``optimizer`` but the parameters: learning rates, betas, weight decays, ...
+
+    Tensors are copied: schedulers change them in place, perhaps before they have been sent.
+    """
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
 
 
 def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:
@@ -91,3 +100,16 @@ def norms_of_gradients(parameters: Iterable[Tensor], norm_type: float) -> list[T
     grads = [p.grad for p in listed if p.grad is not None]
     norms = iter(torch._foreach_norm(grads, norm_type) if grads else ())
     return [None if p.grad is None else next(norms) for p in listed]
+
+
+def within_a_step(optimizer: Optimizer) -> bool:
+    """For a step hook: whether this step is only a part of another one of the same optimizer.
+
+    Where a subclass calls ``super().step()``, torch calls the hooks of that call too, but only if the base class has
+    been used by itself before.
+    """
+    frame, depth = sys._getframe(1), 0
+    while frame is not None:
+        depth += frame.f_code is _HOOKED_STEP and frame.f_locals["self"] is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1

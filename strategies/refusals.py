@@ -3,7 +3,7 @@
 from typing import Any
 
 from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
-from pytorch_lightning.plugins import ClusterEnvironment, Precision
+from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -24,19 +24,6 @@ def check_launch(environment: ClusterEnvironment | None, num_nodes: int) -> None
             "RPCSequentialStrategy starts its processes itself, on one host; got "
             f"num_nodes={num_nodes} and {processes} processes started from outside ({type(environment).__name__}). Run "
             "a single process with num_nodes=1: torchrun, SLURM and several hosts are not supported yet."
-        )
-
-
-def check_precision(precision: Precision) -> None:
-    """Checks that there is no gradient scaler.
-
-    Raises:
-        MisconfigurationException: If there is.
-    """
-    if getattr(precision, "scaler", None) is not None:
-        raise MisconfigurationException(
-            "RPCSequentialStrategy does not support a gradient scaler yet (precision='16-mixed'); use "
-            "precision='bf16-mixed' or '32-true'."
         )
 
 

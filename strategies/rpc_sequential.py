@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
+from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.strategies.strategy import TBroadcast
@@ -18,13 +17,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies import refusals
-from strategies.base import StrategyPlugin
+from strategies.base import StrategyPlugin, unwrapped
 from strategies.following import follow, follow_module
+from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.passes import Settings
 from strategies.pipeline.placement import without_layers, without_meta_tensors
-from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, check_shared, find_balance, find_module
+from strategies.pipeline.randomness import Seeds
+from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 
 
 class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
@@ -105,6 +106,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         self.balance = balance
         self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
         self._pipeline: Pipeline | None = None
+        self._seeds: Seeds | None = None  # go on over several fits
         self._undo: list[Callable[[], Any]] = []
 
     # One pipeline is one process to Lightning: world size 1, rank 0, no distributed sampler.
@@ -140,7 +142,6 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         assert model is not None and accelerator is not None and self.parallel_devices is not None
         accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        refusals.check_precision(self.precision_plugin)
         if fitting:
             refusals.check_callbacks(trainer)
         module = find_module(model, self._module_path)
@@ -155,7 +156,6 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             microbatches=self._settings.microbatches,
             device=self.root_device,
         )
-        check_shared(model, module, self.balance)
         self.model = self.precision_plugin.convert_module(model)
         with without_layers(module, sum(self.balance[:-1])):
             self.model_to_device()
@@ -165,16 +165,17 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         own = [o for o in self._plain_optimizers() if not isinstance(o, _MockOptimizer)] if fitting else []
         for optimizer in own:
             refusals.check_optimizer(optimizer)
-        self._pipeline = Pipeline(
-            module,
-            self.balance,
-            self.parallel_devices,
-            self._settings,
-            optimizers=own,
-            model=model,
-            seed=torch.initial_seed() % 2**63,
-        )
+        self._seeds = self._seeds or Seeds.ahead_of_the_process()
         with as_misconfiguration():
+            self._pipeline = Pipeline(
+                module,
+                self.balance,
+                self.parallel_devices,
+                self._settings,
+                optimizers=own,
+                model=model,
+                seeds=self._seeds,
+            )
             self._pipeline.start()
         self._watch(self._pipeline)
 
@@ -228,25 +229,39 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
                     f"there are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
                 )
             optimizer = pipeline.optimizers.optimizers[0]
-        return pipeline.optimizers.clip_grad_norm(self._number(optimizer), float(max_norm), float(norm_type))
+        return pipeline.optimizers.clip_grad_norm(unwrapped(optimizer), float(max_norm), float(norm_type))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all stages, as one process would have it."""
         if self._pipeline is None or isinstance(optimizer, _MockOptimizer):
             return super().optimizer_state(optimizer)
-        return self._pipeline.optimizers.state_dict(self._number(optimizer))
+        return self._pipeline.optimizers.state_dict(unwrapped(optimizer))
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Gives each stage the optimizer states of its parameters."""
         pipeline = self._running()
         for optimizer, state in zip(self._plain_optimizers(), checkpoint["optimizer_states"], strict=True):
             if not isinstance(optimizer, _MockOptimizer):
-                pipeline.optimizers.load_state_dict(self._number(optimizer), state)
+                pipeline.optimizers.load_state_dict(optimizer, state)
+
+    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint; a training that goes on from it draws the random numbers that would have come next."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
+        if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
+            self._seeds = self._seeds or Seeds(0)
+            self._seeds.load_state_dict(state)
+        return checkpoint
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Writes the checkpoint, for which Lightning has gathered the state of every stage."""
+        """Writes the checkpoint, for which Lightning has gathered the state of every stage.
+
+        Where the layers' random numbers stand goes under its key ``relay``, unless it holds weights only.
+        """
+        if self._seeds is not None and "optimizer_states" in checkpoint:
+            checkpoint["relay"] = {"seeds": self._seeds.state_dict()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
@@ -273,24 +288,12 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         return self._pipeline
 
     def _plain_optimizers(self) -> list[Optimizer]:
-        return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]
-
-    def _number(self, optimizer: Optimizer) -> int:
-        plain = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return next(k for k, own in enumerate(self._running().optimizers.optimizers) if own is plain)
+        return [unwrapped(optimizer) for optimizer in self.optimizers]
 
     def _watch(self, pipeline: Pipeline) -> None:
-        for k, optimizer in enumerate(pipeline.optimizers.optimizers):
+        for optimizer in pipeline.optimizers.optimizers:
             wrappers = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is optimizer]
-            self._undo.append(follow(pipeline.optimizers, k, cast(list[Optimizer], wrappers)))
+            self._undo.append(follow(pipeline.optimizers, optimizer, cast(list[Optimizer], wrappers)))
         assert self.lightning_module is not None
         self._undo.append(follow_module(pipeline.optimizers, [self.lightning_module, pipeline.module]))
-        remote = pipeline.optimizers
-        clipping = {
-            "clip_grad_by_norm": lambda optimizer, clip_val: remote.clip_grad_norm(self._number(optimizer), clip_val),
-            "clip_grad_by_value": lambda optimizer, clip_val: remote.clip_grad_value(self._number(optimizer), clip_val),
-        }
-        precision = vars(self.precision_plugin)
-        precision.update(clipping)
-        for name in clipping:
-            self._undo.append(partial(precision.pop, name))
+        self._undo += follow_precision(self.precision_plugin, pipeline.optimizers)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from strategies.names import did_you_mean
 from strategies.pipeline.balance import balance_by_size, balance_by_time
 from strategies.pipeline.launch import share_of_threads
-from strategies.pipeline.placement import check_balance, check_unshared, cut
+from strategies.pipeline.placement import check_balance
 from strategies.pipeline.probe import input_of
 
 BALANCE_MODES = ("balance_by_size", "balance_by_time")
@@ -99,23 +99,6 @@ def find_balance(
     measure: Any = balance_by_time if mode == "balance_by_time" else partial(balance_by_size, chunks=microbatches)
     with as_misconfiguration(), _threads(share_of_threads(num_stages)):
         return measure(num_stages, module, sample, device=device)
-
-
-def check_shared(model: LightningModule, module: nn.Sequential, balance: list[int]) -> None:
-    """Checks that no parameter would be trained by two processes.
-
-    Raises:
-        MisconfigurationException: If one would.
-    """
-    inside = {id(child) for child in module.modules()}
-    rest = [
-        (f"{prefix}.{name}" if prefix else name, parameter)
-        for prefix, child in model.named_modules()
-        if id(child) not in inside
-        for name, parameter in child.named_parameters(recurse=False)
-    ]
-    with as_misconfiguration():
-        check_unshared(cut(module, balance), rest)
 
 
 @contextmanager

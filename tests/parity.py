@@ -85,6 +85,7 @@ def fit(
     *,
     train: Callable[[], Any] = batches,
     val: Callable[[], Any] | None = None,
+    ckpt_path: str | None = None,
     **arguments: Any,
 ) -> Outcome:
     """Builds the model with the same seed each time and trains it, by default for two epochs in float64."""
@@ -103,7 +104,7 @@ def fit(
         **arguments,
     }
     trainer = Trainer(devices=devices, strategy=strategy, **settings)
-    trainer.fit(model, train(), None if val is None else val())
+    trainer.fit(model, train(), None if val is None else val(), ckpt_path=ckpt_path)
     return Outcome(
         losses=list(getattr(model, "losses", [])),
         parameters={name: p.detach().clone() for name, p in model.named_parameters()},

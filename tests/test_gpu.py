@@ -11,6 +11,7 @@ from torch import nn
 from strategies import DDPStrategy, RPCSequentialStrategy
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.passes import Settings
+from strategies.pipeline.randomness import Seeds
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +40,12 @@ def trained(balance: list[int], device: str, dropout: float = 0.0, checkpoint: s
             layer.to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     pipeline = Pipeline(
-        module, balance, devices, Settings(microbatches=4, checkpoint=checkpoint), optimizers=[optimizer], seed=5
+        module,
+        balance,
+        devices,
+        Settings(microbatches=4, checkpoint=checkpoint),
+        optimizers=[optimizer],
+        seeds=Seeds(5),
     )
     pipeline.start()
     losses = []

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.passes import Settings
+from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
 CPU = torch.device("cpu")
@@ -29,7 +30,7 @@ def float64() -> Iterator[None]:
 @contextmanager
 def pipelined(module: nn.Sequential, microbatches: int = 4, **settings: Any) -> Iterator[Pipeline]:
     """Within this, calling ``module`` runs the pipeline."""
-    pipeline = Pipeline(module, [len(module)], [CPU], Settings(microbatches=microbatches, **settings), seed=1)
+    pipeline = Pipeline(module, [len(module)], [CPU], Settings(microbatches=microbatches, **settings), seeds=Seeds(1))
     pipeline.start()
     try:
         yield pipeline
@@ -392,7 +393,7 @@ def test_the_seed_decides() -> None:
     outputs = []
     for seed in (1, 1, 2):
         layers = nn.Sequential(nn.Dropout(0.5))
-        pipeline = Pipeline(layers, [1], [CPU], Settings(microbatches=2), seed=seed)
+        pipeline = Pipeline(layers, [1], [CPU], Settings(microbatches=2), seeds=Seeds(seed))
         pipeline.start()
         outputs.append(layers(torch.ones(4, 50)))
         pipeline.finish()

@@ -23,6 +23,7 @@ class PassContext:
     cudnn_benchmark: bool
     anomaly: bool
     anomaly_check_nan: bool
+    inference: bool
 
     @classmethod
     def capture(cls, device_type: str) -> "PassContext":
@@ -40,6 +41,7 @@ class PassContext:
             cudnn_benchmark=torch.backends.cudnn.benchmark,
             anomaly=torch.is_anomaly_enabled(),
             anomaly_check_nan=torch.is_anomaly_check_nan_enabled(),
+            inference=torch.is_inference_mode_enabled(),
         )
 
     def apply(self) -> None:
@@ -51,10 +53,11 @@ class PassContext:
 
     @contextmanager
     def entered(self, *, grad: bool) -> Iterator[None]:
-        """Enters autocast and the grad mode on this thread, and the default dtype, for a forward pass."""
+        """Enters what is the thread's (autocast, inference and grad mode) and the default dtype, for a forward pass."""
         with ExitStack() as stack:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self.default_dtype)
+            stack.enter_context(torch.inference_mode(self.inference))
             stack.enter_context(torch.set_grad_enabled(grad))
             for kind, enabled, dtype in self.autocast:
                 if enabled:

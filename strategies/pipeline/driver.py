@@ -20,9 +20,11 @@ from strategies.pipeline.hosted import FEED_TAG, Cargo, describe
 from strategies.pipeline.launch import Workers, share_of_threads
 from strategies.pipeline.passes import Passes, Ports, Settings
 from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
+from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.session import Session, join_group
 from strategies.pipeline.stage import Mailbox, Stage
+from strategies.pipeline.ties import TiedParameters, find_ties
 from strategies.pipeline.update import PipelineOptimizers
 from strategies.pipeline.worker import host
 
@@ -40,7 +42,7 @@ class Pipeline:
         settings: How to run.
         optimizers: Optimizers over parameters of ``module`` (and of others, which stay here).
         model: The model that ``module`` is part of; a layer that refers to it cannot be shipped.
-        seed: Base of the random seeds of the layers.
+        seeds: Where the layers' random numbers come from; by default the process's own generator.
     """
 
     def __init__(
@@ -52,14 +54,18 @@ class Pipeline:
         *,
         optimizers: Sequence[Optimizer] = (),
         model: nn.Module | None = None,
-        seed: int = 0,
+        seeds: Seeds | None = None,
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
         self.remotes: list[RemoteStage] = []
-        self.optimizers = PipelineOptimizers(list(optimizers), self.remotes)
+        self.optimizers = PipelineOptimizers(list(optimizers), self.remotes, self._locate)
         self.failures = Failures()
-        self._devices, self._settings, self._model, self._seed = list(devices), settings, model, seed
+        self._devices, self._settings, self._model = list(devices), settings, model
+        inside = set(module.modules())
+        outside = [m for m in model.modules() if m not in inside] if model is not None else []
+        self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
+        self._seeds = seeds or Seeds.ahead_of_the_process()
         self._workers: Workers | None = None
         self._stage: Stage | None = None
         self._patience: Patience | None = None
@@ -96,13 +102,23 @@ class Pipeline:
             input_grads=ports.input_grads,
             deferred_batch_norm=self._settings.deferred_batch_norm,
         )
+        named, last = self._named_parameters(), len(self.stages) - 1
+        own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
         for layers in self.stages[:-1]:
-            move_to_meta(layers, self.optimizers.optimizers)
+            move_to_meta(layers, self._model or self.module, self.optimizers.optimizers, keep=own)
         for optimizer in self.optimizers.optimizers:  # the workers have these states; here they would only take memory
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
         vars(self.module)["forward"] = Passes(
-            self.module, self.stages, self._stage, ports, self.remotes, self.failures, self._settings, self._seed
+            self.module,
+            self.stages,
+            self._stage,
+            ports,
+            self.remotes,
+            self.failures,
+            self._settings,
+            self._seeds,
+            lambda: self.optimizers.num_steps,
         )
         self._hooks = [
             self.module.register_state_dict_post_hook(partial(self._gather_state_dict)),  # torch marks the callable
@@ -139,7 +155,7 @@ class Pipeline:
         lost: Exception | None = None
         for layers, remote in zip(self.stages, self.remotes, strict=False):
             try:
-                move_from_meta(layers, self.optimizers.optimizers, remote.rescue("tensors"))
+                move_from_meta(layers, self._model or self.module, self.optimizers.optimizers, remote.rescue("tensors"))
                 if extra := remote.rescue("extra_state"):
                     layers.load_state_dict(extra, strict=False)
                 self.optimizers.fetch(remote)
@@ -169,7 +185,9 @@ class Pipeline:
 
     def _cargo(self, i: int) -> Cargo:
         layers = self.stages[i]
-        owned = list(layers.parameters())
+        named = dict(layers.named_parameters(remove_duplicate=False))
+        copies = {named[tie.names[i][0]] for tie in self._ties if i in tie.copies}
+        owned = [parameter for parameter in layers.parameters() if parameter not in copies]
         return Cargo(
             index=i,
             layers=layers,
@@ -178,6 +196,7 @@ class Pipeline:
             deferred_batch_norm=self._settings.deferred_batch_norm,
             optimizers=[taken_apart(restricted(optimizer, owned)) for optimizer in self.optimizers.optimizers],
             numbers=[numbers_of(optimizer, owned) for optimizer in self.optimizers.optimizers],
+            ties=self._ties,
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
@@ -185,16 +204,23 @@ class Pipeline:
         session = self._workers.start()
         self.remotes.extend(self._ship(i, blob, session, self._workers) for i, blob in enumerate(blobs))
         last, device = len(blobs), self._devices[-1]
-        self._patience = Patience(self.failures)
+        patience = self._patience = Patience(self.failures)
         group = join_group(session, last)
         self.wait()
         return Ports(
             feed=Sender(group, 0, tag=FEED_TAG),
-            fed_back=Receiver(group, 0, device=device, tag=FEED_TAG, wait=self._patience),
-            inputs=Receiver(group, last - 1, device=device, wait=self._patience),
+            fed_back=Receiver(group, 0, device=device, tag=FEED_TAG, wait=patience),
+            inputs=Receiver(group, last - 1, device=device, wait=patience),
             outputs=Mailbox(),
             output_grads=Mailbox(),
             input_grads=Sender(group, last - 1),
+            ties=TiedParameters(
+                last,
+                self._ties,
+                self._named_parameters(),
+                lambda peer, tag: Sender(group, peer, tag=tag),
+                lambda peer, tag: Receiver(group, peer, device=device, tag=tag, wait=patience),
+            ),
         )
 
     def _ship(self, i: int, blob: bytes, session: Session, workers: Workers) -> RemoteStage:
@@ -209,22 +235,51 @@ class Pipeline:
         )
 
     def _gather_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replaces the meta tensors in a state dict by the workers' values, stage by stage."""
+        """Replaces the meta tensors in a state dict by the workers' values, stage by stage; ties stay tied."""
         for remote in self.remotes:
-            state.update({prefix + name: value for name, value in remote.call("module_state").items()})
+            for name, value in remote.call("module_state").items():
+                here = state.get(prefix + name)
+                if not isinstance(here, Tensor) or here.is_meta:
+                    state[prefix + name] = value
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in self._named_parameters().items():
+            if prefix + name in state:
+                state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
 
     def _scatter_state_dict(
         self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any
     ) -> None:
         """Sends the workers their part of a state dict that is being loaded."""
+        named = self._named_parameters()
+        last = {parameter: name for name, parameter in named.items() if prefix + name in state}
+        for name, parameter in named.items():  # as in one process, the last value of a tied parameter stays
+            if prefix + name in state:
+                state[prefix + name] = state[prefix + last[parameter]]
         for layers, remote in zip(self.stages, self.remotes, strict=False):
-            names = [name for name in layers.state_dict() if prefix + name in state]
-            remote.call("load_module_state", {name: state[prefix + name] for name in names})
-            for name in names:
-                if isinstance(state[prefix + name], Tensor):
+            own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
+            remote.call("load_module_state", {name: state[prefix + name] for name in own})
+            for name, here in own.items():
+                if isinstance(here, Tensor) and here.is_meta:
                     state[prefix + name] = state[prefix + name].to("meta")
+
+    def _named_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def _locate(self, parameter: Tensor) -> str:
+        """Names a parameter and its stage, for messages."""
+        for i, stage in enumerate(self.stages):
+            for name, own in stage.named_parameters():
+                if own is parameter:
+                    return f"parameter {name} of {describe(i, stage, sum(self.balance[:i]))}"
+        named = self._model.named_parameters() if self._model is not None else ()
+        return next((f"parameter {name}" for name, own in named if own is parameter), "a parameter")
 
 
 def _ports_of_one_stage() -> Ports:
     inputs, outputs, output_grads, input_grads = Mailbox(copies=True), Mailbox(), Mailbox(), Mailbox()
-    return Ports(inputs, input_grads, inputs, outputs, output_grads, input_grads)
+    nobody = TiedParameters(0, [], {}, _no_channel, _no_channel)
+    return Ports(inputs, input_grads, inputs, outputs, output_grads, input_grads, nobody)
+
+
+def _no_channel(peer: int, tag: int) -> Any:
+    raise AssertionError(f"one stage shares nothing, yet wants a channel to {peer} with tag {tag}")

@@ -22,6 +22,7 @@ from strategies.optimizer import (
 from strategies.pipeline.channel import Receiver, Sender
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.stage import Pass, Stage
+from strategies.pipeline.ties import Tie, TiedParameters
 
 FEED_TAG = 2
 """Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
@@ -39,6 +40,7 @@ class Cargo:
         deferred_batch_norm: See :class:`~strategies.pipeline.stage.Stage`.
         optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
         numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
+        ties: The parameters that several stages share.
     """
 
     index: int
@@ -48,6 +50,7 @@ class Cargo:
     deferred_batch_norm: bool
     optimizers: list[tuple[type[Optimizer], dict[str, Any]]]
     numbers: list[list[int]]
+    ties: list[Tie]
 
 
 class HostedStage:
@@ -76,6 +79,13 @@ class HostedStage:
             input_grads=self._input_grads,
             deferred_batch_norm=cargo.deferred_batch_norm,
         )
+        self._ties = TiedParameters(
+            cargo.index,
+            cargo.ties,
+            dict(self._layers.named_parameters(remove_duplicate=False)),
+            lambda peer, tag: Sender(group, peer, tag=tag),
+            lambda peer, tag: Receiver(group, peer, device=device, tag=tag),
+        )
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
         for parameter in self._layers.parameters():
             parameter.grad = None
@@ -90,9 +100,9 @@ class HostedStage:
         return describe(self._index, self._layers, self._stage.first_layer)
 
     def tell_neighbours(self) -> None:
-        """Tells both neighbours that this stage failed, so that none waits for it."""
-        self._outputs.fail()
-        self._input_grads.fail()
+        """Tells every process that may wait for this stage that it failed."""
+        for sender in (self._outputs, self._input_grads, *self._ties.senders):
+            sender.fail()
 
     def forward(self, this: Pass, actions: list[Action], later: list[Action]) -> None:
         """Runs the forward part of a pass; keeps ``later`` for :meth:`backward`."""
@@ -107,6 +117,11 @@ class HostedStage:
         """Runs the backward part of a pass."""
         this, actions = self._passes.pop(number)
         self._stage.run(actions, this)
+        self._ties.move_gradients(number)
+
+    def share_values(self, number: int) -> None:
+        """Sends or takes over the values of tied parameters ahead of a pass."""
+        self._ties.share_values(number)
 
     def discard(self, number: int) -> None:
         """Forgets a pass that will have no backward part."""
@@ -135,11 +150,29 @@ class HostedStage:
         """Clears the gradients of an optimizer's parameters."""
         self._optimizers[optimizer].zero_grad(set_to_none)
 
-    def step(self, optimizer: int, values: list[dict[str, Any]]) -> None:
-        """Steps an optimizer with the driver's hyperparameters."""
+    def step(self, optimizer: int, values: list[dict[str, Any]], scaling: dict[str, Tensor]) -> None:
+        """Steps an optimizer with the driver's hyperparameters.
+
+        ``scaling`` is what a gradient scaler sets on an optimizer that unscales within its step.
+        """
         self._stage.doing = "optimizer step"
-        set_hyperparameters(self._optimizers[optimizer], values)
-        self._optimizers[optimizer].step()
+        own = self._optimizers[optimizer]
+        set_hyperparameters(own, values)
+        vars(own).update(scaling)
+        own.step()
+        for name in scaling:
+            delattr(own, name)
+
+    def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
+        """Divides the gradients of an optimizer's parameters by the loss scale.
+
+        Returns:
+            Zero if all of them are finite.
+        """
+        found, device = torch.zeros((), device=self._stage.device), self._stage.device
+        scaler = torch.amp.GradScaler(device.type)
+        found_by_device = scaler._unscale_grads_(self._optimizers[optimizer], inv_scale.to(device), found, allow_fp16)
+        return sum(found.item() for found in found_by_device.values())
 
     def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
         """The norm of each gradient, by the parameter's number."""

@@ -22,10 +22,12 @@ from strategies.names import did_you_mean
 from strategies.pipeline.channel import Sender, is_consequence
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import merge, split
+from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
 from strategies.pipeline.remote import Failures, RemoteStage
 from strategies.pipeline.schedule import SCHEDULES, Action
 from strategies.pipeline.stage import Input, Mailbox, Output, Pass, Stage
+from strategies.pipeline.ties import TiedParameters
 
 _RUNNABLE_SCHEDULES = ("gpipe",)
 """Others need a ``training_step`` that runs once per micro-batch."""
@@ -60,7 +62,7 @@ class Settings:
 
 @dataclass
 class Ports:
-    """The driver's connections: around its own stage, to stage 0, and back from there."""
+    """The driver's connections: around its own stage, to stage 0 and back, and to whoever shares parameters."""
 
     feed: Output
     fed_back: Input
@@ -68,6 +70,7 @@ class Ports:
     outputs: Mailbox
     output_grads: Mailbox
     input_grads: Output
+    ties: TiedParameters
 
     @property
     def senders(self) -> list[Sender]:
@@ -114,7 +117,8 @@ class Passes:
         remotes: The other stages, in order.
         failures: What went wrong with them.
         settings: How to run.
-        seed: Base of the random seeds of the layers.
+        seeds: Gives each pass the seed of its random numbers.
+        num_steps: Tells how often optimizers have stepped.
     """
 
     def __init__(
@@ -126,10 +130,13 @@ class Passes:
         remotes: Sequence[RemoteStage],
         failures: Failures,
         settings: Settings,
-        seed: int,
+        seeds: Seeds,
+        num_steps: Callable[[], int],
     ) -> None:
         self._module, self._stages, self._stage, self._ports = module, stages, stage, ports
-        self._remotes, self._failures, self._settings, self._seed = remotes, failures, settings, seed
+        self._remotes, self._failures, self._settings, self._seeds = remotes, failures, settings, seeds
+        self._num_steps = num_steps
+        self._shared = num_steps(), ports.ties.versions
         self._num_passes = 0
         self._forgotten: list[int] = []  # the garbage collector may append at any time
         self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
@@ -161,6 +168,7 @@ class Passes:
         parts = split(x, self._settings.microbatches)
         run = Run(self._new_pass(len(parts), grad), self._forget)
         this = run.this
+        self._share_ties(this.number)
         for i, remote in enumerate(self._remotes):
             self._send_flags(i)
             remote.start("forward", this, *self._actions(i, this))
@@ -204,6 +212,7 @@ class Passes:
                 remote.start("backward", this.number)
             actions = self._actions(len(self._remotes), this)[1]
             self._stage.run(actions, this)
+            self._ports.ties.move_gradients(this.number)
             if not inputs:
                 return []
             received = {a.microbatch: self._ports.fed_back.receive(this.number, a.microbatch) for a in actions}
@@ -220,13 +229,23 @@ class Passes:
             grad=grad,
             recomputed=num_recomputed(self._settings.checkpoint, microbatches) if grad else 0,
             at_once=not self._settings.pipelined_backward,
-            seed=self._seed,
+            seed=self._seeds.next(grad),
             context=PassContext.capture(self._stage.device.type),
         )
 
     def _actions(self, i: int, this: Pass) -> tuple[list[Action], list[Action]]:
         """What stage ``i`` does in the forward part and in the backward part of a pass."""
         return _in_two_parts(self._settings.schedule, len(self._stages), this.microbatches)[i]
+
+    def _share_ties(self, number: int) -> None:
+        """Brings copies of tied parameters up to date, if the values may have changed since the last time."""
+        ties = self._ports.ties
+        now = self._num_steps(), ties.versions
+        if now != self._shared and ties.any:
+            for remote in self._remotes:
+                remote.later("share_values", number)
+            ties.share_values(number)
+        self._shared = now
 
     def _send_flags(self, i: int) -> None:
         """Carries what has changed on the driver to stage ``i``, together with the next call."""
@@ -253,7 +272,7 @@ class Passes:
         try:
             yield
         except BaseException as error:  # Ctrl-C too must leave no stage waiting
-            for sender in self._ports.senders:
+            for sender in (*self._ports.senders, *self._ports.ties.senders):
                 sender.fail()
             self._failures.add(error, consequence=is_consequence(error))
             self._failures.raise_cause()

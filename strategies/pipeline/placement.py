@@ -5,7 +5,7 @@ are on the ``meta`` device. Parameters keep their identity (optimizers and users
 """
 
 import io
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,8 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from strategies.pipeline.remote_parameter import as_remote
 
 
 def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
@@ -53,25 +55,6 @@ def cut(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
             stage.add_module(name, child)
         stages.append(stage)
     return stages
-
-
-def check_unshared(stages: Sequence[nn.Module], rest: Iterable[tuple[str, Tensor]]) -> None:
-    """Checks that no parameter belongs to two stages, or to a stage and to the rest of the model.
-
-    Raises:
-        ValueError: If one does; each process would train a copy of its own.
-    """
-    owners: dict[int, str] = {id(tensor): f"the model outside the pipeline ({name})" for name, tensor in rest}
-    last = len(stages) - 1
-    for i, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            owner = owners.setdefault(id(parameter), f"stage {i} ({name})")
-            outside_is_local = owner.startswith("the model") and i == last
-            if not owner.startswith(f"stage {i} ") and not outside_is_local:
-                raise ValueError(
-                    f"a parameter is shared by {owner} and stage {i} ({name}); parameters tied across stages are not "
-                    "supported yet. Choose a balance that keeps both on one stage, or untie them."
-                )
 
 
 @contextmanager
@@ -165,30 +148,46 @@ def _fails(layer: nn.Module) -> bool:
     return False
 
 
-def move_to_meta(layers: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Replaces the tensors of ``layers`` by meta tensors of the same shape and type."""
-    for parameter in list(layers.parameters()):
-        _replace(layers, optimizers, parameter, torch.empty_like(parameter, device="meta"))
+def move_to_meta(
+    layers: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer], keep: Collection[Tensor] = ()
+) -> None:
+    """Replaces the tensors of ``layers`` by stand-ins without values, but for the parameters in ``keep``.
+
+    Args:
+        layers: Some layers.
+        whole: The module that they are part of; another part may share a parameter with them.
+        optimizers: Optimizers that may hold the parameters.
+        keep: Parameters that have their values here; compared by identity.
+    """
+    kept = {id(parameter) for parameter in keep}
+    for name, parameter in list(layers.named_parameters()):
+        if id(parameter) not in kept and not parameter.is_meta:
+            _replace(whole, optimizers, parameter, as_remote(name, parameter))
     named = dict(layers.named_buffers(remove_duplicate=False))
     _replace_buffers(layers, {name: torch.empty_like(buffer, device="meta") for name, buffer in named.items()})
 
 
-def move_from_meta(layers: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]) -> None:
-    """Gives ``layers`` real tensors again, by their names."""
+def move_from_meta(
+    layers: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
+) -> None:
+    """Gives ``layers`` real tensors again, by their names, where they have none."""
     for name, parameter in list(layers.named_parameters()):
-        _replace(layers, optimizers, parameter, tensors[name])
+        if parameter.is_meta:
+            value = nn.Parameter(tensors[name].detach(), requires_grad=parameter.requires_grad)
+            _replace(whole, optimizers, parameter, value)
     _replace_buffers(layers, tensors)
 
 
-def _replace(layers: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, value: Tensor) -> None:
-    """Puts another tensor into the same ``Parameter`` object, or another object into its places if that cannot be."""
-    new = nn.Parameter(value.detach(), requires_grad=old.requires_grad)
+def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
+    """Makes ``old`` become ``new``, or puts ``new`` into its places if that cannot be."""
+    attributes = {name: value for name, value in vars(old).items() if name != "relay_name"}
     try:
         torch.utils.swap_tensors(old, new)
+        vars(old).update(attributes)
         return
     except RuntimeError:  # a result that was computed from it, or a weak reference to it, is still alive
-        pass
-    for module in layers.modules():
+        vars(new).update(attributes)
+    for module in whole.modules():
         module._parameters.update({name: new for name, p in module._parameters.items() if p is old})
     for optimizer in optimizers:
         for group in optimizer.param_groups:

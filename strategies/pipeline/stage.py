@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.pipeline.batchnorm import DeferredStatistics
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.recompute import frozen_statistics, layer_seed, preserved_random_state, seed_device
+from strategies.pipeline.randomness import layer_seed, preserved_random_state, seed_device
+from strategies.pipeline.recompute import frozen_statistics
 from strategies.pipeline.schedule import Action
 
 
@@ -29,12 +30,12 @@ class Pass:
     """What every stage must know of one pass of a batch through the pipeline.
 
     Attributes:
-        number: Counts the passes of a session; also part of the random seeds.
+        number: Counts the passes of a session.
         microbatches: How many micro-batches the batch was split into.
         grad: Whether a backward pass may follow.
         recomputed: How many of the first micro-batches keep only the stage's inputs and run again before backward.
         at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
-        seed: Base of the random seeds of the layers.
+        seed: Base of the random seeds of the layers in this pass.
         context: The driver's autocast, default dtype and so on.
     """
 
@@ -255,7 +256,7 @@ class Stage:
                 x = _entered(x)
             for layer, module in enumerate(self.layers, start=self.first_layer):
                 self.doing = f"{'recomputing ' if recomputing else ''}F{m}, layer {layer}"
-                seed_device(layer_seed(this.seed, this.number, m, layer), self.device)
+                seed_device(layer_seed(this.seed, m, layer), self.device)
                 x = module(x)
         return x
 

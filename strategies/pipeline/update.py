@@ -1,9 +1,12 @@
 """The user's optimizers over all stages: steps, gradients and state, as if every parameter were on the driver.
 
 The optimizer objects are those that the user made; they step what lives on the driver. Each worker holds the same
-optimizers restricted to its own parameters. ``k`` is the optimizer's place in the list.
+optimizers restricted to its own parameters.
 """
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,40 +23,61 @@ class PipelineOptimizers:
     Args:
         optimizers: The optimizers that were shipped.
         remotes: The stages on workers.
+        locate: Names a parameter and the stage that holds it.
     """
 
-    def __init__(self, optimizers: list[Optimizer], remotes: list[RemoteStage]) -> None:
-        self.optimizers, self._remotes = optimizers, remotes
+    def __init__(
+        self, optimizers: list[Optimizer], remotes: list[RemoteStage], locate: Callable[[Tensor], str]
+    ) -> None:
+        self.optimizers, self._remotes, self._locate = optimizers, remotes, locate
+        self.num_steps = 0
+        self.skips_infinite_steps = False
+        """Whether a gradient scaler looks for infinite gradients and leaves out a step that has some."""
         self._shipped = [_group_sizes(optimizer) for optimizer in optimizers]
 
-    def step_remotes(self, k: int) -> None:
+    def step_remotes(self, optimizer: Optimizer) -> None:
         """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting.
 
         Raises:
             RuntimeError: If the optimizer has got other parameters since the start.
         """
-        optimizer = self.optimizers[k]
+        k = self._number_of(optimizer)
         if _group_sizes(optimizer) != self._shipped[k]:
             raise RuntimeError(
                 f"{type(optimizer).__name__} has parameter groups of {_group_sizes(optimizer)} parameters, but the "
                 f"pipeline started with {self._shipped[k]}; groups cannot be added while it runs (add_param_group). "
                 "Give all parameters to the optimizer from the start and freeze those that are not to be trained yet."
             )
-        values = hyperparameters(self.optimizers[k])
+        values = hyperparameters(optimizer)
+        scaling = {name: vars(optimizer)[name].cpu() for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+        self.num_steps += 1
         for remote in self._remotes:
-            remote.start("step", k, values)
+            remote.start("step", k, values, scaling)
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        return next(k for k, own in enumerate(self.optimizers) if own is optimizer)
+
+    def start_unscaling(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> list[Callable[[], float]]:
+        """Divides the workers' gradients by the loss scale.
+
+        Returns:
+            For each worker what waits for it, and then tells zero if all of its gradients are finite.
+        """
+        k = self._number_of(optimizer)
+        replies = [(remote, remote.start("unscale_grads", k, inv_scale, allow_fp16)) for remote in self._remotes]
+        return [partial(remote.result, reply) for remote, reply in replies]
 
     def zero_all_grads_remotes(self, set_to_none: bool) -> None:
         """Clears the gradients of every parameter of the workers before whatever they do next."""
         for remote in self._remotes:
             remote.later("zero_all_grads", set_to_none)
 
-    def zero_grad_remotes(self, k: int, set_to_none: bool) -> None:
+    def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clears the workers' gradients before whatever they do next."""
         for remote in self._remotes:
-            remote.later("zero_grad", k, set_to_none)
+            remote.later("zero_grad", self._number_of(optimizer), set_to_none)
 
-    def clip_grad_norm(self, k: int, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients of all stages so that their common norm is at most ``max_norm``.
 
         The norm is put together from the norms of single parameters in the order of ``torch.nn.utils.clip_grad_norm_``.
@@ -61,7 +85,7 @@ class PipelineOptimizers:
         Returns:
             The total norm before, a scalar.
         """
-        own = parameters_of(self.optimizers[k])
+        k, own = self._number_of(optimizer), parameters_of(optimizer)
         replies = [remote.start("grad_norms", k, norm_type) for remote in self._remotes]
         norms = {number: n for number, n in enumerate(norms_of_gradients(own, norm_type)) if n is not None}
         for remote, reply in zip(self._remotes, replies, strict=True):
@@ -70,6 +94,8 @@ class PipelineOptimizers:
             return torch.zeros(())
         device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
         total = torch.linalg.vector_norm(torch.stack([norms[n].to(device) for n in sorted(norms)]), norm_type)
+        if not (self.skips_infinite_steps or total.isfinite()):
+            self._warn(total, [own[number] for number in sorted(norms) if not norms[number].isfinite()])
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for parameter in own:
             if parameter.grad is not None:
@@ -78,29 +104,35 @@ class PipelineOptimizers:
             remote.later("scale_grads", k, factor.cpu())
         return total
 
-    def clip_grad_value(self, k: int, limit: float) -> None:
-        """Clamps every element of the gradients of all stages to ``[-limit, limit]``."""
-        torch.nn.utils.clip_grad_value_(parameters_of(self.optimizers[k]), limit)
-        for remote in self._remotes:
-            remote.later("clip_grad_values", k, limit)
+    def _warn(self, total: Tensor, culprits: list[Tensor]) -> None:
+        listed = [self._locate(parameter) for parameter in culprits[:3]]
+        more = f" and {len(culprits) - 3} more" if len(culprits) > 3 else ""
+        warnings.warn(
+            f"the norm of the gradients is {total.item()}: not finite are those of {'; '.join(listed)}{more}",
+            stacklevel=3,
+        )
 
-    def state_dict(self, k: int) -> dict[str, Any]:
+    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamps every element of the gradients of all stages to ``[-limit, limit]``."""
+        torch.nn.utils.clip_grad_value_(parameters_of(optimizer), limit)
+        for remote in self._remotes:
+            remote.later("clip_grad_values", self._number_of(optimizer), limit)
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict that the optimizer would have if every parameter were here, gathered stage by stage."""
-        optimizer = self.optimizers[k]
         state = optimizer.state_dict()
         for remote in self._remotes:
-            state["state"].update(remote.call("optimizer_states", k))
+            state["state"].update(remote.call("optimizer_states", self._number_of(optimizer)))
         state["state"] = dict(sorted(state["state"].items()))
         return state
 
-    def load_state_dict(self, k: int, state: dict[str, Any]) -> None:
+    def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Loads a whole state dict: each stage gets the states of its parameters."""
-        optimizer = self.optimizers[k]
         remote_numbers = {number for number, p in enumerate(parameters_of(optimizer)) if p.is_meta}
         own = {number: s for number, s in state["state"].items() if number not in remote_numbers}
         optimizer.load_state_dict({**state, "state": own})
         for remote in self._remotes:
-            remote.call("load_optimizer_states", k, state["state"])
+            remote.call("load_optimizer_states", self._number_of(optimizer), state["state"])
 
     def fetch(self, remote: RemoteStage) -> None:
         """Puts a worker's states into the user's optimizers; called once its parameters are here again."""

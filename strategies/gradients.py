@@ -1,0 +1,54 @@
+"""What Lightning's precision plug-in does to gradients (clipping, loss scaling), done to those of every stage."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.pipeline.update import PipelineOptimizers
+
+
+def follow_precision(precision: Any, optimizers: PipelineOptimizers) -> list[Callable[[], Any]]:
+    """Makes clipping and the gradient scaler of a precision plug-in reach the other stages.
+
+    Returns:
+        Functions that end this.
+    """
+    undo = [
+        _replaced(precision, "clip_grad_by_norm", optimizers.clip_grad_norm),
+        _replaced(precision, "clip_grad_by_value", optimizers.clip_grad_value),
+    ]
+    scaler = getattr(precision, "scaler", None)
+    if scaler is not None:
+        optimizers.skips_infinite_steps = True
+        undo.append(_replaced(scaler, "_unscale_grads_", partial(_unscale_everywhere, optimizers, scaler)))
+    return undo
+
+
+def _unscale_everywhere(
+    optimizers: PipelineOptimizers,
+    scaler: torch.amp.GradScaler,
+    optimizer: Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    """Stands for ``GradScaler._unscale_grads_``, the one place that both of its ways to unscale go through.
+
+    Returns:
+        For each device a scalar, not zero if some gradient is infinite or not a number, on whichever stage.
+    """
+    remote = optimizers.start_unscaling(optimizer, inv_scale.cpu(), allow_fp16)
+    found = type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+    total = sum(reply() for reply in remote)
+    # The scaler wants an answer for at least one device, also if no parameter of the optimizer lives here.
+    found.setdefault(found_inf.device, found_inf).add_(total)
+    return found
+
+
+def _replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], Any]:
+    vars(holder)[name] = method
+    return partial(vars(holder).pop, name)

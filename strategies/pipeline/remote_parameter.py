@@ -1,0 +1,66 @@
+"""What stands on the driver for a parameter whose values live on a worker."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+_HARMLESS = ("requires_grad_", "rename_")
+"""Methods that end in an underscore and change no value."""
+
+_TAKEN_ALONG = ("__deepcopy__", "__reduce_ex__")
+"""What copies or pickles a parameter, values and all."""
+
+
+class RemoteParameter(nn.Parameter):
+    """A parameter without values: name, shape, type and ``requires_grad`` can be read, ``requires_grad`` also set.
+
+    Whatever would silently do nothing, because the values are elsewhere, is an error: changing it in place, reading or
+    setting ``data``, setting a gradient, copying or pickling it.
+    """
+
+    relay_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if (lost := _would_lose(func, args)) is not None:
+                what = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
+                raise RuntimeError(
+                    f"`{what}` on parameter {lost.relay_name} {list(lost.shape)}, which lives on another stage of the "
+                    "pipeline: its values are not in this process, so nothing would happen to them. While the pipeline "
+                    "runs only optimizers change parameters, and state_dict() gives the values of every stage."
+                )
+            return func(*args, **(kwargs or {}))
+
+
+def as_remote(name: str, parameter: nn.Parameter) -> RemoteParameter:
+    """A stand-in with the shape, type and ``requires_grad`` of ``parameter``."""
+    empty = torch.empty_like(parameter, device="meta")
+    remote = cast(RemoteParameter, RemoteParameter(empty, requires_grad=parameter.requires_grad))
+    remote.relay_name = name
+    return remote
+
+
+def _would_lose(func: Callable[..., Any], args: Sequence[Any]) -> RemoteParameter | None:
+    """The parameter to which ``func`` would do something that has no effect; ``None`` if there is none."""
+    targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+    target = next((target for target in targets if isinstance(target, RemoteParameter)), None)
+    if target is None:
+        return None  # such a parameter is only read
+    name, descriptor = func.__name__, getattr(func, "__self__", None)
+    if descriptor is Tensor.grad:
+        lost = name == "__set__" and args[1] is not None
+    elif name == "copy_":  # load_state_dict copies a meta tensor, when the values have been sent to where they belong
+        lost = not args[1].is_meta
+    else:
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+        lost = in_place or descriptor is Tensor.data or name in ("__setitem__", *_TAKEN_ALONG)
+    return target if lost else None

@@ -1,0 +1,85 @@
+"""Layers, optimizers and a look at gradients for the parity tests. Workers import this, so it needs torch only."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+
+class Branches(nn.Module):
+    """Layers next to each other: branch ``k`` maps ``[rows, k, in]`` to ``[rows, k, out]`` and sees no other."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({name: make() for name in names})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([branch(x[:, k]) for k, branch in enumerate(self.branches.values())], 1)
+
+
+class NanGradient(nn.Module):
+    """The identity, whose backward pass makes NaN: the root's slope at zero is infinite."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.0 * (0.0 * x).sqrt()
+
+
+class Doubled:
+    """For a LightningModule in float64 under ``precision="32-true"``, whose optimizers step within ``training_step``.
+
+    With ``precision="64-true"`` float64 is the default type there, so that the state which optimizers make of numbers
+    (how many steps there were) has that type in one process; on workers it is float32.
+    """
+
+    def setup(self: Any, stage: str) -> None:
+        self.double()
+
+    def on_before_batch_transfer(self, batch: Sequence[Tensor], dataloader_idx: int) -> list[Tensor]:
+        return [tensor.double() for tensor in batch]
+
+
+class Traced(Optimizer):
+    """Writes what each step used into the state of each parameter: learning rate, then betas or momentum."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            used = [float(group["lr"]), *group.get("betas", [group.get("momentum")])]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter].setdefault("trace", []).extend(used)
+        return result
+
+
+class TracedSGD(Traced, SGD):
+    pass
+
+
+class TracedAdamW(Traced, AdamW):
+    pass
+
+
+def gradients(model: Any) -> dict[str, Tensor | None]:
+    """A copy of the gradient of each parameter of a LightningModule in training, wherever it lives."""
+    found = {name: p.grad for name, p in model.named_parameters()}
+    pipeline = getattr(model.trainer.strategy, "_pipeline", None)  # one process has none
+    for remote in [] if pipeline is None else pipeline.remotes:
+        found.update({f"sequential_module.{name}": grad for name, grad in remote.call("grads").items()})
+    return {name: None if grad is None else grad.clone() for name, grad in found.items()}
+
+
+def assert_same_gradients(
+    actual: Sequence[Mapping[str, Tensor | None]], expected: Sequence[Mapping[str, Tensor | None]]
+) -> None:
+    """Compares what :func:`gradients` gave at several moments, also where there is none."""
+    assert len(actual) == len(expected) > 0
+    for moment, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert {name for name, grad in ours.items() if grad is None} == {
+            name for name, grad in theirs.items() if grad is None
+        }, moment
+        for name, grad in theirs.items():
+            if grad is not None:
+                where = f"gradient of {name} at moment {moment}: {{}}".format
+                torch.testing.assert_close(ours[name], grad, rtol=1e-9, atol=1e-9, msg=where)

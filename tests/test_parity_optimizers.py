@@ -1,0 +1,176 @@
+"""Whatever the optimizers, groups, schedulers and frozen layers: a pipeline trains what one process trains."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from parity import WIDTH, Small, batches, check
+from parity_parts import Branches, Doubled, TracedAdamW, TracedSGD
+from torch import Tensor, nn, optim
+from torch.optim import lr_scheduler
+
+# Many optimizers next to each other, each with a branch of the model that reaches through every stage
+
+Make = Callable[[Any], optim.Optimizer]
+
+KINDS: dict[str, Make] = {
+    "sgd": partial(optim.SGD, lr=0.1, weight_decay=0.1),
+    "momentum": partial(optim.SGD, lr=0.05, momentum=0.9, dampening=0.1),
+    "nesterov": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": partial(optim.Adam, lr=0.02, amsgrad=True),
+    "adam_foreach": partial(optim.Adam, lr=0.02, foreach=True),
+    "adamw": partial(optim.AdamW, lr=0.02),
+    "adamw_fused": partial(optim.AdamW, lr=0.02, fused=True),
+    "adagrad": partial(optim.Adagrad, lr=0.1, initial_accumulator_value=0.1, lr_decay=0.1),
+    "rmsprop": partial(optim.RMSprop, lr=0.01, centered=True, momentum=0.5),
+    "adadelta": partial(optim.Adadelta, lr=1.0),
+    "adamax": partial(optim.Adamax, lr=0.02),
+    "nadam": partial(optim.NAdam, lr=0.02),
+    "radam": partial(optim.RAdam, lr=0.02),
+    "adafactor": partial(optim.Adafactor, lr=0.02),
+    "named": lambda parameters: optim.AdamW([(f"p{k}", p) for k, p in enumerate(parameters)], lr=0.02),
+}
+
+STEPS = 2 * 4
+SCHEDULES: dict[str, tuple[Make, Callable[[Any], Any]]] = {
+    "onecycle_betas": (
+        partial(TracedAdamW, lr=0.01),
+        partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=STEPS),
+    ),
+    "onecycle_momentum": (
+        partial(TracedSGD, lr=0.01, momentum=0.9),
+        partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=STEPS),
+    ),
+    "cyclic": (
+        partial(TracedSGD, lr=0.01, momentum=0.9),
+        partial(lr_scheduler.CyclicLR, base_lr=0.01, max_lr=0.1, step_size_up=3),
+    ),
+    "sequential": (
+        partial(TracedSGD, lr=0.1),
+        lambda optimizer: lr_scheduler.SequentialLR(
+            optimizer,
+            [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3), lr_scheduler.CosineAnnealingLR(optimizer, STEPS)],
+            milestones=[3],
+        ),
+    ),
+    "chained": (
+        partial(TracedAdamW, lr=0.1),
+        lambda optimizer: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.7)]
+        ),
+    ),
+    "plateau": (
+        partial(TracedSGD, lr=0.1),
+        partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0, threshold=0.5),
+    ),
+    "rate_in_a_tensor": (  # which schedulers change in place
+        lambda parameters: TracedAdamW(parameters, lr=torch.tensor(0.05)),
+        partial(lr_scheduler.StepLR, step_size=1, gamma=0.7),
+    ),
+}
+
+
+class SideBySide(Doubled, Small):
+    """A branch for each optimizer, so that the name of a parameter tells whose it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.names = [*KINDS, *SCHEDULES]
+        shapes = [(WIDTH, 4), None, (4, 4), None, (4, 3), (3, 2)]
+        layers = [nn.Tanh() if shape is None else Branches(self.names, partial(nn.Linear, *shape)) for shape in shapes]
+        self.sequential_module = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(x[:, None].expand(-1, len(self.names), -1))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        losses = (self(batch[0]) - batch[1][:, None]).square().mean((0, 2))
+        self.losses.extend(losses.tolist())
+        self.manual_backward(losses.sum())
+        for optimizer in self.optimizers():
+            optimizer.step()
+        for name, scheduler in zip(SCHEDULES, self.lr_schedulers(), strict=True):
+            scheduler.step(*[losses[self.names.index(name)].item()] if name == "plateau" else ())
+
+    def configure_optimizers(self) -> Any:
+        makes = {**KINDS, **{name: make for name, (make, _) in SCHEDULES.items()}}
+        made = {}
+        for name, make in makes.items():
+            made[name] = make([p for full, p in self.named_parameters() if f".{name}." in full])
+        return list(made.values()), [schedule(made[name]) for name, (_, schedule) in SCHEDULES.items()]
+
+
+def side_by_side() -> dict[str, list[float]]:
+    for outcome in check(SideBySide, precision="32-true"):
+        states = [state["state"] for state in outcome.optimizers]
+        for name, optimizer in zip([*KINDS, *SCHEDULES], states, strict=True):
+            assert len(optimizer) == (0 if name == "sgd" else 8), name
+        traces = {name: [s["trace"] for s in states[k].values()] for k, name in enumerate(SCHEDULES, start=len(KINDS))}
+    for name, (first, *others) in traces.items():
+        assert all(trace == first for trace in others), name
+    return {name: every[0] for name, every in traces.items()}
+
+
+def test_optimizers_and_schedulers() -> None:
+    traces = run(side_by_side, timeout_seconds=170)
+    for name, trace in traces.items():
+        numbers = 3 if name in ("onecycle_betas", "chained", "rate_in_a_tensor") else 2
+        steps = [tuple(trace[k : k + numbers]) for k in range(0, len(trace), numbers)]
+        assert len(steps) == STEPS, name
+        assert len(set(steps)) >= (2 if name == "plateau" else 5), (name, steps)
+        moves = name in ("onecycle_betas", "onecycle_momentum", "cyclic")
+        assert (len({rest for _, *rest in map(list, steps) for rest in rest[:1]}) > 1) == moves, name
+
+
+class Grouped(Small):
+    """Groups over all stages, on the first only and on the last only.
+
+    Three schedulers multiply their rates: every second step, every epoch, and when the validation loss stays.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.sequential_module(x)
+
+    def configure_optimizers(self) -> Any:
+        first, _, norm, middle, _, last = self.sequential_module
+        groups = [
+            {"params": [last.weight, first.weight, norm.weight], "weight_decay": 0.1},
+            {"params": [norm.bias, last.bias, self.scale], "lr": 0.05, "betas": (0.8, 0.9)},
+            {"params": [first.bias], "lr": 0.02},
+            {"params": [middle.weight, middle.bias], "amsgrad": True},
+        ]
+        optimizer = TracedAdamW(groups, lr=0.1)
+        every_second = lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9)
+        plateau = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.99)
+        return [optimizer], [
+            {"scheduler": every_second, "interval": "step", "frequency": 2},
+            lr_scheduler.ExponentialLR(optimizer, 0.7),
+            {"scheduler": plateau, "monitor": "val_loss"},
+        ]
+
+
+def grouped() -> list[list[float]]:
+    outcomes = check(Grouped, val=batches, max_epochs=3)
+    states = [state for _, state in sorted(outcomes[-1].optimizers[0]["state"].items())]
+    assert [("max_exp_avg_sq" in state) for state in states] == [False] * 7 + [True] * 2
+    return [state["trace"] for state in states]
+
+
+def test_groups_and_the_schedulers_that_lightning_steps() -> None:
+    """The first epoch's validation loss is the best so far, the second one's is not better by the threshold."""
+    traces = run(grouped, timeout_seconds=170)
+    factors = [0.9 ** (step // 2) * 0.7 ** (step // 4) * (0.5 if step >= 8 else 1.0) for step in range(12)]
+    for place, trace in enumerate(traces):
+        rate = 0.05 if place in (3, 4, 5) else 0.02 if place == 6 else 0.1
+        assert trace[::3] == pytest.approx([rate * factor for factor in factors]), place
+        assert set(trace[1::3]) == ({0.8} if place in (3, 4, 5) else {0.9}), place

@@ -1,0 +1,208 @@
+"""What is recomputed, on every stage: how often, to what end (memory, in bytes), and that it changes no number."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import run
+from parity import WIDTH, Outcome, Small, batches, check, fit
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from strategies import RPCSequentialStrategy
+
+MICROBATCHES = 3
+SIZES, VALIDATION = (8, 7, 2), (9, 1)
+"""Numbers of rows: 3, 3, 2 micro-batches, and 3, 1 in validation."""
+
+RECOMPUTED = {"never": 0, "except_last": 2 + 2 + 1, "always": 3 + 3 + 2}
+"""How many micro-batches of an epoch are recomputed."""
+
+
+class Notes(nn.Linear):
+    """Notes where and how often it ran, and brings that home: a worker's layer has no other way to tell."""
+
+    def __init__(self, width_in: int, width_out: int) -> None:
+        super().__init__(width_in, width_out)
+        self.runs = {"training": 0, "evaluation": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs["training" if self.training else "evaluation"] += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.runs
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.runs = state
+
+
+class Checkpoints(nn.Module):
+    """Recomputes its own inner layers, whatever the pipeline does."""
+
+    def __init__(self, dropout: float, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+
+
+class Recomputes(Small):
+    """A layer that notes its runs on every stage of two or three, and two that recompute themselves."""
+
+    dropout = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(
+            Notes(WIDTH, WIDTH),
+            Checkpoints(self.dropout, use_reentrant=False),
+            Notes(WIDTH, WIDTH),
+            Checkpoints(self.dropout, use_reentrant=True),
+            nn.Dropout(self.dropout),
+            Notes(WIDTH, 2),
+        )
+
+    @property
+    def runs(self) -> list[dict[str, int]]:
+        return [layer.runs for layer in self.sequential_module if isinstance(layer, Notes)]
+
+
+class Drops(Recomputes):
+    dropout = 0.3
+
+
+def data() -> dict[str, Any]:
+    return {"train": lambda: batches(SIZES), "val": lambda: batches(VALIDATION), "num_sanity_val_steps": 0}
+
+
+def counted(mode: str) -> list[list[dict[str, int]]]:
+    return [outcome.model.runs for outcome in check(Recomputes, strategy={"checkpoint": mode}, **data())]
+
+
+def assert_counted(outcomes: list[list[dict[str, int]]], mode: str) -> None:
+    """In two epochs each layer ran once a micro-batch, and once more if that is recomputed; never in evaluation."""
+    single, *pipelines = outcomes
+    assert single == [{"training": 2 * 3, "evaluation": 2 * 2}] * 3
+    expected = {"training": 2 * (3 + 3 + 2 + RECOMPUTED[mode]), "evaluation": 2 * (3 + 1)}
+    assert pipelines == [[expected] * 3] * 2
+
+
+def test_every_micro_batch_is_recomputed() -> None:
+    assert_counted(run(counted, "always"), "always")
+
+
+def test_all_micro_batches_but_the_last_are_recomputed() -> None:
+    assert_counted(run(counted, "except_last"), "except_last")
+
+
+def test_nothing_is_recomputed() -> None:
+    assert_counted(run(counted, "never"), "never")
+
+
+# Dropout: the masks
+
+
+def dropout() -> list[tuple[list[float], dict[str, Tensor], float]]:
+    """A pipeline of one stage, which is the reference, and others."""
+    runs = [([6], "never"), ([6], "always"), ([3, 3], "never"), ([2, 2, 2], "always")]
+    results = []
+    for balance, mode in runs:
+        strategy = RPCSequentialStrategy(balance, microbatches=MICROBATCHES, checkpoint=mode)
+        outcome = fit(Drops, strategy, len(balance), **data())
+        results.append((outcome.losses, outcome.parameters, outcome.metrics["val_loss"]))
+    return results
+
+
+def test_masks_are_the_same_for_any_number_of_stages_and_if_recomputed() -> None:
+    """The same operations on the same micro-batches: equal to the last bit."""
+    first, *others = run(dropout)
+    assert len(set(first[0])) == 2 * len(SIZES)
+    for losses, parameters, val_loss in others:
+        assert losses == first[0]
+        assert val_loss == first[2]
+        for name, expected in first[1].items():
+            assert torch.equal(parameters[name], expected), name
+
+
+# Memory
+
+ROWS, MANY = 64, 16
+"""Rows of a micro-batch, and micro-batches of a step."""
+
+MEBI = 2**20
+ACTIVATION_BYTES = MEBI
+NUM_ACTIVATIONS = 16
+"""What a stage keeps of a micro-batch is 16 activations of 1 MiB; of 16 micro-batches, 256 MiB."""
+
+
+def own_memory_bytes(what: str) -> int:
+    """``VmRSS``, which is what this process holds now, or ``VmHWM``, the most it has ever held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+
+
+class Widens(nn.Linear):
+    """Makes large activations of small inputs, and looks how much memory its process holds before the first of them."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, ACTIVATION_BYTES // 4 // ROWS)
+        self.held_before = self.growth = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == ROWS and not self.held_before:
+            self.held_before = own_memory_bytes("VmRSS")
+        return super().forward(x)
+
+    def get_extra_state(self) -> int:
+        """How much more the process has held since; asked for when the worker gives back its layers."""
+        return own_memory_bytes("VmHWM") - self.held_before
+
+    def set_extra_state(self, state: int) -> None:
+        self.growth = state
+
+
+class Large(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        widens = Widens()
+        activations = [nn.Tanh() for _ in range(NUM_ACTIVATIONS)]  # each keeps its output
+        narrows = nn.Linear(widens.out_features, WIDTH)
+        self.sequential_module = nn.Sequential(widens, *activations, narrows, nn.Linear(WIDTH, 2))
+
+
+def large() -> Any:
+    """First a small batch: what torch imports and allocates in a first step is not to be measured."""
+    return batches((MANY, ROWS * MANY, ROWS * MANY))
+
+
+def peaks() -> dict[str, tuple[int, dict[str, Tensor]]]:
+    """By mode, the growth of the worker's memory in bytes, and the parameters."""
+
+    def trained(mode: str) -> Outcome:
+        strategy = RPCSequentialStrategy([NUM_ACTIVATIONS + 2, 1], microbatches=MANY, checkpoint=mode)
+        return fit(Large, strategy, 2, train=large, precision="32-true", max_epochs=1)
+
+    outcomes = {mode: trained(mode) for mode in RECOMPUTED}
+    return {mode: (o.model.sequential_module[0].growth, o.parameters) for mode, o in outcomes.items()}
+
+
+def test_recomputing_saves_the_memory_of_a_worker() -> None:
+    """It holds the activations of one micro-batch instead of those of all.
+
+    Measured are the most bytes that the worker's process has ever held, over what it held before the first large
+    batch. Beside the 16 MiB of activations there are gradients, and holes in the heap: what is kept of a micro-batch,
+    however small, may lie in the way of one activation of the next, so up to 16 MiB. Twice that is the limit here, a
+    quarter of what is needed without recomputing.
+    """
+    made = run(peaks)
+    growth = {mode: bytes_ for mode, (bytes_, _) in made.items()}
+    print({mode: f"{bytes_ / MEBI:.1f} MiB" for mode, bytes_ in growth.items()})
+    all_bytes = MANY * NUM_ACTIVATIONS * ACTIVATION_BYTES
+    assert all_bytes <= growth["never"] < 1.25 * all_bytes
+    for mode in ("except_last", "always"):
+        assert NUM_ACTIVATIONS * ACTIVATION_BYTES <= growth[mode] < all_bytes / 4
+        for name, expected in made["never"][1].items():
+            assert torch.equal(made[mode][1][name], expected), name

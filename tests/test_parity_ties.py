@@ -1,0 +1,105 @@
+"""Parameters that several stages use stay one parameter: gradients summed, one update, saved once."""
+
+from typing import Any
+
+import torch
+from harness import run
+from parity import Small, batches, check
+from pytorch_lightning import Callback
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
+
+WIDTH = 6
+
+
+class Unembed(nn.Module):
+    """An output layer that has the embedding's weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class Tied(Small):
+    """The weight of the first layer is that of the last one, on the driver."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed = nn.Linear(6, WIDTH)
+        middle = [nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)]
+        self.sequential_module = nn.Sequential(embed, *middle, Unembed(embed.weight), nn.Linear(6, 2))
+
+
+class TiedWorkers(Tied):
+    """A weight that stages 0 and 1 of three share, and twice within the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed, second, third, head = (nn.Linear(6, 6) for _ in range(4))
+        second.weight = third.weight = embed.weight
+        self.sequential_module = nn.Sequential(embed, nn.Tanh(), second, third, nn.Tanh(), head, nn.Linear(6, 2))
+
+
+class TiedOutside(Tied):
+    """The first layer's weight is used by the training step too, and clipped in place by the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[5] = nn.Identity()
+        self.head = Unembed(self.sequential_module[0].weight)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        hidden = self.sequential_module(batch[0])
+        loss = mse_loss(hidden, batch[1]) + self.head(batch[0]).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.2, 0.2)
+
+
+class OneLayerTwice(Small):
+    """The same layer object at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Linear(6, 6)
+        self.sequential_module = nn.Sequential(
+            layer, nn.Tanh(), nn.LayerNorm(6), nn.Linear(6, 6), layer, nn.Linear(6, 2)
+        )
+
+
+class Saved(Callback):
+    """Looks at checkpoints in mid-fit, and loads one."""
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        state = model.state_dict()
+        names = [name for name in state if state[name].data_ptr() == state["sequential_module.0.weight"].data_ptr()]
+        weight = model.sequential_module[0].weight
+        assert len(names) == sum(p is weight for _, p in model.named_parameters(remove_duplicate=False))
+        assert not any(value.is_meta for value in state.values())
+        assert len(trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]) == len(list(model.parameters()))
+        if batch_idx == 1:
+            model.load_state_dict({name: value * 0.9 for name, value in state.items()})
+
+
+def rows() -> None:
+    clipped: dict[str, Any] = {"gradient_clip_val": 0.3, "val": batches, "val_check_interval": 2}
+    for model in (Tied, TiedWorkers, TiedOutside, OneLayerTwice):
+        outcomes = check(model, accumulate_grad_batches=2, **clipped)
+        for outcome in outcomes:
+            layers = outcome.model.sequential_module
+            shared = layers[0].weight
+            assert len({id(p) for p in outcome.model.parameters()}) == len(outcomes[0].parameters)
+            same = [name for name, p in outcome.model.named_parameters(remove_duplicate=False) if p is shared]
+            assert len(same) >= 2
+    check(TiedWorkers, callbacks=[Saved()], strategy={"checkpoint": "always", "pipelined_backward": False})
+    check(Tied, callbacks=[Saved()])
+
+
+def test_tied_parameters() -> None:
+    run(rows)
