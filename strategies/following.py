@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
@@ -12,34 +13,26 @@ from strategies.optimizer import within_a_step
 from strategies.pipeline.update import PipelineOptimizers
 
 
-def follow(optimizers: PipelineOptimizers, own: Optimizer, wrappers: Iterable[Optimizer]) -> Callable[[], None]:
-    """Makes every step and ``zero_grad`` of an optimizer reach the other stages.
+def follow(
+    optimizers: PipelineOptimizers, wrappers: Iterable[LightningOptimizer], modules: Iterable[nn.Module]
+) -> list[Callable[[], None]]:
+    """Makes every step and every ``zero_grad`` reach the other stages.
 
     Args:
         optimizers: The optimizers over all stages.
-        own: One of them.
-        wrappers: Further objects that stand for it, with a ``zero_grad`` of their own.
+        wrappers: What Lightning puts around them, with a ``zero_grad`` of its own.
+        modules: Whose ``zero_grad`` is that of all stages: the model, and the pipelined module.
 
     Returns:
-        A function that ends this.
+        Functions that end this.
     """
-    handle = own.register_step_pre_hook(_StepAlong(optimizers))
-    undo_zero_grad = _also([own, *wrappers], partial(optimizers.zero_grad_remotes, own))
-
-    def undo() -> None:
-        handle.remove()
-        undo_zero_grad()
-
+    undo = [_also(modules, optimizers.zero_all_grads_remotes)]
+    listed = list(wrappers)
+    for own in optimizers.optimizers:
+        undo.append(own.register_step_pre_hook(_StepAlong(optimizers)).remove)
+        around = [wrapper for wrapper in listed if wrapper.optimizer is own]
+        undo.append(_also([own, *around], partial(optimizers.zero_grad_remotes, own)))
     return undo
-
-
-def follow_module(optimizers: PipelineOptimizers, modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Makes ``zero_grad`` of the model, or of the pipelined module alone, reach the other stages.
-
-    Returns:
-        A function that ends this.
-    """
-    return _also(modules, optimizers.zero_all_grads_remotes)
 
 
 class _StepAlong:

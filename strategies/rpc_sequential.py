@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from pytorch_lightning import Trainer
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from strategies import refusals
 from strategies.base import StrategyPlugin, unwrapped
-from strategies.following import follow, follow_module
+from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
@@ -26,6 +26,7 @@ from strategies.pipeline.passes import Settings
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
+from strategies.summary import show_stages
 
 
 class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
@@ -177,7 +178,11 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
                 seeds=self._seeds,
             )
             self._pipeline.start()
-        self._watch(self._pipeline)
+        self._undo = [
+            show_stages(trainer, module, self.balance),
+            *follow(self._pipeline.optimizers, self._lightning_optimizers, [model, module]),
+            *follow_precision(self.precision_plugin, self._pipeline.optimizers),
+        ]
 
     def model_to_device(self) -> None:
         """Moves what lives on the driver to its device."""
@@ -289,11 +294,3 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
 
     def _plain_optimizers(self) -> list[Optimizer]:
         return [unwrapped(optimizer) for optimizer in self.optimizers]
-
-    def _watch(self, pipeline: Pipeline) -> None:
-        for optimizer in pipeline.optimizers.optimizers:
-            wrappers = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is optimizer]
-            self._undo.append(follow(pipeline.optimizers, optimizer, cast(list[Optimizer], wrappers)))
-        assert self.lightning_module is not None
-        self._undo.append(follow_module(pipeline.optimizers, [self.lightning_module, pipeline.module]))
-        self._undo += follow_precision(self.precision_plugin, pipeline.optimizers)

@@ -28,8 +28,7 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
         MisconfigurationException: If there is none, or if it has lost its weights.
     """
     kind = type(model).__name__
-    sequentials = [name for name, child in model.named_modules() if isinstance(child, nn.Sequential) and name]
-    hint = did_you_mean(path, sequentials) if sequentials else "; it has no nn.Sequential at all"
+    hint = _other_modules(model, path)
     try:
         module = attrgetter(path)(model)
     except AttributeError:
@@ -37,6 +36,13 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
             f"{kind} has no {path!r}, the nn.Sequential to be pipelined: set `self.{path} = nn.Sequential(...)`, or "
             f"name another one by RPCSequentialStrategy(module=...){hint}"
         ) from None
+    if isinstance(module, nn.ModuleList):
+        raise MisconfigurationException(
+            f"{kind}.{path} is an nn.ModuleList, whose layers the model calls itself, where a pipeline cannot take "
+            "over. If each takes what the one before it returns, make it an nn.Sequential (parameters keep their "
+            f"names, so checkpoints still load) and call `x = self.{path}(x)` in place of the loop over it; what else "
+            "the loop does goes into the layers."
+        )
     if not isinstance(module, nn.Sequential):
         raise MisconfigurationException(
             f"{kind}.{path} must be an nn.Sequential to be pipelined, but is a {type(module).__name__}: put its "
@@ -61,6 +67,17 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
             "checkpoint."
         )
     return module
+
+
+def _other_modules(model: nn.Module, path: str) -> str:
+    """What else of ``model`` may have been meant."""
+    sequentials = [name for name, child in model.named_modules() if isinstance(child, nn.Sequential) and name]
+    if sequentials:
+        return did_you_mean(path, sequentials)
+    lists = [name for name, child in model.named_modules() if isinstance(child, nn.ModuleList)]
+    if not lists:
+        return "; it has no nn.Sequential at all"
+    return f"; it has no nn.Sequential, but an nn.ModuleList, {lists[0]!r}: make that an nn.Sequential"
 
 
 def find_balance(

@@ -136,9 +136,7 @@ def in_float16() -> None:
     assert single.losses[1] == single.losses[-1] == 2.0**16  # it overflows at first, then it trains
     for pipeline in more:
         compare(pipeline, one, 1e-6)  # the same micro-batches
-    compare(
-        one, single, 5e-3
-    )  # float16 has 11 bits, and each micro-batch's gradients are rounded before they are added
+    compare(one, single, 5e-3)  # float16 has 11 bits; gradients of micro-batches are rounded, then added
 
 
 def test_float16() -> None:

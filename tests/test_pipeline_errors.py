@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -186,18 +185,17 @@ def module_list(model: Model) -> None:
     model.layers, model.sequential_module = model.sequential_module, nn.ModuleList([nn.Linear(4, 2)])
 
 
+def blocks(model: Model) -> None:
+    model.blocks = nn.ModuleList(model.sequential_module)
+    del model.sequential_module
+
+
 def no_example(model: Model) -> None:
     model.example_input_array = None
 
 
-def tied(model: Model) -> None:
-    model.sequential_module[2] = nn.Linear(4, 4)
-    model.sequential_module[2].weight = model.sequential_module[0].weight
-
-
-def tied_to_the_rest(model: Model) -> None:
-    model.head = nn.Linear(4, 4)
-    model.head.weight = model.sequential_module[0].weight
+def shared_norm(model: Model) -> None:
+    model.sequential_module[0] = model.sequential_module[2] = nn.BatchNorm1d(4)
 
 
 def on_meta(model: Model) -> None:
@@ -260,14 +258,18 @@ def layer_with_the_model(model: Model) -> None:
             "Model.sequential_module must be an nn.Sequential to be pipelined, but is a Linear: put its layers into",
         ),
         (a_list, "Model.sequential_module must be an nn.Sequential to be pipelined, but is a list"),
-        (module_list, "Model.sequential_module must be an nn.Sequential.*but is a ModuleList.*valid names: layers"),
+        (
+            module_list,
+            "Model.sequential_module is an nn.ModuleList, whose layers the model calls itself, .*make it an nn.Sequent"
+            "ial .*call `x = self.sequential_module(x)` in place of the loop over it",
+        ),
+        (blocks, "Model has no 'sequential_module', .*it has no nn.Sequential, but an nn.ModuleList, 'blocks': make"),
         (
             no_example,
             "The balance can only be found with an example: set `self.example_input_array` on Model to a batch of "
             "inputs, or give the balance, one number of layers for each of the 2 devices.",
         ),
-        (tied, "a parameter is shared by stage 0 (0.weight) and stage 1 (2.weight); .*Choose a balance that keeps"),
-        (tied_to_the_rest, "shared by the model outside the pipeline (head.weight) and stage 0 (0.weight)"),
+        (shared_norm, "layer 2, a BatchNorm1d, is used by stage 0 and by stage 1, .*Use two layers, or choose"),
         (
             on_meta,
             "2 parameters of Model.sequential_module have no values (they are on the meta device), 0.weight first: .*"
@@ -345,14 +347,6 @@ def test_path_of_the_module(path: str, message: str) -> None:
         fit(Nested(), module=path)
     with pytest.raises(Started):
         fit(Nested(), module="net.layers", balance=[1, 2])
-
-
-def test_gradient_scaler() -> None:
-    scaler: Any = torch.amp.GradScaler("cpu")
-    with pytest.raises(
-        MisconfigurationException, match=r"gradient scaler yet \(precision='16-mixed'\); use .*bf16-mix"
-    ):
-        fit(Model(), plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
 
 
 @pytest.mark.parametrize("callback", [pl.callbacks.StochasticWeightAveraging(0.1), pl.callbacks.EMAWeightAveraging()])

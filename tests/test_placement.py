@@ -1,8 +1,7 @@
-"""Where layers live: the balance, what may not be shared, what stays behind of a stage, and what a module gets."""
+"""Where layers live: the balance, what is shipped, and what stays behind of a stage."""
 
 import pickle
 import threading
-import warnings
 import weakref
 from typing import Any
 
@@ -12,14 +11,13 @@ from torch import Tensor, nn
 
 from strategies.pipeline.placement import (
     check_balance,
-    check_unshared,
     cut,
     move_from_meta,
     move_to_meta,
     pickled,
     without_layers,
 )
-from strategies.pipeline.probe import input_of
+from strategies.pipeline.remote_parameter import RemoteParameter
 
 # Balance
 
@@ -70,28 +68,6 @@ def test_a_layer_at_two_places_is_at_two_places() -> None:
     stages = cut(module, [2, 3])
     assert [type(layer).__name__ for stage in stages for layer in stage] == [type(layer).__name__ for layer in module]
     assert [len(stage) for stage in stages] == [2, 3]
-
-
-def test_tied_parameters_within_a_stage() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    module[1].weight = module[0].weight
-    check_unshared(cut(module, [2, 1]), [])
-
-
-def test_parameters_tied_across_stages() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
-    module[2].weight = module[0].weight
-    message = r"shared by stage 0 \(0\.weight\) and stage 1 \(2\.weight\); .*Choose a balance that keeps both on one"
-    with pytest.raises(ValueError, match=message):
-        check_unshared(cut(module, [1, 2]), [])
-
-
-def test_parameters_tied_to_the_rest_of_the_model() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    # The rest of the model lives with the last stage.
-    check_unshared(cut(module, [1, 1]), [("head.weight", module[1].weight)])
-    with pytest.raises(ValueError, match=r"shared by the model outside the pipeline \(head\.weight\) and stage 0"):
-        check_unshared(cut(module, [1, 1]), [("head.weight", module[0].weight)])
 
 
 def test_without_layers() -> None:
@@ -192,16 +168,18 @@ def test_to_meta_and_back() -> None:
     layers(torch.randn(4, 3)).sum().backward()
     layers.zero_grad()
     layers[0].weight.grad = torch.ones(3, 3)
+    layers[0].weight.decays = False
     before, parameters, names = tensors_of(layers), list(layers.parameters()), list(layers.state_dict())
     flags, types = [p.requires_grad for p in parameters], [type(p) for p in parameters]
 
-    move_to_meta(layers, [optimizer])
+    move_to_meta(layers, layers, [optimizer])
     assert all(t.is_meta for t in (*layers.parameters(), *layers.buffers()))
-    assert all(p.grad is None for p in layers.parameters())
+    assert all(p.grad is None and type(p) is RemoteParameter for p in layers.parameters())
+    assert layers[0].weight.decays is False  # as optimizers with groups by such marks want it
     assert {name: t.shape for name, t in tensors_of(layers).items()} == {name: t.shape for name, t in before.items()}
     assert list(layers.state_dict()) == names
 
-    move_from_meta(layers, [optimizer], {name: tensor + 1 for name, tensor in before.items()})
+    move_from_meta(layers, layers, [optimizer], {name: tensor + 1 for name, tensor in before.items()})
     assert [id(p) for p in layers.parameters()] == [id(p) for p in parameters]
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
     assert [p.requires_grad for p in layers.parameters()] == flags and [type(p) for p in parameters] == types
@@ -209,6 +187,7 @@ def test_to_meta_and_back() -> None:
     for name, tensor in tensors_of(layers).items():
         assert torch.equal(tensor, before[name] + 1), name
     assert layers[2].mask.tolist() == [2, 2, 2]
+    assert vars(layers[0].weight) == {"decays": False}
     layers(torch.randn(4, 3)).sum().backward()
     optimizer.step()
 
@@ -218,9 +197,9 @@ def test_a_shared_buffer_stays_shared() -> None:
     layers[0].register_buffer("table", torch.arange(3.0))
     layers[1].register_buffer("table", layers[0].table)
     tensors = tensors_of(layers)
-    move_to_meta(layers, [])
+    move_to_meta(layers, layers, [])
     assert layers[1].table.is_meta
-    move_from_meta(layers, [], tensors)
+    move_from_meta(layers, layers, [], tensors)
     assert layers[1].table is layers[0].table
 
 
@@ -234,13 +213,13 @@ def test_a_parameter_that_something_holds_on_to(hold: Any) -> None:
     before, state = tensors_of(layers), optimizer.state[layers[0].weight]
     held = hold(layers[0].weight)
 
-    move_to_meta(layers, [optimizer])
+    move_to_meta(layers, layers, [optimizer])
     assert all(p.is_meta for p in layers.parameters())
     assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in layers.parameters()]
     assert optimizer.state[layers[0].weight] is state
     assert layers[2].weight is layers[0].weight
 
-    move_from_meta(layers, [optimizer], {name: tensor.clone() for name, tensor in before.items()})
+    move_from_meta(layers, layers, [optimizer], {name: tensor.clone() for name, tensor in before.items()})
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in layers.parameters()}
     assert optimizer.state[layers[0].weight] is state
     for name, tensor in tensors_of(layers).items():
@@ -251,99 +230,15 @@ def test_a_parameter_that_something_holds_on_to(hold: Any) -> None:
     del held
 
 
-# What a module gets
-
-
-class Probed(nn.Module):
-    """Something before the Sequential, something behind it, and a trap for whoever goes on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(3)
-        self.dropout = nn.Dropout(0.5)
-        self.layers = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
-        self.num_runs = 0
-        self.layers.register_forward_hook(self._run)
-        self.dropout.eval()
-
-    def _run(self, *args: Any) -> None:
-        self.num_runs += 1
-
-    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
-        torch.rand(1)
-        output = self.layers(self.dropout(self.norm(x)) * scale)
-        raise AssertionError("nothing behind the module may run")
-        return output
-
-
-@pytest.mark.parametrize(
-    ("example", "scale"),
-    [
-        (torch.ones(4, 3), 1.0),
-        ((torch.ones(4, 3),), 1.0),
-        ((torch.ones(4, 3), 2.0), 2.0),
-        ({"x": torch.ones(4, 3), "scale": 3.0}, 3.0),
-    ],
-)
-def test_what_the_sequential_gets(example: Any, scale: float) -> None:
-    model = Probed()
-    modes = [module.training for module in model.modules()]
-    buffers, state = [b.clone() for b in model.buffers()], torch.get_rng_state()
-    found = input_of(model.layers, model, example)
-    # In evaluation mode: means 0 and variances 1 (to which the norm adds 1e-5), no dropout.
-    torch.testing.assert_close(found, torch.full((4, 3), scale), rtol=1e-5, atol=0)
-    assert not found.requires_grad
-    assert [module.training for module in model.modules()] == modes
-    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert "forward" not in vars(model.layers) and model.num_runs == 0
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_nested_inputs_are_found() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.layers = nn.Linear(2, 2), nn.Sequential(nn.Identity())
-
-        def forward(self, x: Tensor) -> Any:
-            return self.layers({"x": (self.first(x), None), "kind": "word"})
-
-    model = Nested()
-    found = input_of(model.layers, model, torch.ones(1, 2))
-    assert found["kind"] == "word" and found["x"][1] is None
-    assert torch.equal(found["x"][0], model.first(torch.ones(1, 2)))
-    assert not found["x"][0].requires_grad
-
-
-def test_a_model_without_forward_or_that_never_calls_the_module() -> None:
-    example = torch.ones(2)
-    model: nn.Module = Model()  # has no forward
-    model.layers = nn.Sequential(nn.Linear(3, 3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert input_of(model.layers, model, example) is example
-    assert model.training
-
-    unused = nn.Sequential(nn.Linear(2, 2))
-    unused.add_module("other", nn.Identity())
-    unused.forward = lambda x: x
-    assert input_of(unused[0], unused, example) is example
-    assert "forward" not in vars(unused[0])
-
-
-def test_an_error_in_front_of_the_module_is_the_users() -> None:
-    model = Probed()
-    with pytest.raises(ValueError, match="expected 2D or 3D input"):
-        input_of(model.layers, model, torch.ones(3))
-    assert model.training and not model.dropout.training
-    assert "forward" not in vars(model.layers)
-
-
-def test_a_forward_of_the_instance_is_kept() -> None:
-    layers = nn.Sequential(nn.Linear(2, 2))
-    patched = layers.forward
-    layers.forward = patched
-    model = nn.Sequential(layers)
-    input_of(layers, model, torch.ones(1, 2))
-    assert vars(layers)["forward"] is patched
+def test_parameters_that_another_part_of_the_model_uses() -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
+    body, head = model["body"], model["head"]
+    head.weight, head.bias = body[0].weight, body[0].bias
+    held = weakref.ref(head.weight)  # so that it cannot become another one in place
+    values = tensors_of(body)
+    move_to_meta(body, model, [], keep=[head.bias])
+    assert held() is not head.weight and head.weight is body[0].weight and head.weight.is_meta
+    assert head.bias is body[0].bias and not head.bias.is_meta
+    move_from_meta(body, model, [], {"0.weight": values["0.weight"] + 1, "0.bias": values["0.bias"] + 1})
+    assert head.weight is body[0].weight and torch.equal(head.weight, values["0.weight"] + 1)
+    assert torch.equal(head.bias, values["0.bias"])  # whoever kept it knows its value

@@ -10,18 +10,18 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.names import did_you_mean
 from strategies.pipeline.channel import Sender, is_consequence
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import merge, split
+from strategies.pipeline.node import with_backward
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
 from strategies.pipeline.remote import Failures, RemoteStage
@@ -153,9 +153,8 @@ class Passes:
             return output
         leaves, spec = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        anchor = torch.zeros((), requires_grad=True)  # there is a backward part even if no input wants a gradient
-        tensors = _Node.apply(self, run, [leaves[place] for place in places], wanted, anchor, *inputs)
-        for place, tensor in zip(places, tensors, strict=True):
+        outputs = with_backward([leaves[place] for place in places], wanted, inputs, partial(self._backward, run))
+        for place, tensor in zip(places, outputs, strict=True):
             leaves[place] = tensor
         return tree_unflatten(leaves, spec)
 
@@ -187,7 +186,7 @@ class Passes:
         run.flags = [[t.requires_grad for t in column] for column in columns]
         return run, output, wanted
 
-    def backward(self, run: Run, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    def _backward(self, run: Run, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Runs the backward part of a pass on every stage.
 
         Args:
@@ -276,32 +275,6 @@ class Passes:
                 sender.fail()
             self._failures.add(error, consequence=is_consequence(error))
             self._failures.raise_cause()
-
-
-class _Node(torch.autograd.Function):
-    """A pass as one node of autograd."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, passes: Passes, run: Run, outputs: list[Tensor], wanted: list[bool], anchor: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.passes, ctx.run, ctx.wanted, ctx.inputs = passes, run, wanted, [t.detach() for t in inputs]
-        ctx.set_materialize_grads(False)
-        detached = tuple(t.detach() for t in outputs)
-        ctx.mark_non_differentiable(*[t for t, flag in zip(detached, wanted, strict=True) if not flag])
-        return detached
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        anchor = next(node for node, _ in ctx.next_functions if node is not None)
-        if not torch._C._will_engine_execute_node(anchor):
-            raise RuntimeError(
-                "torch.autograd.grad and backward(inputs=...) cannot go through a pipeline: its stages add their "
-                "gradients to .grad; call backward() on the loss"
-            )
-        wanted = [grad for grad, flag in zip(grads, ctx.wanted, strict=True) if flag]
-        return None, None, None, None, None, *ctx.passes.backward(ctx.run, wanted, ctx.inputs)
 
 
 @cache

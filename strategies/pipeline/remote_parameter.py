@@ -1,16 +1,13 @@
 """What stands on the driver for a parameter whose values live on a worker."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods that end in an underscore and change no value."""
-
-_TAKEN_ALONG = ("__deepcopy__", "__reduce_ex__")
-"""What copies or pickles a parameter, values and all."""
 
 
 class RemoteParameter(nn.Parameter):
@@ -31,14 +28,22 @@ class RemoteParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if (lost := _would_lose(func, args)) is not None:
-                what = getattr(getattr(func, "__self__", None), "__name__", func.__name__)
-                raise RuntimeError(
-                    f"`{what}` on parameter {lost.relay_name} {list(lost.shape)}, which lives on another stage of the "
-                    "pipeline: its values are not in this process, so nothing would happen to them. While the pipeline "
-                    "runs only optimizers change parameters, and state_dict() gives the values of every stage."
-                )
+            if (lost := _would_lose(func, args, kwargs or {})) is not None:
+                lost._refuse(getattr(getattr(func, "__self__", None), "__name__", func.__name__))
             return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._refuse("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse("pickle")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"`{what}` on parameter {self.relay_name} {list(self.shape)}, which lives on another stage of the "
+            "pipeline: its values are not in this process, so nothing would happen to them. While the pipeline runs "
+            "only optimizers change parameters, and state_dict() gives the values of every stage."
+        )
 
 
 def as_remote(name: str, parameter: nn.Parameter) -> RemoteParameter:
@@ -49,9 +54,10 @@ def as_remote(name: str, parameter: nn.Parameter) -> RemoteParameter:
     return remote
 
 
-def _would_lose(func: Callable[..., Any], args: Sequence[Any]) -> RemoteParameter | None:
+def _would_lose(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteParameter | None:
     """The parameter to which ``func`` would do something that has no effect; ``None`` if there is none."""
-    targets = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+    first = next(iter((*args, *kwargs.values())), None)  # nn.init gives its tensor by name
+    targets = first if isinstance(first, list | tuple) else [first]
     target = next((target for target in targets if isinstance(target, RemoteParameter)), None)
     if target is None:
         return None  # such a parameter is only read
@@ -62,5 +68,5 @@ def _would_lose(func: Callable[..., Any], args: Sequence[Any]) -> RemoteParamete
         lost = not args[1].is_meta
     else:
         in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-        lost = in_place or descriptor is Tensor.data or name in ("__setitem__", *_TAKEN_ALONG)
+        lost = in_place or descriptor is Tensor.data or name == "__setitem__"
     return target if lost else None
