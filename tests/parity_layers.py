@@ -1,0 +1,31 @@
+"""Layers that tell on the loop: in which mode they ran, or that there was too much. Workers import this: torch only."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Noting(nn.Module):
+    """Counts the rows that it saw, ``rows = [in evaluation, in training]``; its output depends on the mode too."""
+
+    rows: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(2, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows[int(self.training)] += len(x)
+        return x.tanh() if self.training else x.sin()
+
+
+class Limited(nn.Module):
+    """The identity for up to ``limit`` rows, and an error for more."""
+
+    def __init__(self, limit: int, message: str = "too many rows") -> None:
+        super().__init__()
+        self.limit, self.message = limit, message
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > self.limit:
+            raise RuntimeError(self.message)
+        return x
