@@ -30,6 +30,14 @@ _FAILED = -1
 _MAX_LAYOUTS = 1024
 
 
+Wait = Callable[[Callable[[], Any]], Any]
+"""Calls a function that waits, perhaps so that the wait can be given up."""
+
+
+def _wait_here(wait: Callable[[], Any]) -> None:
+    wait()
+
+
 class PeerFailed(RuntimeError):
     """The neighbour failed and says so; its own report tells why, so this error is only a consequence."""
 
@@ -72,10 +80,13 @@ class Sender:
         tag: Distinguishes the channel from others between the same two processes; ``tag`` and ``tag + 1`` are used.
         limit: How many values may be under way; :meth:`send` then waits for the oldest. ``None``: any number, until
             :meth:`flush`. (gloo tells that a send has arrived only to who waits for it, so there is no polling.)
+        wait: Calls what waits for values to arrive.
     """
 
-    def __init__(self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None) -> None:
-        self._group, self._peer, self._tag, self._limit = group, peer, tag, limit
+    def __init__(
+        self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = _wait_here
+    ) -> None:
+        self._group, self._peer, self._tag, self._limit, self._wait = group, peer, tag, limit, wait
         self._layouts: dict[bytes, int] = {}
         self._under_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
 
@@ -112,7 +123,7 @@ class Sender:
         messages += [self._post(t.detach().contiguous().cpu(), self._tag + 1) for t in tensors if t.numel()]
         self._under_way.append(messages)
         if self._limit is not None and len(self._under_way) > self._limit:
-            self._wait_for_oldest()
+            self._wait(self._wait_for_oldest)
 
     def fail(self) -> None:
         """Tells the receiver, if it is still there, that nothing will follow, so that it does not wait in vain."""
@@ -121,6 +132,10 @@ class Sender:
 
     def flush(self) -> None:
         """Waits until everything has arrived."""
+        if self._under_way:
+            self._wait(self._wait_for_all)
+
+    def _wait_for_all(self) -> None:
         while self._under_way:
             self._wait_for_oldest()
 
@@ -140,7 +155,7 @@ class Receiver:
         peer: The sender's rank in ``group``.
         device: Where received tensors are put.
         tag: The sender's tag.
-        wait: Waits for a header to arrive.
+        wait: Calls what waits for a header to arrive.
     """
 
     def __init__(
@@ -150,7 +165,7 @@ class Receiver:
         *,
         device: torch.device,
         tag: int = 0,
-        wait: Callable[[Work], Any] = lambda work: work.wait(),
+        wait: Wait = _wait_here,
     ) -> None:
         self._group, self._peer, self._device, self._tag, self._wait = group, peer, device, tag, wait
         self._layouts: dict[int, Any] = {}
@@ -176,7 +191,7 @@ class Receiver:
         self.post()
         assert self._posted is not None
         try:
-            self._wait(self._posted)
+            self._wait(self._posted.wait)
         except RuntimeError as error:
             if "imed out" not in str(error):
                 raise

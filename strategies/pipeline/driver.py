@@ -208,17 +208,17 @@ class Pipeline:
         group = join_group(session, last)
         self.wait()
         return Ports(
-            feed=Sender(group, 0, tag=FEED_TAG),
+            feed=Sender(group, 0, tag=FEED_TAG, wait=patience),
             fed_back=Receiver(group, 0, device=device, tag=FEED_TAG, wait=patience),
             inputs=Receiver(group, last - 1, device=device, wait=patience),
             outputs=Mailbox(),
             output_grads=Mailbox(),
-            input_grads=Sender(group, last - 1),
+            input_grads=Sender(group, last - 1, wait=patience),
             ties=TiedParameters(
                 last,
                 self._ties,
                 self._named_parameters(),
-                lambda peer, tag: Sender(group, peer, tag=tag),
+                lambda peer, tag: Sender(group, peer, tag=tag, wait=patience),
                 lambda peer, tag: Receiver(group, peer, device=device, tag=tag, wait=patience),
             ),
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
 
-from torch.distributed import Work, rpc
+from torch.distributed import rpc
 
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.worker import Command, Failure, perform, progress
@@ -60,14 +60,14 @@ class Failures:
 
 
 class Patience:
-    """Waits for messages on a thread of its own, so that Ctrl-C, or a failure anywhere, ends the wait at once."""
+    """Waits for messages, either way, on a thread of its own, so that Ctrl-C or a failure anywhere ends it at once."""
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="relay-wait")
 
-    def __call__(self, work: Work) -> None:
-        arrived: Future[Any] = self._executor.submit(work.wait)
+    def __call__(self, wait_for_message: Callable[[], Any]) -> None:
+        arrived: Future[Any] = self._executor.submit(wait_for_message)
         either: list[Future[Any]] = [arrived, self._failures.first]
         wait(either, return_when=FIRST_COMPLETED)
         if not arrived.done():
