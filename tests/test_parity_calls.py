@@ -3,93 +3,136 @@
 And when a step is over, no stage keeps an activation of it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from harness import run
-from parity import WIDTH, Fresh, Outcome, Small, batches, check
+from parity import WIDTH, Fresh, Small, batches, check, small_layers
 from pytorch_lightning import Callback
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
-SIZES = (8, 7, 2, 5)
+
+class Remembers(nn.Module):
+    """Runs a layer, and knows how many of the inputs that it has had are still in memory, for whatever reason.
+
+    An input of a stage's first layer is what the stage keeps to recompute; the others are activations within it.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.inputs: list[StorageWeakRef] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inputs.append(StorageWeakRef(x.untyped_storage()))
+        return self.layer(x)
+
+    def get_extra_state(self) -> int:
+        """How many; a worker's layer can be asked for nothing else."""
+        return sum(not reference.expired() for reference in self.inputs)
+
+    def set_extra_state(self, state: int) -> None:
+        pass
 
 
-class CountKept(Callback):
-    """Counts the micro-batches for which each stage keeps something after each step.
+def remembering(layers: Sequence[nn.Module]) -> nn.Sequential:
+    return nn.Sequential(*[Remembers(layer) for layer in layers])
 
-    A worker hears of a pass that is to be forgotten together with the next command, such as the optimizer's step. The
-    question asked here would be such a command too, so what still waits to be told is counted as kept.
+
+class CountActivations(Callback):
+    """Counts the activations on each stage before each backward pass, and when the step is over.
+
+    A worker hears of a pass that is to be forgotten together with the next command, such as the optimizer's step. To
+    be asked for a number would be such a command too, so there must be none that waits.
     """
 
     def __init__(self) -> None:
-        self.kept: list[list[int]] = []
+        self.before_backward: list[list[int]] = []
+        self.after_step: list[list[int]] = []
 
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+    def on_before_backward(self, trainer: Any, model: Any, loss: Tensor) -> None:
+        self.before_backward.append(self.count(trainer, model))
+
+    def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
         pipeline = getattr(trainer.strategy, "_pipeline", None)
-        if pipeline is not None:
-            waiting = [sum(name == "discard" for name, _ in remote._later) for remote in pipeline.remotes]
-            asked = [remote.call("num_kept") for remote in pipeline.remotes]
-            self.kept.append([*(a + b for a, b in zip(waiting, asked, strict=True)), pipeline._stage.num_kept])
+        for remote in [] if pipeline is None else pipeline.remotes:
+            assert "discard" not in [command for command, _ in remote._later]
+        self.after_step.append(self.count(trainer, model))
+
+    def count(self, trainer: Any, model: Any) -> list[int]:
+        pipeline = getattr(trainer.strategy, "_pipeline", None)
+        if pipeline is None:
+            layers = [m for m in model.modules() if isinstance(m, Remembers)]
+            return [sum(layer.get_extra_state() for layer in layers)]
+        workers = [sum(remote.call("extra_state").values()) for remote in pipeline.remotes]
+        return [*workers, sum(layer.get_extra_state() for layer in pipeline.stages[-1])]
 
 
-def kept_of(outcomes: list[Outcome]) -> list[list[list[int]]]:
-    """For each pipeline, for each step, what each stage kept."""
-    return [outcome.trainer.callbacks[0].kept for outcome in outcomes[1:]]
+def counted(make: Any, **arguments: Any) -> list[tuple[list[list[int]], list[list[int]]]]:
+    outcomes = check(make, train=lambda: batches(SIZES), callbacks=Fresh(lambda: [CountActivations()]), **arguments)
+    counters = [outcome.trainer.callbacks[0] for outcome in outcomes]
+    return [(counter.before_backward, counter.after_step) for counter in counters]
 
 
-def check_kept(make: Any, **arguments: Any) -> list[list[list[int]]]:
-    callbacks = Fresh(lambda: [CountKept()])
-    return kept_of(check(make, train=lambda: batches(SIZES), callbacks=callbacks, **arguments))
+def assert_nothing_left(counts: list[tuple[list[list[int]], list[list[int]]]], steps: int) -> None:
+    assert len(counts) == 3
+    for stages, (before_backward, after_step) in enumerate(counts, start=1):
+        assert all(max(numbers) > 0 for numbers in zip(*before_backward, strict=True))
+        assert after_step == [[0] * stages] * steps
 
 
-def assert_nothing_kept(kept: list[list[list[int]]], steps: int = 2 * len(SIZES)) -> None:
-    assert kept == [[[0] * stages] * steps for stages in (2, 3)]
+SIZES = (8, 7, 2, 5, 7)
 
 
-class TwoViews(Small):
-    """Calls the module on two views of a batch before one backward pass, as contrastive methods do."""
+class Calls(Small):
+    """Calls the module in a different way for each batch of an epoch."""
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, target = batch
-        first, second = self(x), self(x.flip(1) * 0.5)
-        assert first.grad_fn is not None and second.grad_fn is not None
-        loss = mse_loss(first, target) + (first * second).mean()  # the order of the two in autograd is not theirs here
-        self.losses.append(loss.item())
-        return loss
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = remembering(small_layers())
 
-
-class Careless(Small):
-    """Runs more than it uses, and sometimes gives up: the number of the batch says which."""
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(x.clone())  # nobody else keeps it
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
-        x, target = batch
+        steps = [self.two_views, self.without_backward, self.no_loss, self.no_loss_after_all, self.teacher]
+        loss = steps[batch_idx](*batch)
+        self.losses.append(0.0 if loss is None else loss.item())
+        return loss
+
+    def two_views(self, x: Tensor, target: Tensor) -> Tensor:
+        """Two calls before one backward pass, as contrastive methods have them."""
+        first, second = self(x), self(x.flip(1) * 0.5)
+        assert first.grad_fn is not None and second.grad_fn is not None
+        return mse_loss(first, target) + (first * second).mean()  # the order of the two in autograd is not theirs here
+
+    def without_backward(self, x: Tensor, target: Tensor) -> Tensor:
+        unused = self(x.flip(0))
+        assert unused.requires_grad
+        return mse_loss(self(x), target)
+
+    def no_loss(self, x: Tensor, target: Tensor) -> None:
+        return None
+
+    def no_loss_after_all(self, x: Tensor, target: Tensor) -> None:
+        """Two passes that might have had a backward part, and one that could not."""
+        with torch.no_grad():
+            self(x * 2)
+        unused = self(x), self(x + 1)
+        assert all(output.requires_grad for output in unused)
+
+    def teacher(self, x: Tensor, target: Tensor) -> Tensor:
         with torch.no_grad():
             teacher = self(x * 2)
         assert not teacher.requires_grad
-        if batch_idx == 0:
-            self(x.flip(0))  # its backward pass never comes
-        if batch_idx == 1:
-            return None
-        loss = mse_loss(self(x), target + teacher)
-        if batch_idx == 2:
-            unused = self(x + 1)
-            assert unused.requires_grad
-            return None  # now there are three passes, two of which want a backward pass
-        self.losses.append(loss.item())
-        return loss
+        return mse_loss(self(x), target + teacher)
 
 
-def test_two_calls_before_one_backward_pass() -> None:
-    assert_nothing_kept(run(check_kept, TwoViews))
-
-
-def test_calls_whose_backward_pass_never_comes() -> None:
-    kept = run(check_kept, Careless)
-    for steps in kept:
-        for step in (2, 6):  # the driver forgets the step's last pass at the start of its next one, the workers at once
-            steps[step][-1] = 0
-    assert_nothing_kept(kept)
+def test_two_calls_no_backward_pass_no_loss_and_no_grad() -> None:
+    assert_nothing_left(run(counted, Calls), steps=2 * len(SIZES))
 
 
 class Gan(Small):
@@ -101,15 +144,16 @@ class Gan(Small):
         super().__init__()
         del self.sequential_module
         layers = [nn.Linear(WIDTH, 8), nn.Tanh(), nn.LayerNorm(8), nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)]
-        self.generator = nn.Sequential(*layers)
+        self.generator = remembering(layers)
         layers = [nn.Linear(2, 8), nn.GELU(), nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 1)]
-        self.discriminator = nn.Sequential(*layers)
+        self.discriminator = remembering(layers)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        noise, real = (tensor.clone() for tensor in batch)  # nobody else keeps them
         if batch_idx % 2 == 0:
-            self.by_turns(*batch)
+            self.by_turns(noise, real)
         else:
-            self.with_every_gradient(*batch)
+            self.with_every_gradient(noise, real)
 
     def by_turns(self, noise: Tensor, real: Tensor) -> None:
         """Switches off the gradients of the parameters of the one while the other is trained."""
@@ -146,10 +190,10 @@ class Gan(Small):
         return [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.5) for part in parts], []
 
 
-def gan() -> list[list[list[list[int]]]]:
-    return [check_kept(Gan, strategy={"module": module}) for module in ("discriminator", "generator")]
+def gan() -> list[Any]:
+    return [counted(Gan, strategy={"module": module}) for module in ("discriminator", "generator")]
 
 
 def test_gan_with_either_part_pipelined() -> None:
-    for kept in run(gan):
-        assert_nothing_kept(kept)
+    for counts in run(gan):
+        assert_nothing_left(counts, steps=2 * len(SIZES))

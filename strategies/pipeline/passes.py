@@ -138,7 +138,6 @@ class Passes:
         self._num_steps = num_steps
         self._shared = num_steps(), ports.ties.versions
         self._num_passes = 0
-        self._forgotten: list[int] = []  # the garbage collector may append at any time
         self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
 
     def __call__(self, input: Any) -> Any:
@@ -162,8 +161,6 @@ class Passes:
         """Returns the run, the merged output, and for each tensor of it whether it wants a gradient."""
         for sender in self._ports.senders:
             sender.flush()  # what earlier passes sent has arrived: their results are here
-        while self._forgotten:
-            self._stage.discard(self._forgotten.pop())
         parts = split(x, self._settings.microbatches)
         run = Run(self._new_pass(len(parts), grad), self._forget)
         this = run.this
@@ -259,7 +256,7 @@ class Passes:
         self._flags_sent[i] = modes, trained
 
     def _forget(self, number: int) -> None:
-        self._forgotten.append(number)
+        self._stage.discard(number)
         for remote in self._remotes:
             remote.later("discard", number)
 

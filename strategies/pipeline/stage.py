@@ -166,9 +166,10 @@ class Stage:
         return len(self._kept)
 
     def discard(self, pass_number: int) -> None:
-        """Forgets a pass whose backward pass will never come."""
-        for key in [key for key in self._kept if key[0] == pass_number]:
-            del self._kept[key]
+        """Forgets a pass whose backward pass will never come; the garbage collector may ask for this at any time."""
+        for key in list(self._kept):  # a copy, made at one stroke
+            if key[0] == pass_number:
+                self._kept.pop(key, None)
 
     def run(self, actions: Iterable[Action], this: Pass) -> None:
         """Runs actions of one pass in their order.
