@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies.base import unwrapped
 from strategies.pipeline.update import PipelineOptimizers
 
 
@@ -17,9 +18,12 @@ def follow_precision(precision: Any, optimizers: PipelineOptimizers) -> list[Cal
     Returns:
         Functions that end this.
     """
+    by_norm, by_value = optimizers.clip_grad_norm, optimizers.clip_grad_value
     undo = [
-        _replaced(precision, "clip_grad_by_norm", optimizers.clip_grad_norm),
-        _replaced(precision, "clip_grad_by_value", optimizers.clip_grad_value),
+        _replaced(precision, "clip_grad_by_norm", lambda optimizer, clip_val: by_norm(unwrapped(optimizer), clip_val)),
+        _replaced(
+            precision, "clip_grad_by_value", lambda optimizer, clip_val: by_value(unwrapped(optimizer), clip_val)
+        ),
     ]
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
@@ -41,7 +45,7 @@ def _unscale_everywhere(
     Returns:
         For each device a scalar, not zero if some gradient is infinite or not a number, on whichever stage.
     """
-    remote = optimizers.start_unscaling(optimizer, inv_scale.cpu(), allow_fp16)
+    remote = optimizers.start_unscaling(unwrapped(optimizer), inv_scale.cpu(), allow_fp16)
     found = type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     total = sum(reply() for reply in remote)
     # The scaler wants an answer for at least one device, also if no parameter of the optimizer lives here.

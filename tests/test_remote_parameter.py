@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.utilities import grad_norm
 from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from strategies.pipeline.remote_parameter import RemoteParameter, as_remote
 
@@ -49,6 +51,22 @@ def test_what_would_do_nothing(name: str, change: Any) -> None:
     message = rf"`{name}` on parameter 1\.weight \[3, 2\], which lives on another stage .*only optimizers change"
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         change(remote())
+
+
+def test_gradients_of_all_parameters() -> None:
+    """What leaves out parameters without a gradient must not take those of other stages for such."""
+    model = nn.Linear(2, 3)
+    model(torch.ones(1, 2)).sum().backward()
+    model.weight = remote()
+    assert [p.grad is None for p in model.parameters()] == [True, False]
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    for function in (clip_grad_norm_, clip_grad_value_):
+        with pytest.raises(
+            RuntimeError, match=r"gradient of parameter 1\.weight .* is on another stage .*max_norm=inf"
+        ):
+            function(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 1\.weight .* is on another stage"):
+        grad_norm(model, 2)
 
 
 def test_loading_leaves_it_alone() -> None:

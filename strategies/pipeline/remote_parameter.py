@@ -1,5 +1,6 @@
 """What stands on the driver for a parameter whose values live on a worker."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -9,12 +10,16 @@ from torch import Tensor, nn
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods that end in an underscore and change no value."""
 
+_TAKE_ALL_GRADIENTS = ("torch.nn.utils.clip_grad", "pytorch_lightning.utilities.grads")
+"""Modules whose functions leave out parameters without a gradient, so that they would work on some stages only."""
+
 
 class RemoteParameter(nn.Parameter):
     """A parameter without values: name, shape, type and ``requires_grad`` can be read, ``requires_grad`` also set.
 
     Whatever would silently do nothing, because the values are elsewhere, is an error: changing it in place, reading or
-    setting ``data``, setting a gradient, copying or pickling it.
+    setting ``data``, setting a gradient, copying or pickling it. ``grad`` is ``None``, but not to functions that clip
+    or measure the gradients of all parameters.
     """
 
     relay_name: str
@@ -28,6 +33,13 @@ class RemoteParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
+            if _reads_gradient(func) and sys._getframe(1).f_globals.get("__name__") in _TAKE_ALL_GRADIENTS:
+                raise RuntimeError(
+                    f"the gradient of parameter {args[0].relay_name} {list(args[0].shape)} is on another stage of the "
+                    "pipeline. For gradients of all stages set the Trainer's gradient_clip_val, or call "
+                    "self.clip_gradients(...) or trainer.strategy.clip_grad_norm_(...), which returns their norm "
+                    "and with max_norm=inf leaves them as they are."
+                )
             if (lost := _would_lose(func, args, kwargs or {})) is not None:
                 lost._refuse(getattr(getattr(func, "__self__", None), "__name__", func.__name__))
             return func(*args, **(kwargs or {}))
@@ -52,6 +64,10 @@ def as_remote(name: str, parameter: nn.Parameter) -> RemoteParameter:
     remote = cast(RemoteParameter, RemoteParameter(empty, requires_grad=parameter.requires_grad))
     remote.relay_name = name
     return remote
+
+
+def _reads_gradient(func: Callable[..., Any]) -> bool:
+    return func.__name__ == "__get__" and getattr(func, "__self__", None) is Tensor.grad
 
 
 def _would_lose(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteParameter | None:

@@ -55,7 +55,13 @@ class PipelineOptimizers:
             remote.start("step", k, values, scaling)
 
     def _number_of(self, optimizer: Optimizer) -> int:
-        return next(k for k, own in enumerate(self.optimizers) if own is optimizer)
+        numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]
+        if not numbers:
+            raise ValueError(
+                f"this {type(optimizer).__name__} is not one of those with which the pipeline started; they are what "
+                "configure_optimizers returned"
+            )
+        return numbers[0]
 
     def start_unscaling(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> list[Callable[[], float]]:
         """Divides the workers' gradients by the loss scale.
@@ -114,7 +120,7 @@ class PipelineOptimizers:
 
     def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamps every element of the gradients of all stages to ``[-limit, limit]``."""
-        torch.nn.utils.clip_grad_value_(parameters_of(optimizer), limit)
+        torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
         for remote in self._remotes:
             remote.later("clip_grad_values", self._number_of(optimizer), limit)
 
