@@ -1,69 +1,162 @@
-"""Dropout masks do not depend on the number of stages, and go on over a checkpoint and over a second ``fit``."""
+"""Dropout masks depend on step, micro-batch and layer only: not on the stages, on recomputing, or on an interruption.
+
+The reference is a pipeline of one stage, which runs the same operations on the same micro-batches: everything is equal
+to the last bit.
+"""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from harness import run
-from parity import Small, batches, compare, fit
+from parity import WIDTH, Outcome, Small, batches, fit
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import dropout, mse_loss
+from torch.utils.checkpoint import checkpoint
 
 from strategies import RPCSequentialStrategy
 from strategies.pipeline.randomness import Seeds
 
+NUM_LAYERS, MICROBATCHES, EPOCHS = 6, 3, 3
+SIZES = (8, 7, 2)
+"""Numbers of rows: 3, 3 and 2 micro-batches."""
+
+
+class Draws(nn.Module):
+    """Drops some of its outputs, and tells which: ``[rows, WIDTH + n]`` to ``[rows, WIDTH + n + WIDTH]``.
+
+    The last columns are the mask of this layer, those before them the masks of layers before it.
+    """
+
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        given, masks = x[:, :WIDTH], x[:, WIDTH:]
+        y = checkpoint(self.drop, given, use_reentrant=False) if self.checkpointed else self.drop(given)
+        return torch.cat([y[:, :WIDTH], masks, y[:, WIDTH:]], 1)
+
+    def drop(self, x: Tensor) -> Tensor:
+        mask = dropout(torch.ones_like(x), 0.4, self.training)
+        return torch.cat([self.linear(x) * mask, mask], 1)
+
 
 class Dropped(Small):
-    """Dropout on every stage; counts the batches of a run."""
+    """Dropout in every layer, of which one recomputes itself; notes the masks of each step."""
 
     def __init__(self) -> None:
         super().__init__()
-        layers = [nn.Linear(6, 6), nn.Dropout(0.3), nn.Linear(6, 6), nn.Dropout(0.3), nn.Dropout(0.3), nn.Linear(6, 2)]
-        self.sequential_module = nn.Sequential(*layers)
+        self.sequential_module = nn.Sequential(*[Draws(checkpointed=k == 3) for k in range(NUM_LAYERS)])
+        self.masks: list[Tensor] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        out = self(batch[0])
+        self.masks.append(out[:, WIDTH:].detach())
+        loss = mse_loss(out[:, :2], batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        out = self(batch[0])
+        assert bool((out[:, WIDTH:] == 1).all())
+        self.log("val_loss", mse_loss(out[:, :2], batch[1]), batch_size=len(batch[0]))
 
 
-class Still(Dropped):
-    """Learns nothing, so that a loss differs only by its masks."""
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
+def data() -> Any:
+    return batches(SIZES)
 
 
-def train(stages: int, checkpoint: str = "except_last", **arguments: Any) -> Any:
-    strategy = RPCSequentialStrategy([6 // stages] * stages, microbatches=3, checkpoint=checkpoint)
-    return fit(Dropped, strategy, stages, val=batches, **arguments)
+def train(stages: int, mode: str, epochs: int = EPOCHS, **arguments: Any) -> Outcome:
+    """Trains a pipeline in float32, which Lightning loads a checkpoint in."""
+    strategy = RPCSequentialStrategy([NUM_LAYERS // stages] * stages, microbatches=MICROBATCHES, checkpoint=mode)
+    settings = {"train": data, "val": data, "precision": "32-true", "max_epochs": epochs, **arguments}
+    return fit(Dropped, strategy, stages, **settings)
 
 
-def resumed(folder: str) -> None:
+Result = tuple[list[Tensor], list[float], dict[str, Tensor], float]
+
+
+def result(outcome: Outcome) -> Result:
+    return outcome.model.masks, outcome.losses, outcome.parameters, outcome.metrics["val_loss"]
+
+
+def trainings(folder: str) -> dict[str, Any]:
+    """By what is special about it, what a training came to. Validating more often is to change nothing."""
     saving = ModelCheckpoint(folder, filename="{step}", save_on_train_epoch_end=True, save_top_k=-1)
-    whole = train(2, max_epochs=3, callbacks=[saving], enable_checkpointing=True)
-    for stages, step, mode in ((1, 4, "never"), (3, 8, "always")):
-        checkpoint = Path(folder) / f"step={step}.ckpt"
-        torch.manual_seed(99)  # the seeds are the checkpoint's
-        part = train(stages, mode, max_epochs=3, ckpt_path=str(checkpoint), val_check_interval=2)
-        part.losses[:0] = whole.losses[: len(whole.losses) - len(part.losses)]
-        part.metrics.clear(), whole.metrics.clear()
-        compare(part, whole, 1e-6)  # Lightning loads float64 weights into a model that is still float32
-    single = fit(Dropped, "auto", 1, max_epochs=4, ckpt_path=str(checkpoint))  # plain Lightning ignores our key
-    assert len(single.losses) == 16 - 8
+    made = {
+        "one stage": train(1, "never"),
+        "one stage, recomputed": train(1, "always", val_check_interval=1),
+        "two stages": train(2, "except_last", callbacks=[saving], enable_checkpointing=True),
+        "three stages, recomputed": train(3, "always"),
+    }
+    torch.manual_seed(99)  # what is resumed goes on with the checkpoint's seeds
+    first, second = (str(Path(folder) / f"step={step}.ckpt") for step in (3, 6))
+    made["resumed on one stage"] = train(1, "always", ckpt_path=first, val_check_interval=1)
+    made["resumed on three stages"] = train(3, "never", ckpt_path=second, val_check_interval=1)
+    results = {name: result(outcome) for name, outcome in made.items()}
+    single = fit(Dropped, "auto", 1, train=data, precision="32-true", max_epochs=4, ckpt_path=second)
+    return {**results, "steps of one process, resumed": len(single.losses)}  # which ignores the key of ours
 
 
-def test_resumed_runs_draw_what_would_have_come_next(tmp_path: Path) -> None:
-    run(resumed, str(tmp_path))
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    made: dict[str, Any] = run(trainings, str(tmp_path_factory.mktemp("checkpoints")), timeout_seconds=200)
+    return made
 
 
-def twice() -> list[float]:
-    strategy = RPCSequentialStrategy([3, 3], microbatches=3)
-    first = fit(Still, strategy, 2, max_epochs=1, train=lambda: batches((8,) * 3, seed=1))
+def assert_equal(actual: Result, expected: Result, done_before: int = 0) -> None:
+    masks, losses, parameters, val_loss = actual
+    assert len(masks) == len(losses) == EPOCHS * len(SIZES) - done_before
+    for step, (ours, theirs) in enumerate(zip(masks, expected[0][done_before:], strict=True)):
+        assert torch.equal(ours, theirs), step
+    assert losses == expected[1][done_before:]
+    assert val_loss == expected[3]
+    for name, parameter in expected[2].items():
+        assert torch.equal(parameters[name], parameter), name
+
+
+@pytest.mark.parametrize("which", ["one stage, recomputed", "two stages", "three stages, recomputed"])
+def test_masks_are_the_same_for_any_number_of_stages_and_if_recomputed(trained: dict[str, Any], which: str) -> None:
+    assert_equal(trained[which], trained["one stage"])
+
+
+@pytest.mark.parametrize(("which", "done_before"), [("resumed on one stage", 3), ("resumed on three stages", 6)])
+def test_resumed_runs_draw_what_would_have_come_next(trained: dict[str, Any], which: str, done_before: int) -> None:
+    assert_equal(trained[which], trained["one stage"], done_before)
+
+
+def test_plain_lightning_resumes_from_the_same_checkpoint(trained: dict[str, Any]) -> None:
+    assert trained["steps of one process, resumed"] == (4 - 2) * len(SIZES)
+
+
+def test_masks_differ_between_steps_micro_batches_and_layers(trained: dict[str, Any]) -> None:
+    """Those of micro-batches of fewer rows have so few numbers that two may be equal by chance."""
+    seen = []
+    for masks in trained["one stage"][0]:
+        assert bool(((masks == 0) | (masks > 1)).all())
+        parts = masks.tensor_split(min(MICROBATCHES, len(masks)))
+        seen += [tuple(mask.flatten().tolist()) for part in parts for mask in part.split(WIDTH, 1) if len(part) == 3]
+    assert len(seen) == len(set(seen)) == EPOCHS * (2 + 1) * NUM_LAYERS
+
+
+def twice() -> list[Tensor]:
+    """The masks of two calls of ``fit``; the strategy is the same."""
+    first = train(1, "always", epochs=1)
     trainer, model = first.trainer, first.model
     trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, batches((8,) * 3, seed=1))
-    return model.losses
+    trainer.fit(model, data())
+    return model.masks
 
 
-def test_a_second_fit_goes_on() -> None:
-    losses = run(twice)
-    assert len(losses) == len(set(losses)) == 6
+def test_a_second_fit_goes_on(trained: dict[str, Any]) -> None:
+    masks = run(twice)
+    assert len(masks) == 2 * len(SIZES)
+    for ours, expected in zip(masks, trained["one stage"][0], strict=False):
+        assert torch.equal(ours, expected)
 
 
 def test_seeds() -> None:
