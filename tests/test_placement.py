@@ -126,6 +126,9 @@ def test_a_layer_that_refers_to_the_whole_model() -> None:
 
 def test_a_layer_that_cannot_be_pickled_is_named() -> None:
     message = r"layer 1, a Scaled, cannot be sent to another process \(TypeError: cannot pickle '_thread.lock'"
+    layers = nn.Sequential(Scaled(threading.Lock()), Scaled(threading.Lock()))
+    with pytest.raises(ValueError, match=r"^layer 0, a Scaled, and layer 1, a Scaled, cannot be sent"):
+        pickled(layers, layers, Model())
     with pytest.raises(ValueError, match=message):
         pickle_layer(Scaled(threading.Lock()), Model())
     parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
@@ -133,6 +136,15 @@ def test_a_layer_that_cannot_be_pickled_is_named() -> None:
         pickle_layer(parametrized, Model())
     with pytest.raises(ValueError, match=r"an optimizer cannot be sent to another process \(TypeError: "):
         pickled([threading.Lock()], nn.Sequential(nn.ReLU()), Model())
+
+
+def test_a_layer_that_was_compiled_in_place() -> None:
+    layer = nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    with pytest.warns(
+        UserWarning, match=r"layer 1 was compiled by \.compile\(\), .*Put torch\.compile\(layer\) in its"
+    ):
+        pickle_layer(layer, Model())
 
 
 def test_hooks_of_parameters_cannot_follow() -> None:

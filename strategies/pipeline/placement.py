@@ -5,6 +5,7 @@ are on the ``meta`` device. Parameters keep their identity (optimizers and users
 """
 
 import io
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -124,6 +125,13 @@ def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
             f"parameter {hooked[0]} has a hook (register_hook), which cannot follow it to another process; register "
             "hooks on the output of a layer instead, in its forward"
         )
+    for name, layer in layers.named_modules():
+        if layer._compiled_call_impl is not None:
+            warnings.warn(
+                f"layer {name} was compiled by .compile(), which is lost on the way to another process: it runs "
+                "uncompiled there. Put torch.compile(layer) in its place, or compile functions that it calls.",
+                stacklevel=2,
+            )
     file = io.BytesIO()
     try:
         _Pickler(file, forbidden).dump(cargo)
@@ -134,7 +142,7 @@ def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
             f"layer {name}, a {type(layer).__name__}," for name, layer in layers.named_children() if _fails(layer)
         ]
         raise ValueError(
-            f"{', '.join(culprits) or 'an optimizer'} cannot be sent to another process "
+            f"{' and '.join(culprits) or 'an optimizer'} cannot be sent to another process "
             f"({type(error).__name__}: {error})"
         ) from error
     return file.getvalue()
