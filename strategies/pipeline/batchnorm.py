@@ -5,6 +5,8 @@ become those of one update over the whole mini-batch, given the activations that
 micro-batches are combined by the pairwise update of Chan, Golub and LeVeque (1979, STAN-CS-79-773).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +54,14 @@ class DeferredStatistics:
             if isinstance(module, _BatchNorm) and module.running_mean is not None
         ]
 
-    def gather(self, enabled: bool) -> None:
-        """Turns gathering on for a forward pass, and off for its repetition."""
-        self._gathering = enabled
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Gathers during a forward pass; not during its repetition."""
+        self._gathering = True
+        try:
+            yield
+        finally:
+            self._gathering = False
 
     def commit(self) -> None:
         """Updates the running statistics by what was gathered, and forgets it."""

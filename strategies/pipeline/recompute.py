@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
 RECOMPUTE_MODES = ("always", "except_last", "never")
 
 
@@ -20,14 +22,18 @@ def num_recomputed(mode: str, microbatches: int) -> int:
 
 
 @contextmanager
-def frozen_statistics(layers: nn.Module, frozen: bool = True) -> Iterator[None]:
-    """Runs BatchNorm layers in training mode without an update of their running statistics."""
-    norms = [m for m in layers.modules() if isinstance(m, _NormBase)] if frozen else []
-    tracking = [m for m in norms if m.training and m.track_running_stats]
-    for norm in tracking:
-        norm.track_running_stats = False
+def frozen_statistics(layers: nn.Module, kind: type[_NormBase] | None) -> Iterator[None]:
+    """Runs the normalising layers of a kind in training mode without an update of their running statistics.
+
+    They work on copies, so that autograd saves the same tensors as without this: a layer that checkpoints itself runs
+    once more in the backward pass, and compares.
+    """
+    norms = [m for m in layers.modules() if isinstance(m, kind) and m.training] if kind else []
+    statistics = [{name: m._buffers[name] for name in _STATISTICS if name in m._buffers} for m in norms]
+    for norm, buffers in zip(norms, statistics, strict=True):
+        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
     try:
         yield
     finally:
-        for norm in tracking:
-            norm.track_running_stats = True
+        for norm, buffers in zip(norms, statistics, strict=True):
+            norm._buffers.update(buffers)

@@ -10,12 +10,14 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.pipeline.batchnorm import DeferredStatistics
@@ -243,16 +245,16 @@ class Stage:
                     grads.append(grad)
         self.doing = ", ".join(f"B{m}" for m in microbatches)
         if edges:
-            torch.autograd.backward(edges, grads)
+            with frozen_statistics(self.layers, _BatchNorm if self._deferred else None):  # of what checkpoints itself
+                torch.autograd.backward(edges, grads)
         for m, inputs in done:
             if inputs:
                 self._input_grads.send([leaf.grad for leaf in inputs], this.number, m)
 
     def _run_layers(self, this: Pass, m: int, x: Any, *, grad: bool, recomputing: bool) -> Any:
-        frozen = recomputing or self._deferred is not None
-        if self._deferred is not None:
-            self._deferred.gather(not recomputing)
-        with this.context.entered(grad=grad), frozen_statistics(self.layers, frozen):
+        frozen = _NormBase if recomputing else _BatchNorm if self._deferred else None
+        gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
+        with this.context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering:
             if grad:
                 x = _entered(x)
             for layer, module in enumerate(self.layers, start=self.first_layer):
