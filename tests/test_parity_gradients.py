@@ -1,5 +1,7 @@
 """Clipped, accumulated, watched for NaN, from several losses: gradients are those of one process."""
 
+import re
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -189,3 +191,18 @@ def poisoned() -> list[str]:
 def test_anomaly_on_a_worker() -> None:
     messages = run(poisoned, timeout_seconds=55)  # rpc_timeout_sec is 60: nobody waited for the failed stage
     assert messages == ["Function 'SqrtBackward0' returned nan values in its 0th output."] * 3
+
+
+def clipped_nan() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        fit(Poisoned, RPCSequentialStrategy([2, 2, 2], microbatches=2), 3, gradient_clip_val=1.0, max_steps=1)
+    return [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
+
+
+def test_a_norm_that_is_not_finite_names_the_stage() -> None:
+    where = r"parameter 0.{} of stage 0 \(layers 0 to 1: Linear, NanGradient\)"
+    (message,) = run(clipped_nan)
+    assert re.fullmatch(
+        rf"the norm of the gradients is nan: not finite are those of {where.format('weight')}; {where.format('bias')}",
+        message,
+    )

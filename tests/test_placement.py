@@ -17,7 +17,7 @@ from strategies.pipeline.placement import (
     pickled,
     without_layers,
 )
-from strategies.pipeline.remote_parameter import RemoteParameter
+from strategies.pipeline.remote_tensor import RemoteBuffer, RemoteParameter
 
 # Balance
 
@@ -187,6 +187,7 @@ def test_to_meta_and_back() -> None:
     move_to_meta(layers, layers, [optimizer])
     assert all(t.is_meta for t in (*layers.parameters(), *layers.buffers()))
     assert all(p.grad is None and type(p) is RemoteParameter for p in layers.parameters())
+    assert all(type(b) is RemoteBuffer for b in layers.buffers())
     assert layers[0].weight.decays is False  # as optimizers with groups by such marks want it
     assert {name: t.shape for name, t in tensors_of(layers).items()} == {name: t.shape for name, t in before.items()}
     assert list(layers.state_dict()) == names
@@ -198,7 +199,7 @@ def test_to_meta_and_back() -> None:
     assert layers[2].weight is layers[0].weight
     for name, tensor in tensors_of(layers).items():
         assert torch.equal(tensor, before[name] + 1), name
-    assert layers[2].mask.tolist() == [2, 2, 2]
+    assert layers[2].mask.tolist() == [2, 2, 2] and type(layers[2].mask) is Tensor
     assert vars(layers[0].weight) == {"decays": False}
     layers(torch.randn(4, 3)).sum().backward()
     optimizer.step()

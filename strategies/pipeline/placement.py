@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.pipeline.remote_parameter import as_remote
+from strategies.pipeline.remote_tensor import remote_buffer, remote_parameter
 
 
 def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
@@ -170,9 +170,9 @@ def move_to_meta(
     kept = {id(parameter) for parameter in keep}
     for name, parameter in list(layers.named_parameters()):
         if id(parameter) not in kept and not parameter.is_meta:
-            _replace(whole, optimizers, parameter, as_remote(name, parameter))
+            _replace(whole, optimizers, parameter, remote_parameter(name, parameter))
     named = dict(layers.named_buffers(remove_duplicate=False))
-    _replace_buffers(layers, {name: torch.empty_like(buffer, device="meta") for name, buffer in named.items()})
+    _replace_buffers(layers, {name: remote_buffer(name, buffer) for name, buffer in named.items()})
 
 
 def move_from_meta(

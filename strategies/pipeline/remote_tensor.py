@@ -1,4 +1,4 @@
-"""What stands on the driver for a parameter whose values live on a worker."""
+"""What stands on the driver for a parameter or a buffer whose values live on a worker."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,15 @@ _TAKE_ALL_GRADIENTS = ("torch.nn.utils.clip_grad", "pytorch_lightning.utilities.
 """Modules whose functions leave out parameters without a gradient, so that they would work on some stages only."""
 
 
-class RemoteParameter(nn.Parameter):
-    """A parameter without values: name, shape, type and ``requires_grad`` can be read, ``requires_grad`` also set.
+class _Remote:
+    """Makes an error of whatever would silently do nothing, because the values are elsewhere.
 
-    Whatever would silently do nothing, because the values are elsewhere, is an error: changing it in place, reading or
-    setting ``data``, setting a gradient, copying or pickling it. ``grad`` is ``None``, but not to functions that clip
-    or measure the gradients of all parameters.
+    That is changing it in place, reading or setting ``data``, setting a gradient, copying or pickling it. ``grad`` is
+    ``None``, but not to functions that clip or measure the gradients of all parameters.
     """
 
     relay_name: str
+    shape: torch.Size
 
     @classmethod
     def __torch_function__(
@@ -35,7 +35,7 @@ class RemoteParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             if _reads_gradient(func) and sys._getframe(1).f_globals.get("__name__") in _TAKE_ALL_GRADIENTS:
                 raise RuntimeError(
-                    f"the gradient of parameter {args[0].relay_name} {list(args[0].shape)} is on another stage of the "
+                    f"the gradient of {args[0].relay_name} {list(args[0].shape)} is on another stage of the "
                     "pipeline. For gradients of all stages set the Trainer's gradient_clip_val, or call "
                     "self.clip_gradients(...) or trainer.strategy.clip_grad_norm_(...), which returns their norm "
                     "and with max_norm=inf leaves them as they are."
@@ -52,17 +52,32 @@ class RemoteParameter(nn.Parameter):
 
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"`{what}` on parameter {self.relay_name} {list(self.shape)}, which lives on another stage of the "
+            f"`{what}` on {self.relay_name} {list(self.shape)}, which lives on another stage of the "
             "pipeline: its values are not in this process, so nothing would happen to them. While the pipeline runs "
-            "only optimizers change parameters, and state_dict() gives the values of every stage."
+            "only layers and optimizers change them, and state_dict() gives the values of every stage."
         )
 
 
-def as_remote(name: str, parameter: nn.Parameter) -> RemoteParameter:
+class RemoteParameter(_Remote, nn.Parameter):
+    """A parameter without values: name, shape, type and ``requires_grad`` can be read, ``requires_grad`` also set."""
+
+
+class RemoteBuffer(_Remote, Tensor):
+    """A buffer without values."""
+
+
+def remote_parameter(name: str, parameter: nn.Parameter) -> RemoteParameter:
     """A stand-in with the shape, type and ``requires_grad`` of ``parameter``."""
     empty = torch.empty_like(parameter, device="meta")
     remote = cast(RemoteParameter, RemoteParameter(empty, requires_grad=parameter.requires_grad))
-    remote.relay_name = name
+    remote.relay_name = f"parameter {name}"
+    return remote
+
+
+def remote_buffer(name: str, buffer: Tensor) -> RemoteBuffer:
+    """A stand-in with the shape and type of ``buffer``."""
+    remote = torch.empty_like(buffer, device="meta").as_subclass(RemoteBuffer)
+    remote.relay_name = f"buffer {name}"
     return remote
 
 
@@ -70,13 +85,13 @@ def _reads_gradient(func: Callable[..., Any]) -> bool:
     return func.__name__ == "__get__" and getattr(func, "__self__", None) is Tensor.grad
 
 
-def _would_lose(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> RemoteParameter | None:
-    """The parameter to which ``func`` would do something that has no effect; ``None`` if there is none."""
+def _would_lose(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Remote | None:
+    """The tensor to which ``func`` would do something that has no effect; ``None`` if there is none."""
     first = next(iter((*args, *kwargs.values())), None)  # nn.init gives its tensor by name
     targets = first if isinstance(first, list | tuple) else [first]
-    target = next((target for target in targets if isinstance(target, RemoteParameter)), None)
+    target = next((target for target in targets if isinstance(target, _Remote)), None)
     if target is None:
-        return None  # such a parameter is only read
+        return None  # it is only read
     name, descriptor = func.__name__, getattr(func, "__self__", None)
     if descriptor is Tensor.grad:
         lost = name == "__set__" and args[1] is not None

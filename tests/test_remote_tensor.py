@@ -1,4 +1,4 @@
-"""What stands for a parameter of another stage can be read, and refuses what would do nothing."""
+"""What stands for a parameter or buffer of another stage can be read, and refuses what would do nothing."""
 
 import copy
 import pickle
@@ -10,11 +10,13 @@ from pytorch_lightning.utilities import grad_norm
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from strategies.pipeline.remote_parameter import RemoteParameter, as_remote
+from strategies.pipeline.remote_tensor import RemoteParameter, remote_buffer, remote_parameter
 
 
 def remote(*, requires_grad: bool = True) -> Any:
-    return as_remote("1.weight", nn.Parameter(torch.ones(3, 2, dtype=torch.float64), requires_grad=requires_grad))
+    return remote_parameter(
+        "1.weight", nn.Parameter(torch.ones(3, 2, dtype=torch.float64), requires_grad=requires_grad)
+    )
 
 
 def test_what_can_be_read_and_set() -> None:
@@ -48,9 +50,21 @@ def test_what_can_be_read_and_set() -> None:
     ],
 )
 def test_what_would_do_nothing(name: str, change: Any) -> None:
-    message = rf"`{name}` on parameter 1\.weight \[3, 2\], which lives on another stage .*only optimizers change"
+    message = (
+        rf"`{name}` on parameter 1\.weight \[3, 2\], which lives on another stage .*only layers and optimizers change"
+    )
     with torch.no_grad(), pytest.raises(RuntimeError, match=message):
         change(remote())
+
+
+def test_buffers() -> None:
+    norm = nn.BatchNorm1d(3)
+    for name, buffer in dict(norm.named_buffers()).items():
+        norm._buffers[name] = remote_buffer(name, buffer)
+    assert norm.num_batches_tracked.dtype == torch.int64 and norm.running_var.is_meta
+    assert len(norm.state_dict()) == 5
+    with pytest.raises(RuntimeError, match=r"`zero_` on buffer running_mean \[3\], which lives on another stage"):
+        norm.reset_running_stats()
 
 
 def test_gradients_of_all_parameters() -> None:
