@@ -22,9 +22,9 @@ from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.passes import Settings
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
+from strategies.pipeline.settings import Settings
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 from strategies.summary import show_stages
 

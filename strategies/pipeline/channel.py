@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cloudpickle
@@ -122,21 +123,21 @@ class Sender:
             messages.append(self._post(torch.frombuffer(bytearray(description), dtype=torch.uint8), self._tag))
         messages += [self._post(t.detach().contiguous().cpu(), self._tag + 1) for t in tensors if t.numel()]
         self._under_way.append(messages)
-        if self._limit is not None and len(self._under_way) > self._limit:
-            self._wait(self._wait_for_oldest)
+        if self._limit is not None:
+            self.flush(self._limit)
 
     def fail(self) -> None:
         """Tells the receiver, if it is still there, that nothing will follow, so that it does not wait in vain."""
         with suppress(RuntimeError):
             self._under_way.append([self._post(torch.tensor([_FAILED, 0, 0, 0]), self._tag)])
 
-    def flush(self) -> None:
-        """Waits until everything has arrived."""
-        if self._under_way:
-            self._wait(self._wait_for_all)
+    def flush(self, keep: int = 0) -> None:
+        """Waits until everything has arrived but for the last ``keep`` values."""
+        if len(self._under_way) > keep:
+            self._wait(partial(self._wait_until, keep))
 
-    def _wait_for_all(self) -> None:
-        while self._under_way:
+    def _wait_until(self, num_under_way: int) -> None:
+        while len(self._under_way) > num_under_way:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:

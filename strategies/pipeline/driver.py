@@ -17,12 +17,14 @@ from torch.optim import Optimizer
 from strategies.optimizer import numbers_of, restricted, taken_apart
 from strategies.pipeline.channel import Receiver, Sender
 from strategies.pipeline.hosted import FEED_TAG, Cargo, describe
+from strategies.pipeline.interleaved import Code, interleave
 from strategies.pipeline.launch import Workers, share_of_threads
-from strategies.pipeline.passes import Passes, Ports, Settings
+from strategies.pipeline.passes import Passes, Ports
 from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.session import Session, join_group
+from strategies.pipeline.settings import Settings
 from strategies.pipeline.stage import Mailbox, Stage
 from strategies.pipeline.ties import TiedParameters, find_ties
 from strategies.pipeline.update import PipelineOptimizers
@@ -68,6 +70,7 @@ class Pipeline:
         self._seeds = seeds or Seeds.ahead_of_the_process()
         self._workers: Workers | None = None
         self._stage: Stage | None = None
+        self._passes: Passes | None = None
         self._patience: Patience | None = None
         self._hooks: list[Any] = []
         self._threads_before: int | None = None
@@ -109,7 +112,7 @@ class Pipeline:
         for optimizer in self.optimizers.optimizers:  # the workers have these states; here they would only take memory
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
-        vars(self.module)["forward"] = Passes(
+        self._passes = vars(self.module)["forward"] = Passes(
             self.module,
             self.stages,
             self._stage,
@@ -124,6 +127,12 @@ class Pipeline:
             self.module.register_state_dict_post_hook(partial(self._gather_state_dict)),  # torch marks the callable
             self.module.register_load_state_dict_pre_hook(self._scatter_state_dict),
         ]
+
+    def interleave(self, codes: Sequence[Code], weights: Sequence[float], scale: float = 1.0) -> Tensor | None:
+        """Runs code once per micro-batch; see :func:`~strategies.pipeline.interleaved.interleave`."""
+        assert self._passes is not None
+        here = [p for p in (self._model or self.module).parameters() if not p.is_meta]
+        return interleave(self._passes, here, codes, weights, scale)
 
     def wait(self) -> None:
         """Returns when every stage has done what it was told; passes and steps themselves do not wait for all."""
@@ -172,6 +181,9 @@ class Pipeline:
         if self._stage is not None:
             self._stage.close()
             self._stage = None
+        if self._passes is not None:
+            self._passes.steps.close()
+            self._passes = None
         if self._patience is not None:
             self._patience.end()
             self._patience = None

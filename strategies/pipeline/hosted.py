@@ -20,6 +20,7 @@ from strategies.optimizer import (
     set_hyperparameters,
 )
 from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.ties import Tie, TiedParameters
@@ -87,6 +88,7 @@ class HostedStage:
             lambda peer, tag: Receiver(group, peer, device=device, tag=tag),
         )
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
+        self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
             parameter.grad = None
 
@@ -119,6 +121,18 @@ class HostedStage:
         self._stage.run(actions, this)
         self._ties.move_gradients(number)
 
+    def interleave(self, this: Pass, actions: list[Action]) -> None:
+        """Runs a whole pass; its gradients wait for :meth:`release`."""
+        this.context.apply()
+        gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
+        with gathered.gathering():
+            self._stage.run(actions, this)
+            self._ties.move_gradients(this.number)
+
+    def release(self, number: int, factor: float) -> None:
+        """Adds the gradients of a pass, times ``factor``, to those of the parameters."""
+        self._gathered.pop(number).release(factor)
+
     def share_values(self, number: int) -> None:
         """Sends or takes over the values of tied parameters ahead of a pass."""
         self._ties.share_values(number)
@@ -126,6 +140,7 @@ class HostedStage:
     def discard(self, number: int) -> None:
         """Forgets a pass that will have no backward part."""
         self._passes.pop(number, None)
+        self._gathered.pop(number, None)
         self._stage.discard(number)
 
     def num_kept(self) -> int:

@@ -6,7 +6,6 @@ driver runs its own inside that node and does not wait for the others, whose wor
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,47 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.names import did_you_mean
 from strategies.pipeline.channel import Sender, is_consequence
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import merge, split
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.randomness import Seeds
-from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
+from strategies.pipeline.recompute import num_recomputed
 from strategies.pipeline.remote import Failures, RemoteStage
 from strategies.pipeline.schedule import SCHEDULES, Action
+from strategies.pipeline.settings import Settings
 from strategies.pipeline.stage import Input, Mailbox, Output, Pass, Stage
+from strategies.pipeline.suspended import Steps
 from strategies.pipeline.ties import TiedParameters
-
-_RUNNABLE_SCHEDULES = ("gpipe",)
-"""Others need a ``training_step`` that runs once per micro-batch."""
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How a pipeline runs; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` explains each.
-
-    Raises:
-        ValueError: If a setting is not possible.
-    """
-
-    microbatches: int = 8
-    checkpoint: str = "except_last"
-    schedule: str = "gpipe"
-    pipelined_backward: bool = True
-    deferred_batch_norm: bool = False
-    rpc_timeout_sec: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name, valid in (("checkpoint", RECOMPUTE_MODES), ("schedule", _RUNNABLE_SCHEDULES)):
-            value = getattr(self, name)
-            if value not in valid:
-                raise ValueError(f"Unknown {name} {value!r}{did_you_mean(str(value), valid)}")
-        if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
-            raise ValueError(f"microbatches must be a whole number of at least 1, got {self.microbatches!r}.")
-        seconds = self.rpc_timeout_sec
-        if not isinstance(seconds, int | float) or not 0 < seconds < threading.TIMEOUT_MAX:
-            raise ValueError(f"rpc_timeout_sec must be a finite number of seconds above 0, got {seconds!r}.")
 
 
 @dataclass
@@ -133,20 +103,24 @@ class Passes:
         seeds: Seeds,
         num_steps: Callable[[], int],
     ) -> None:
-        self._module, self._stages, self._stage, self._ports = module, stages, stage, ports
-        self._remotes, self._failures, self._settings, self._seeds = remotes, failures, settings, seeds
+        self._module, self._stages, self.stage, self.ports = module, stages, stage, ports
+        self.remotes, self._failures, self._settings, self._seeds = remotes, failures, settings, seeds
         self._num_steps = num_steps
         self._shared = num_steps(), ports.ties.versions
         self._num_passes = 0
         self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
+        self.steps = Steps(len(stages) + 1, stage.device)
+        """Code that is suspended where it calls the module; see :mod:`strategies.pipeline.interleaved`."""
 
     def __call__(self, input: Any) -> Any:
         """Takes and returns what the module's own forward pass does."""
+        if (step := self.steps.current) is not None:
+            return step.call(input)
         given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
         trained = any(p.requires_grad for p in self._module.parameters())
         grad = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in given))
         inputs = [t for t in given if grad and t.requires_grad]
-        with torch.no_grad(), self._explained():
+        with torch.no_grad(), self.explained():
             run, output, wanted = self._forward(input, [grad and t.requires_grad for t in given], grad)
         if not any(wanted):
             return output
@@ -159,22 +133,18 @@ class Passes:
 
     def _forward(self, x: Any, fed_flags: list[bool], grad: bool) -> tuple[Run, Any, list[bool]]:
         """Returns the run, the merged output, and for each tensor of it whether it wants a gradient."""
-        for sender in self._ports.senders:
-            sender.flush()  # what earlier passes sent has arrived: their results are here
         parts = split(x, self._settings.microbatches)
-        run = Run(self._new_pass(len(parts), grad), self._forget)
+        run = self.begin(len(parts), grad)
         this = run.this
-        self._share_ties(this.number)
-        for i, remote in enumerate(self._remotes):
-            self._send_flags(i)
+        for i, remote in enumerate(self.remotes):
             remote.start("forward", this, *self._actions(i, this))
         results, fed, ahead = [], 0, 2 * len(self._stages)
-        for action in self._actions(len(self._remotes), this)[0]:
+        for action in self._actions(len(self.remotes), this)[0]:
             while fed < min(len(parts), action.microbatch + ahead):
-                self._ports.feed.send(parts[fed], this.number, fed, requires_grad=fed_flags)
+                self.ports.feed.send(parts[fed], this.number, fed, requires_grad=fed_flags)
                 fed += 1
-            self._stage.run([action], this)
-            results.append(self._ports.outputs.receive(this.number, action.microbatch))
+            self.stage.run([action], this)
+            results.append(self.ports.outputs.receive(this.number, action.microbatch))
         tensors = [[leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] for result in results]
         output = merge(results)
         wanted = [any(t.requires_grad for t in column) for column in zip(*tensors, strict=True)]
@@ -196,38 +166,49 @@ class Passes:
         """
         this = run.this
         run.spend()
-        with self._explained():
+        with self.explained():
             columns = [
                 [None] * this.microbatches if grad is None else grad.split(rows)
                 for grad, rows in zip(grads, run.rows, strict=True)
             ]
             for m in range(this.microbatches):
                 parts = [column[m] for column, flags in zip(columns, run.flags, strict=True) if flags[m]]
-                self._ports.output_grads.send(parts, this.number, m)
-            for remote in self._remotes:
+                self.ports.output_grads.send(parts, this.number, m)
+            for remote in self.remotes:
                 remote.start("backward", this.number)
-            actions = self._actions(len(self._remotes), this)[1]
-            self._stage.run(actions, this)
-            self._ports.ties.move_gradients(this.number)
+            actions = self._actions(len(self.remotes), this)[1]
+            self.stage.run(actions, this)
+            self.ports.ties.move_gradients(this.number)
             if not inputs:
                 return []
-            received = {a.microbatch: self._ports.fed_back.receive(this.number, a.microbatch) for a in actions}
+            received = {a.microbatch: self.ports.fed_back.receive(this.number, a.microbatch) for a in actions}
         merged = [
             _joined([received[m][k] for m in range(this.microbatches)], original) for k, original in enumerate(inputs)
         ]
         return merged
 
-    def _new_pass(self, microbatches: int, grad: bool) -> Pass:
+    def begin(self, microbatches: int, grad: bool) -> Run:
+        """Begins a pass: what has to be the same everywhere is, once the stages do what they are told next."""
+        for sender in self.ports.senders:
+            sender.flush()  # what earlier passes sent has arrived: their results are here
         number, self._num_passes = self._num_passes, self._num_passes + 1
-        return Pass(
+        this = Pass(
             number=number,
             microbatches=microbatches,
             grad=grad,
             recomputed=num_recomputed(self._settings.checkpoint, microbatches) if grad else 0,
             at_once=not self._settings.pipelined_backward,
             seed=self._seeds.next(grad),
-            context=PassContext.capture(self._stage.device.type),
+            context=PassContext.capture(self.stage.device.type),
         )
+        self._share_ties(number)
+        for i in range(len(self.remotes)):
+            self._send_flags(i)
+        return Run(this, self._forget)
+
+    def actions(self, i: int, this: Pass) -> list[Action]:
+        """What stage ``i`` does in a whole pass."""
+        return SCHEDULES[self._settings.schedule](len(self._stages), this.microbatches)[i]
 
     def _actions(self, i: int, this: Pass) -> tuple[list[Action], list[Action]]:
         """What stage ``i`` does in the forward part and in the backward part of a pass."""
@@ -235,17 +216,17 @@ class Passes:
 
     def _share_ties(self, number: int) -> None:
         """Brings copies of tied parameters up to date, if the values may have changed since the last time."""
-        ties = self._ports.ties
+        ties = self.ports.ties
         now = self._num_steps(), ties.versions
         if now != self._shared and ties.any:
-            for remote in self._remotes:
+            for remote in self.remotes:
                 remote.later("share_values", number)
             ties.share_values(number)
         self._shared = now
 
     def _send_flags(self, i: int) -> None:
         """Carries what has changed on the driver to stage ``i``, together with the next call."""
-        layers, remote = self._stages[i], self._remotes[i]
+        layers, remote = self._stages[i], self.remotes[i]
         modes = [module.training for module in layers.modules()]
         trained = [parameter.requires_grad for parameter in layers.parameters()]
         before = self._flags_sent[i]
@@ -256,19 +237,19 @@ class Passes:
         self._flags_sent[i] = modes, trained
 
     def _forget(self, number: int) -> None:
-        self._stage.discard(number)
-        for remote in self._remotes:
+        self.stage.discard(number)
+        for remote in self.remotes:
             remote.later("discard", number)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """Raises the cause of a failure instead of its consequences, and lets no neighbour wait for this process."""
         if self._failures.any:
             self._failures.raise_cause()
         try:
             yield
         except BaseException as error:  # Ctrl-C too must leave no stage waiting
-            for sender in (*self._ports.senders, *self._ports.ties.senders):
+            for sender in (*self.ports.senders, *self.ports.ties.senders):
                 sender.fail()
             self._failures.add(error, consequence=is_consequence(error))
             self._failures.raise_cause()

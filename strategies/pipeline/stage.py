@@ -256,7 +256,7 @@ class Stage:
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
         with this.context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering:
             if grad:
-                x = _entered(x)
+                x = entered(x)
             for layer, module in enumerate(self.layers, start=self.first_layer):
                 self.doing = f"{'recomputing ' if recomputing else ''}F{m}, layer {layer}"
                 seed_device(layer_seed(this.seed, m, layer), self.device)
@@ -264,10 +264,11 @@ class Stage:
         return x
 
 
-def _entered(value: Any) -> Any:
+def entered(value: Any) -> Any:
+    """The same value, made of tensors that may be changed in place though those of ``value`` are leaves."""
     leaves, spec = tree_flatten(value)
-    entered = [_Enter.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
-    return tree_unflatten(entered, spec)
+    own = [_Enter.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
+    return tree_unflatten(own, spec)
 
 
 def _copied(value: Any) -> Any:
