@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, check, fit
@@ -40,9 +41,9 @@ class Notes(nn.Linear):
 class Checkpoints(nn.Module):
     """Recomputes its own inner layers, whatever the pipeline does."""
 
-    def __init__(self, dropout: float, *, use_reentrant: bool) -> None:
+    def __init__(self, *, use_reentrant: bool) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.inner = nn.Sequential(Notes(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
         self.use_reentrant = use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,81 +51,56 @@ class Checkpoints(nn.Module):
 
 
 class Recomputes(Small):
-    """A layer that notes its runs on every stage of two or three, and two that recompute themselves."""
-
-    dropout = 0.0
+    """Layers that note their runs on every stage of two or three, two of them in layers that recompute themselves."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sequential_module = nn.Sequential(
             Notes(WIDTH, WIDTH),
-            Checkpoints(self.dropout, use_reentrant=False),
+            Checkpoints(use_reentrant=False),
             Notes(WIDTH, WIDTH),
-            Checkpoints(self.dropout, use_reentrant=True),
-            nn.Dropout(self.dropout),
+            Checkpoints(use_reentrant=True),
+            nn.Tanh(),
             Notes(WIDTH, 2),
         )
 
     @property
     def runs(self) -> list[dict[str, int]]:
-        return [layer.runs for layer in self.sequential_module if isinstance(layer, Notes)]
-
-
-class Drops(Recomputes):
-    dropout = 0.3
+        """Of the layers 0, 2 and 5, then of those within 1 and 3."""
+        layers = self.sequential_module
+        return [layer.runs for layer in (layers[0], layers[2], layers[5], layers[1].inner[0], layers[3].inner[0])]
 
 
 def data() -> dict[str, Any]:
     return {"train": lambda: batches(SIZES), "val": lambda: batches(VALIDATION), "num_sanity_val_steps": 0}
 
 
-def counted(mode: str) -> list[list[dict[str, int]]]:
-    return [outcome.model.runs for outcome in check(Recomputes, strategy={"checkpoint": mode}, **data())]
+def counted() -> dict[str, list[list[dict[str, int]]]]:
+    """By mode, then for one process and pipelines of two and three stages, how often layers ran."""
+    return {
+        mode: [outcome.model.runs for outcome in check(Recomputes, strategy={"checkpoint": mode}, **data())]
+        for mode in RECOMPUTED
+    }
 
 
-def assert_counted(outcomes: list[list[dict[str, int]]], mode: str) -> None:
-    """In two epochs each layer ran once a micro-batch, and once more if that is recomputed; never in evaluation."""
-    single, *pipelines = outcomes
-    assert single == [{"training": 2 * 3, "evaluation": 2 * 2}] * 3
-    expected = {"training": 2 * (3 + 3 + 2 + RECOMPUTED[mode]), "evaluation": 2 * (3 + 1)}
-    assert pipelines == [[expected] * 3] * 2
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[list[dict[str, int]]]]:
+    made: dict[str, list[list[dict[str, int]]]] = run(counted, timeout_seconds=200)
+    return made
 
 
-def test_every_micro_batch_is_recomputed() -> None:
-    assert_counted(run(counted, "always"), "always")
+@pytest.mark.parametrize("mode", RECOMPUTED)
+def test_number_of_forward_passes(runs: dict[str, list[list[dict[str, int]]]], mode: str) -> None:
+    """In two epochs a layer runs once a micro-batch, and once more if that is recomputed; in evaluation just once.
 
-
-def test_all_micro_batches_but_the_last_are_recomputed() -> None:
-    assert_counted(run(counted, "except_last"), "except_last")
-
-
-def test_nothing_is_recomputed() -> None:
-    assert_counted(run(counted, "never"), "never")
-
-
-# Dropout: the masks
-
-
-def dropout() -> list[tuple[list[float], dict[str, Tensor], float]]:
-    """A pipeline of one stage, which is the reference, and others."""
-    runs = [([6], "never"), ([6], "always"), ([3, 3], "never"), ([2, 2, 2], "always")]
-    results = []
-    for balance, mode in runs:
-        strategy = RPCSequentialStrategy(balance, microbatches=MICROBATCHES, checkpoint=mode)
-        outcome = fit(Drops, strategy, len(balance), **data())
-        results.append((outcome.losses, outcome.parameters, outcome.metrics["val_loss"]))
-    return results
-
-
-def test_masks_are_the_same_for_any_number_of_stages_and_if_recomputed() -> None:
-    """The same operations on the same micro-batches: equal to the last bit."""
-    first, *others = run(dropout)
-    assert len(set(first[0])) == 2 * len(SIZES)
-    for losses, parameters, val_loss in others:
-        assert losses == first[0]
-        assert val_loss == first[2]
-        for name, expected in first[1].items():
-            assert torch.equal(parameters[name], expected), name
+    A layer within one that recomputes itself runs once more, as it does in one process.
+    """
+    single, *pipelines = runs[mode]
+    microbatches, recomputed, evaluated = 2 * (3 + 3 + 2), 2 * RECOMPUTED[mode], 2 * (3 + 1)
+    once = {"training": 2 * 3, "evaluation": 2 * 2}
+    assert single == [once] * 3 + [{**once, "training": 2 * 2 * 3}] * 2
+    once = {"training": microbatches + recomputed, "evaluation": evaluated}
+    assert pipelines == [[once] * 3 + [{**once, "training": microbatches + recomputed + microbatches}] * 2] * 2
 
 
 # Memory

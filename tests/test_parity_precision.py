@@ -1,0 +1,178 @@
+"""Every precision and numeric setting reaches the layers on workers, in forward and backward passes.
+
+One process that is fed the same micro-batches comes to the same numbers to the last bit, also where they have 8 bits:
+autograd adds up their gradients from the last to the first, as a pipeline does. Layers on every stage write down what
+they see of the settings.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from parity import WIDTH, Outcome, Small, batches, compare, fit
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from strategies import RPCSequentialStrategy
+
+SIZES = (8, 7, 2)
+NUM_LAYERS, MICROBATCHES = 6, 3
+
+
+def settings() -> dict[str, Any]:
+    """What the calling thread sees."""
+    return {
+        "autocast": torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+        "default dtype": torch.get_default_dtype(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "only warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+    }
+
+
+class _Look(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, looks: "Looks") -> Tensor:
+        ctx.looks = looks
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.looks.note("backward", grad)
+        return grad, None
+
+
+class Looks(nn.Module):
+    """A linear layer that notes what it sees, and brings it home: a worker's layer has no other way to tell."""
+
+    def __init__(self, width_out: int = WIDTH) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, width_out)
+        self.seen: dict[str, list[Any]] = {"forward": [], "backward": [], "evaluation": []}
+        self.process = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x.tanh())
+        self.note("forward" if self.training else "evaluation", x, y, self.linear.weight, torch.ones(1))
+        return _Look.apply(y, self)
+
+    def note(self, where: str, *tensors: Tensor) -> None:
+        """Adds what is seen, if it has not been seen before."""
+        now = {**settings(), "dtypes": [tensor.dtype for tensor in tensors]}
+        if where == "evaluation":
+            now["grad"] = torch.is_grad_enabled()
+        if now not in self.seen[where]:
+            self.seen[where].append(now)
+
+    def get_extra_state(self) -> Any:
+        return self.seen, os.getpid()
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen, self.process = state
+
+
+class Model(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(*[Looks() for _ in range(NUM_LAYERS - 1)], Looks(2))
+
+    @property
+    def seen(self) -> list[dict[str, list[Any]]]:
+        return [layer.seen for layer in self.sequential_module]
+
+
+class InParts(Model):
+    """For one process: the micro-batches one after another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = []
+        for part in x.tensor_split(min(MICROBATCHES, len(x))):
+            torch.clear_autocast_cache()  # or else weights are cast once, and gradients added before they are cast back
+            outputs.append(self.sequential_module(part))
+        return torch.cat(outputs)
+
+
+def data() -> Any:
+    return batches(SIZES)
+
+
+def train(strategy: Any, stages: int, make: type[Model], validates: bool, **arguments: Any) -> Outcome:
+    outcome = fit(make, strategy, stages, train=data, val=data, **arguments)
+    if validates:
+        (validated,) = outcome.trainer.validate(outcome.model, data(), verbose=False)
+        outcome.metrics["validated"] = validated["val_loss"]
+    return outcome
+
+
+Seen = list[dict[str, list[dict[str, Any]]]]
+
+
+def compared(matmul: str, stages: Sequence[int] = (1, 2, 3), *, validates: bool = False, **arguments: Any) -> Seen:
+    """Trains in one process and in pipelines; returns what each layer saw in all of them."""
+    torch.set_float32_matmul_precision(matmul)
+    single = train(SingleDeviceStrategy("cpu"), 1, InParts, validates, **arguments)
+    assert len(set(single.losses)) == 2 * len(SIZES)
+    for number in stages:
+        strategy = RPCSequentialStrategy([NUM_LAYERS // number] * number, microbatches=MICROBATCHES)
+        pipeline = train(strategy, number, Model, validates, **arguments)
+        compare(pipeline, single, tolerance=0)
+        for name, parameter in single.parameters.items():
+            assert pipeline.parameters[name].dtype == parameter.dtype, name
+        processes = [layer.process for layer in pipeline.model.sequential_module]
+        assert len(set(processes)) == number and os.getpid() not in processes  # none is noted for the driver
+        assert pipeline.model.seen == single.model.seen
+    return single.model.seen
+
+
+def everything() -> dict[str, Seen]:
+    return {
+        "bf16-mixed": compared("medium", precision="bf16-mixed", deterministic=True),
+        "bf16-true": compared("high", precision="bf16-true", deterministic="warn"),
+        # most other parity tests are in float64, for two and three stages
+        "64-true": compared("highest", (1, 2), precision="64-true", deterministic=False, validates=True),
+    }
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Seen]:
+    made: dict[str, Seen] = run(everything, timeout_seconds=200, allow=["env"])  # Lightning sets a variable for CUDA
+    return made
+
+
+def assert_seen(
+    seen: Seen, settings: dict[str, Any], forward: dict[str, Any], backward: dict[str, Any], *evaluation: dict[str, Any]
+) -> None:
+    """The same each time, also if it is recomputed; what a first layer gets may have a type of its own."""
+    for layer in seen[1:]:
+        assert layer["forward"] == [{**settings, "inference": False, **forward}]
+        assert layer["backward"] == [{**settings, "inference": False, **backward}]
+        assert layer["evaluation"] == [{**settings, **forward, "grad": False, **each} for each in evaluation]
+
+
+FLOAT, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float64
+
+
+def test_bf16_mixed_and_deterministic(seen: dict[str, Seen]) -> None:
+    settings = {"matmul": "medium", "deterministic": True, "only warns": False, "default dtype": FLOAT}
+    forward = {"autocast": HALF, "dtypes": [HALF, HALF, FLOAT, FLOAT]}
+    backward = {"autocast": None, "dtypes": [HALF]}
+    assert_seen(seen["bf16-mixed"], settings, forward, backward, {"inference": False})
+
+
+def test_bf16_true_and_deterministic_with_warnings(seen: dict[str, Seen]) -> None:
+    settings = {"matmul": "high", "deterministic": True, "only warns": True, "autocast": None}
+    forward = {"default dtype": HALF, "dtypes": [HALF] * 4}
+    backward = {"default dtype": FLOAT, "dtypes": [HALF]}
+    assert_seen(seen["bf16-true"], settings, forward, backward, {"inference": False})
+
+
+def test_64_true_and_inference_mode(seen: dict[str, Seen]) -> None:
+    """Lightning validates in inference mode, but not within ``fit``."""
+    settings = {"matmul": "highest", "deterministic": False, "only warns": False, "autocast": None}
+    forward = {"default dtype": DOUBLE, "dtypes": [DOUBLE] * 4}
+    backward = {"default dtype": FLOAT, "dtypes": [DOUBLE]}
+    assert_seen(seen["64-true"], settings, forward, backward, {"inference": False}, {"inference": True})
