@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -39,6 +40,19 @@ def check_callbacks(trainer: Any) -> None:
                 f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would average the weights "
                 "of the last stage only. Leave it out."
             )
+
+
+def check_automatic_optimization(model: LightningModule, schedule: str) -> None:
+    """Checks that Lightning makes the steps, if the schedule runs ``training_step`` once per micro-batch.
+
+    Raises:
+        MisconfigurationException: If the model makes them itself.
+    """
+    if schedule != "gpipe" and not model.automatic_optimization:
+        raise MisconfigurationException(
+            f"schedule={schedule!r} runs training_step once per micro-batch, so manual optimization would step after "
+            "each of them. Use schedule='gpipe', or automatic optimization."
+        )
 
 
 def check_deferred_batch_norm(module: nn.Module, path: str) -> None:

@@ -21,6 +21,7 @@ from strategies.base import StrategyPlugin, unwrapped
 from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
+from strategies.per_microbatch import training_step_per_microbatch
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
@@ -145,6 +146,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refusals.check_callbacks(trainer)
+            refusals.check_automatic_optimization(model, self._settings.schedule)
         module = find_module(model, self._module_path)
         if self._settings.deferred_batch_norm:
             refusals.check_deferred_batch_norm(module, self._module_path)
@@ -199,6 +201,25 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Returns ``tensor``: there is one pipeline."""
         return tensor
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs ``training_step`` once for the batch, or once per micro-batch if the schedule interleaves them."""
+        model = self.lightning_module
+        if self._settings.schedule == "gpipe":
+            return super().training_step(*args, **kwargs)
+        assert model is not None
+        refusals.check_automatic_optimization(model, self._settings.schedule)
+        batch, *rest = (*args, *kwargs.values())
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        with self.precision_plugin.train_step_context():
+            return training_step_per_microbatch(
+                model,
+                self._running(),
+                batch,
+                rest,
+                microbatches=self._settings.microbatches,
+                scale=scaler.get_scale() if scaler is not None else 1.0,
+            )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Checks that ``closure_loss`` has a value; its backward pass itself runs that of every stage.
