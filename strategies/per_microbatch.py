@@ -9,20 +9,31 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from pytorch_lightning import LightningModule
+from pytorch_lightning.loops.optimization.automatic import ClosureResult
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.memory import recursive_detach
 from torch import Tensor
 from torchmetrics import Metric
 
 from strategies.pipeline.batch import split_batch
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.driver import Pipeline
 
 
 def training_step_per_microbatch(
-    model: LightningModule, pipeline: Pipeline, batch: Any, rest: Sequence[Any], *, microbatches: int, scale: float
+    model: LightningModule,
+    pipeline: Pipeline,
+    batch: Any,
+    rest: Sequence[Any],
+    *,
+    microbatches: int,
+    context: PassContext,
+    scale: float,
 ) -> Any:
     """Stands for ``model.training_step(batch, *rest)``.
 
@@ -32,27 +43,32 @@ def training_step_per_microbatch(
         batch: The whole batch.
         rest: The further arguments of ``training_step``, the same for every micro-batch.
         microbatches: How many micro-batches to make at most.
+        context: What ``training_step`` runs under.
         scale: The loss scale for float16, or 1.
 
     Returns:
         What ``training_step`` returned, put together.
 
     Raises:
-        MisconfigurationException: If the batch cannot be split.
+        MisconfigurationException: If the batch cannot be split, or ``training_step`` returns something else than
+            Lightning allows.
     """
     parts, sizes = _split(model, batch, microbatches)
     logs = _Logs(sizes)
-    outputs: list[Any] = [None] * len(parts)
+    outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
     def code(m: int) -> Tensor | None:
         logs.begin(m)
-        outputs[m] = output = model.training_step(parts[m], *rest)
+        output = model.training_step(parts[m], *rest)
         parts[m] = None
-        return output["loss"] if isinstance(output, Mapping) else output
+        loss = ClosureResult.from_training_step_output(output).closure_loss  # raises what Lightning does
+        if isinstance(output, Mapping):
+            outputs[m] = recursive_detach(output)  # or else the graphs of all micro-batches would be kept
+        return loss
 
     weights = [size / max(1, sum(sizes)) for size in sizes]
     with logs.instead_of(model):
-        loss = pipeline.interleave([partial(code, m) for m in range(len(parts))], weights, scale)
+        loss = pipeline.interleave([partial(code, m) for m in range(len(parts))], weights, context, scale)
     logs.pass_on(model)
     return _merged(outputs, loss, sizes)
 
@@ -102,7 +118,8 @@ class _Logs:
         finally:
             del vars(model)["log"]
 
-    def _log(self, name: str, value: Any, **settings: Any) -> None:
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        name, value, settings = _call_of_log(*args, **kwargs)
         size = settings.get("batch_size") or self._sizes[self._thread.microbatch]
         if isinstance(value, Tensor):
             value = value.detach()
@@ -127,8 +144,13 @@ class _Logs:
             model.log(name, _reduced(values, sizes, settings.get("reduce_fx", "mean")), **settings)
 
 
+def _call_of_log(name: str, value: Any, *args: Any, **kwargs: Any) -> tuple[str, Any, dict[str, Any]]:
+    further = list(signature(LightningModule.log).parameters)[3:]  # after self, name and value
+    return name, value, {**dict(zip(further, args, strict=False)), **kwargs}
+
+
 def _reduced(values: Sequence[Any], sizes: Sequence[int], reduce_fx: str | Callable[..., Any]) -> Any:
-    kind = reduce_fx if isinstance(reduce_fx, str) else reduce_fx.__name__
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     if kind in ("sum", "max", "min"):
         return getattr(torch.stack([torch.as_tensor(value) for value in values]), kind)()
     return _mean(values, sizes)
@@ -141,11 +163,13 @@ def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
     return sum(value * (size / total) for value, size in zip(values, sizes, strict=True))
 
 
-def _merged(outputs: Sequence[Any], loss: Tensor | None, sizes: Sequence[int]) -> Any:
-    last = outputs[-1]
-    if not isinstance(last, Mapping):
-        return loss
-    return {name: loss if name == "loss" else _joined([o[name] for o in outputs], sizes) for name in last}
+def _merged(outputs: Sequence[Mapping[str, Any] | None], loss: Tensor | None, sizes: Sequence[int]) -> Any:
+    known = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for output, _ in known for name in output):
+        column = [(output[name], size) for output, size in known if name in output]
+        merged[name] = _joined([value for value, _ in column], [size for _, size in column])
+    return {**merged, "loss": loss} if merged else loss
 
 
 def _joined(values: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -22,6 +22,7 @@ from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
 from strategies.per_microbatch import training_step_per_microbatch
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
@@ -212,14 +213,16 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         batch, *rest = (*args, *kwargs.values())
         scaler = getattr(self.precision_plugin, "scaler", None)
         with self.precision_plugin.train_step_context():
-            return training_step_per_microbatch(
-                model,
-                self._running(),
-                batch,
-                rest,
-                microbatches=self._settings.microbatches,
-                scale=scaler.get_scale() if scaler is not None else 1.0,
-            )
+            context = PassContext.capture(self.root_device.type)
+        return training_step_per_microbatch(
+            model,
+            self._running(),
+            batch,
+            rest,
+            microbatches=self._settings.microbatches,
+            context=context,
+            scale=scaler.get_scale() if scaler is not None else 1.0,
+        )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Checks that ``closure_loss`` has a value; its backward pass itself runs that of every stage.

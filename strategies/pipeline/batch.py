@@ -13,6 +13,8 @@ from typing import Any
 
 _Map = Callable[[Any, str], Any]
 
+_DEFINE = "define split_batch(self, batch, num_microbatches) on the model, which returns one batch per micro-batch"
+
 
 def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
     """Splits a batch into at most ``microbatches`` parts that are made like it.
@@ -37,7 +39,11 @@ def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
 
     def part(start: int, stop: int) -> Any:
         def cut(value: Any, name: str) -> Any:
-            if _has_rows(value) or (_is_column(value) and len(value) == rows):
+            if _has_rows(value):
+                return value[start:stop]
+            if _is_column(value) and len(value) == rows:
+                if parts > 1:
+                    _check_column(value, name)
                 return value[start:stop]
             return _rebuilt(value, name, cut)
 
@@ -52,14 +58,13 @@ def _num_rows(batch: Any) -> int:
     if not sizes:
         raise ValueError(
             f"a batch of type {type(batch).__name__} has nothing with rows (no tensor with a first dimension, no "
-            "list), so it cannot be split into micro-batches; define split_batch(self, batch, num_microbatches) on the "
-            "model, which returns one batch per micro-batch"
+            f"list), so it cannot be split into micro-batches; {_DEFINE}"
         )
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {number}" for name, number in sizes.items())
         raise ValueError(
             f"it is not clear how many rows the batch has: {listed}. Make every tensor's first dimension the batch, or "
-            "define split_batch(self, batch, num_microbatches) on the model, which returns one batch per micro-batch"
+            f"{_DEFINE}"
         )
     return next(iter(sizes.values()))
 
@@ -76,6 +81,14 @@ def _is_column(value: Any) -> bool:
         and not hasattr(value, "_fields")
         and not any(_has_rows(leaf) for _, leaf in _walk(value, ""))
     )
+
+
+def _check_column(value: Any, name: str) -> None:
+    if all(isinstance(entry, list | tuple) and len(entry) == len(value) for entry in value):
+        raise ValueError(
+            f"it is not clear how to split {name}: it has {len(value)} entries, one for each row, which have as many "
+            f"entries themselves, as if they were fields; {_DEFINE}"
+        )
 
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 
 from strategies.optimizer import numbers_of, restricted, taken_apart
 from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.hosted import FEED_TAG, Cargo, describe
 from strategies.pipeline.interleaved import Code, interleave
 from strategies.pipeline.launch import Workers, share_of_threads
@@ -128,11 +130,15 @@ class Pipeline:
             self.module.register_load_state_dict_pre_hook(self._scatter_state_dict),
         ]
 
-    def interleave(self, codes: Sequence[Code], weights: Sequence[float], scale: float = 1.0) -> Tensor | None:
+    def interleave(
+        self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
+    ) -> Tensor | None:
         """Runs code once per micro-batch; see :func:`~strategies.pipeline.interleaved.interleave`."""
         assert self._passes is not None
-        here = [p for p in (self._model or self.module).parameters() if not p.is_meta]
-        return interleave(self._passes, here, codes, weights, scale)
+        groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
+        own = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
+        here = [parameter for parameter in own if not parameter.is_meta]
+        return interleave(self._passes, here, codes, weights, scale, context)
 
     def wait(self) -> None:
         """Returns when every stage has done what it was told; passes and steps themselves do not wait for all."""

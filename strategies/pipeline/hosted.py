@@ -66,6 +66,7 @@ class HostedStage:
         self._optimizers = [put_together(*parts) for parts in cargo.optimizers]
         self._numbers = cargo.numbers
         first, limit = cargo.index == 0, group.size() + 2
+        self._limit = limit
         source, inputs_tag = (self._driver, FEED_TAG) if first else (cargo.index - 1, 0)
         self._outputs = Sender(group, cargo.index + 1, limit=limit)
         # The driver takes the gradients of its inputs only after its own backward pass: no limit, it would wait for it.
@@ -126,7 +127,9 @@ class HostedStage:
         this.context.apply()
         gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
         with gathered.gathering():
-            self._stage.run(actions, this)
+            for action in actions:
+                self._stage.run([action], this)
+                self._input_grads.flush(keep=self._limit)  # the driver has taken those before
             self._ties.move_gradients(this.number)
 
     def release(self, number: int, factor: float) -> None:

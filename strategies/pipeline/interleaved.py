@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.passes import Passes, Run
@@ -33,7 +34,12 @@ Code = Callable[[], Tensor | None]
 
 
 def interleave(
-    passes: Passes, parameters: Sequence[nn.Parameter], codes: Sequence[Code], weights: Sequence[float], scale: float
+    passes: Passes,
+    parameters: Sequence[nn.Parameter],
+    codes: Sequence[Code],
+    weights: Sequence[float],
+    scale: float,
+    context: PassContext,
 ) -> Tensor | None:
     """Runs forward and backward pass of every micro-batch.
 
@@ -43,19 +49,22 @@ def interleave(
         codes: What to run for each micro-batch.
         weights: The share of each micro-batch in the loss.
         scale: By which the loss is multiplied for the backward pass, so that small gradients survive in float16.
+        context: What forward passes run under; backward passes run as the caller does.
 
     Returns:
         The weighted sum of the losses, whose backward pass gives every parameter its gradient; ``None`` if there is no
         loss at all.
     """
     with torch.no_grad(), passes.explained():
-        run = passes.begin(len(codes), grad=True)
+        run = passes.begin(len(codes), True, context)
         for i, remote in enumerate(passes.remotes):
             remote.start("interleave", run.this, passes.actions(i, run.this))
         gathered = GatheredGradients(parameters)
         pass_ = _Interleaved(passes, run, codes, [weight * scale for weight in weights])
         with gathered.gathering():
             losses = pass_.run()
+            if not pass_.learns and any(loss is not None for loss in losses):
+                raise RuntimeError("the loss that training_step returns does not depend on anything that is trained")
             passes.ports.ties.move_gradients(run.this.number)
     known = [(weight, loss) for weight, loss in zip(weights, losses, strict=True) if loss is not None]
     if not known:
@@ -81,6 +90,8 @@ class _Interleaved:
 
     def __init__(self, passes: Passes, run: Run, codes: Sequence[Code], weights: Sequence[float]) -> None:
         self._passes, self._this, self._codes, self._weights = passes, run.this, codes, weights
+        self.learns = False
+        """Whether the loss of any micro-batch wants a backward pass."""
         self._steps: list[Step] = []
         self._inputs: list[list[Tensor]] = []
         """Of each micro-batch, the tensors that the module was called with and that want a gradient."""
@@ -116,8 +127,14 @@ class _Interleaved:
                 "training_step did not call the pipelined module for one of its micro-batches; schedule='1f1b' runs it "
                 "once per micro-batch, with one call in each. Use schedule='gpipe'."
             )
-        tensors = [leaf for leaf in tree_leaves(step.input) if isinstance(leaf, Tensor)]
-        self._passes.ports.feed.send(step.input, this.number, m, requires_grad=[t.requires_grad for t in tensors])
+        if step.context != this.context:
+            raise RuntimeError(
+                "training_step called the pipelined module under autocast or other settings of its own, but "
+                "schedule='1f1b' runs its layers under those of the precision plug-in. Use schedule='gpipe'."
+            )
+        input, step.input = step.input, None
+        tensors = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
+        self._passes.ports.feed.send(input, this.number, m, requires_grad=[t.requires_grad for t in tensors])
         self._inputs.append([t for t in tensors if t.requires_grad])
 
     def _in_context(self, code: Code) -> Any:
@@ -134,7 +151,10 @@ class _Interleaved:
             output = entered(leaves)
         step.resume(output)
         loss, step.result = step.result, None
+        if loss is not None and loss.numel() != 1:
+            raise RuntimeError(f"training_step returned a loss of shape {list(loss.shape)}; it must be a single number")
         if loss is not None and loss.requires_grad:
+            self.learns = True
             # The loss may also depend on the input directly; its part of the graph is gone through again in _answer.
             loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=bool(self._inputs[m]))
         if wanted:

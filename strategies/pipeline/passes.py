@@ -187,7 +187,7 @@ class Passes:
         ]
         return merged
 
-    def begin(self, microbatches: int, grad: bool) -> Run:
+    def begin(self, microbatches: int, grad: bool, context: PassContext | None = None) -> Run:
         """Begins a pass: what has to be the same everywhere is, once the stages do what they are told next."""
         for sender in self.ports.senders:
             sender.flush()  # what earlier passes sent has arrived: their results are here
@@ -199,7 +199,7 @@ class Passes:
             recomputed=num_recomputed(self._settings.checkpoint, microbatches) if grad else 0,
             at_once=not self._settings.pipelined_backward,
             seed=self._seeds.next(grad),
-            context=PassContext.capture(self.stage.device.type),
+            context=context or PassContext.capture(self.stage.device.type),
         )
         self._share_ties(number)
         for i in range(len(self.remotes)):

@@ -5,19 +5,20 @@
 
 Each step has a thread, but never runs at the same time as the lead or another step: control is handed over, as between
 coroutines, which code that knows nothing of them cannot be made into. A step's random numbers are a stream of its own,
-so that they do not depend on what runs in between.
+so that they do not depend on what runs in between; so is what else belongs to the process: the default dtype.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.randomness import preserved_random_state, seed_device
 
 
@@ -32,11 +33,14 @@ class Step:
         self.has_called = False
         """Whether the function has called the module, and waits for its output."""
         self.input: Any = None
-        """What it has called the module with."""
+        """What it has called the module with; who takes it away lets its memory go."""
+        self.context: PassContext | None = None
+        """The settings under which it has called the module."""
         self.result: Any = None
         """What the function has returned."""
         self._device, self._seed = device, seed
         self._random_state: list[torch.Tensor] | None = None
+        self._default_dtype: torch.dtype | None = None
         self._ended = False
         self._to_step: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
         self._to_lead: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -57,20 +61,22 @@ class Step:
                 self._hand_over(False, None)
 
     def _hand_over(self, go_on: bool, output: Any) -> None:
-        with preserved_random_state(self._device):
+        with preserved_random_state(self._device), _preserved_default_dtype():
+            if self._default_dtype is not None:
+                torch.set_default_dtype(self._default_dtype)
             if self._random_state is None:
                 seed_device(self._seed, self._device)
             else:
                 _set_random_state(self._random_state, self._device)
             self._to_step.put((go_on, output))
             error = self._to_lead.get()
-            self._random_state = _random_state(self._device)
+            self._random_state, self._default_dtype = _random_state(self._device), torch.get_default_dtype()
         if error is not None:
             raise error
 
     def call(self, input: Any) -> Any:
         """Stands for the module, on the step's own thread."""
-        if self.input is not None:
+        if self.context is not None:
             raise RuntimeError(
                 "training_step called the pipelined module twice; schedule='1f1b' runs it once per micro-batch, with "
                 "one call in each. Use schedule='gpipe'."
@@ -80,7 +86,7 @@ class Step:
                 "training_step called the pipelined module under no_grad, but schedule='1f1b' runs its backward pass "
                 "within the same call. Use schedule='gpipe'."
             )
-        self.input, self.has_called = input, True
+        self.input, self.context, self.has_called = input, PassContext.capture(self._device.type), True
         self._to_lead.put(None)
         go_on, output = self._to_step.get()
         if not go_on:
@@ -126,7 +132,11 @@ class Steps:
         """
         step = Step(seed, self._device)
         self._threads.submit(copy_context().run, self._run, step, function)
-        step.resume()
+        try:
+            step.resume()
+        except BaseException:  # Ctrl-C too, at which the function still runs
+            step.abandon()
+            raise
         return step
 
     def _run(self, step: Step, function: Callable[[], Any]) -> None:
@@ -139,6 +149,15 @@ class Steps:
     def close(self) -> None:
         """Ends the threads, once no step runs on them any more."""
         self._threads.shutdown(wait=False)
+
+
+@contextmanager
+def _preserved_default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _random_state(device: torch.device) -> list[torch.Tensor]:
