@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.passes import Settings
+from strategies.pipeline.settings import Settings
 
 WIDTH, NUM_LAYERS, ROWS, LENGTH, MICROBATCHES = 512, 8, 16, 64, 8
 ROUNDS = 9

@@ -22,9 +22,9 @@ from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.passes import Settings
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
+from strategies.pipeline.settings import Settings
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 from strategies.summary import show_stages
 
@@ -145,6 +145,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refusals.check_callbacks(trainer)
+            refusals.check_loggers(trainer)
         module = find_module(model, self._module_path)
         if self._settings.deferred_batch_norm:
             refusals.check_deferred_batch_norm(module, self._module_path)
@@ -282,7 +283,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         except Exception as error:
             if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
-            rank_zero_warn(f"The weights of some stages could not be brought back ({error}).")
+            rank_zero_warn(f"The weights of some stages could not be brought back ({error!r}).")
         finally:
             with without_meta_tensors(model) if model is not None else nullcontext():
                 super().teardown()

@@ -10,8 +10,8 @@ from torch import nn
 
 from strategies import DDPStrategy, RPCSequentialStrategy
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.passes import Settings
 from strategies.pipeline.randomness import Seeds
+from strategies.pipeline.settings import Settings
 
 pytestmark = pytest.mark.gpu
 

@@ -43,10 +43,10 @@ class Measured(Small):
         output = self(batch[0])
         loss = mse_loss(output, batch[1])
         self.losses.append(loss.item())
-        self.error(output.detach(), batch[1])
+        self.error(output, batch[1])
         self.log("error", self.error, on_step=True, on_epoch=True)
-        self.log_dict(self.both(output.detach(), batch[1]))
-        self.mean.update(output.detach().mean())
+        self.log_dict(self.both(output, batch[1]))
+        self.mean.update(output.mean())
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         return loss
 

@@ -144,17 +144,12 @@ def test_batch_size(found: Any) -> None:
     assert search["size"] == search["model"] == 15
 
 
-xfail = pytest.mark.xfail(strict=True, reason="after an error in a pass every later pass raises that error again")
-
-
-@xfail
 def test_batch_size_where_memory_runs_out_on_a_worker(found: Any) -> None:
     (single, pipeline), _ = found[2]
     alike(pipeline, single)
     assert single["size"] == 16 and len(single["losses"]) == 2 * 3 + 3 and single["error"] is None
 
 
-@xfail
 def test_batch_size_where_memory_runs_out_on_the_driver(found: Any) -> None:
     _, (single, pipeline) = found[2]
     alike(pipeline, single)

@@ -11,7 +11,7 @@ from harness import run
 from torch import Tensor, nn
 
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.passes import Settings
+from strategies.pipeline.settings import Settings
 
 CPU = torch.device("cpu")
 

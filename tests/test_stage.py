@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.passes import Settings
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.settings import Settings
 
 CPU = torch.device("cpu")
 
