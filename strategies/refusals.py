@@ -3,7 +3,7 @@
 from typing import Any
 
 from pytorch_lightning import LightningModule
-from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -29,15 +29,15 @@ def check_launch(environment: ClusterEnvironment | None, num_nodes: int) -> None
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Checks that no callback averages weights, which it would do on the driver's stage alone.
+    """Checks that no callback averages or prunes weights, which it would do on the driver's stage alone.
 
     Raises:
         MisconfigurationException: If one does.
     """
     for callback in trainer.callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging | ModelPruning):
             raise MisconfigurationException(
-                f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would average the weights "
+                f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would work on the weights "
                 "of the last stage only. Leave it out."
             )
 
@@ -53,6 +53,20 @@ def check_automatic_optimization(model: LightningModule, schedule: str) -> None:
             f"schedule={schedule!r} runs training_step once per micro-batch, so manual optimization would step after "
             "each of them. Use schedule='gpipe', or automatic optimization."
         )
+
+
+def check_loggers(trainer: Any) -> None:
+    """Checks that no logger wants to trace the model, which would see the driver's stage alone.
+
+    Raises:
+        MisconfigurationException: If one does.
+    """
+    for logger in trainer.loggers:
+        if getattr(logger, "_log_graph", False):
+            raise MisconfigurationException(
+                f"{type(logger).__name__}(log_graph=True) traces the model in one process, and its layers live in "
+                "several. Leave log_graph out; the model summary shows which layer is where."
+            )
 
 
 def check_deferred_batch_norm(module: nn.Module, path: str) -> None:

@@ -148,6 +148,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         if fitting:
             refusals.check_callbacks(trainer)
             refusals.check_automatic_optimization(model, self._settings.schedule)
+            refusals.check_loggers(trainer)
         module = find_module(model, self._module_path)
         if self._settings.deferred_batch_norm:
             refusals.check_deferred_batch_norm(module, self._module_path)
@@ -306,7 +307,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         except Exception as error:
             if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
-            rank_zero_warn(f"The weights of some stages could not be brought back ({error}).")
+            rank_zero_warn(f"The weights of some stages could not be brought back ({error!r}).")
         finally:
             with without_meta_tensors(model) if model is not None else nullcontext():
                 super().teardown()

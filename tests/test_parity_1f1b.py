@@ -1,7 +1,8 @@
 from typing import Any
+
 from harness import run
-from torch.nn.functional import mse_loss
 from parity import Small, batches, check
+from torch.nn.functional import mse_loss
 
 
 class Once(Small):

@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import Small, batches
@@ -42,10 +43,10 @@ class Measured(Small):
         output = self(batch[0])
         loss = mse_loss(output, batch[1])
         self.losses.append(loss.item())
-        self.error(output.detach(), batch[1])
+        self.error(output, batch[1])
         self.log("error", self.error, on_step=True, on_epoch=True)
-        self.log_dict(self.both(output.detach(), batch[1]))
-        self.mean.update(output.detach().mean())
+        self.log_dict(self.both(output, batch[1]))
+        self.mean.update(output.mean())
         self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
         return loss
 
@@ -146,18 +147,6 @@ def all_watched() -> list[dict[str, Any]]:
     return everywhere(watched, stages=[3])
 
 
-def test_checkpoints_stopping_rates_metrics_and_loggers() -> None:
-    single, pipeline = run(all_watched)
-    alike(pipeline, single)
-    assert single["stopped"][0] == 6 and single["stopped"][3] == 7
-    assert len(single["kept"]) == 2 and single["best"][0] in single["kept"]
-    assert set(single["checkpoints"]) > {"best/last.ckpt", single["best"][0].lstrip("/"), "often/epoch=1-step=5.ckpt"}
-    assert len(single["bar's text"]) > 20
-    tags = single["written"]["tensorboard"]
-    assert {"error_step", "squared", "root", "mean", "loss_epoch", "val_loss", "lr-AdamW", "epoch"} <= set(tags)
-    assert sum("DeviceStatsMonitor" in tag for tag in tags) > 10
-
-
 def with_rich_bar(make: Make) -> list[Any]:
     bar = Bar()
     trainer = make(max_epochs=2, callbacks=[bar, RichProgressBar()], enable_progress_bar=True)
@@ -170,7 +159,28 @@ def all_with_rich_bar() -> list[list[Any]]:
     return everywhere(with_rich_bar, stages=[2])
 
 
-def test_the_rich_progress_bar() -> None:
-    single, pipeline = run(all_with_rich_bar, env={"COLUMNS": "150"})
+def everything() -> list[Any]:
+    return [all_watched(), all_with_rich_bar()]
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return run(everything, env={"COLUMNS": "150"}, timeout_seconds=170)
+
+
+def test_checkpoints_stopping_rates_metrics_and_loggers(found: Any) -> None:
+    single, pipeline = found[0]
+    alike(pipeline, single)
+    assert single["stopped"][0] == 6 and single["stopped"][3] == 7
+    assert len(single["kept"]) == 2 and single["best"][0] in single["kept"]
+    assert set(single["checkpoints"]) > {"best/last.ckpt", single["best"][0].lstrip("/"), "often/epoch=1-step=5.ckpt"}
+    assert len(single["bar's text"]) > 20
+    tags = single["written"]["tensorboard"]
+    assert {"error_step", "squared", "root", "mean", "loss_epoch", "val_loss", "lr-AdamW", "epoch"} <= set(tags)
+    assert sum("DeviceStatsMonitor" in tag for tag in tags) > 10
+
+
+def test_the_rich_progress_bar(found: Any) -> None:
+    single, pipeline = found[1]
     alike(pipeline, single)
     assert len(single[1]) > 2

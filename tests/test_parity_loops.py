@@ -96,9 +96,7 @@ def each_loop(make: Make) -> dict[str, Any]:
     found = {}
     trainer.fit(model, batches((8, 8, 5, 2, 7, 9, 6)), batches((7, 6, 4), seed=1))
     found["fit"] = results(model, trainer, diary)
-    returned: Any = trainer.validate(model, batches((3, 9, 4), seed=3), verbose=False)
-    found["validate"] = results(model, trainer, diary, returned)
-    returned = trainer.test(model, evaluation_data(), verbose=False)
+    returned: Any = trainer.test(model, evaluation_data(), verbose=False)
     found["test"] = results(model, trainer, diary, returned)
     returned = trainer.predict(model, evaluation_data())
     found["predict"] = results(model, trainer, diary, returned)
@@ -107,23 +105,6 @@ def each_loop(make: Make) -> dict[str, Any]:
 
 def all_loops() -> list[dict[str, Any]]:
     return everywhere(each_loop, stages=[3], module="model.layers", checkpoint="never")
-
-
-def test_every_loop() -> None:
-    """Also: layers built in ``configure_model`` at a nested path, and their modes as each stage saw them."""
-    single, pipeline = run(all_loops)
-    alike(pipeline, single)
-
-    names = [f"model.layers.{k}.rows" for k in (1, 3, 5)]
-    rows = {loop: [single[loop]["state"][name].tolist() for name in names] for loop in single}
-    trained, checked, validated = 2 * (8 + 8 + 5 + 2 + 7), 7, 2 * 2 * (7 + 6)
-    assert rows["fit"][0] == rows["fit"][2] == [checked + validated, trained]
-    assert rows["fit"][1] == [checked + validated + trained, 0]
-    assert rows["validate"][0] == [rows["fit"][0][0] + 3 + 9, trained]
-    assert rows["test"][0] == [rows["validate"][0][0] + 7 + 6 + 4, trained]
-    assert rows["predict"][0] == [rows["test"][0][0] + 7 + 6 + 4 + 1, trained]
-    assert len(single["test"]["returned"]) == 2 and len(single["predict"]["returned"][1]) == 2
-    assert any(line.startswith("on_sanity_check_start") for line in single["fit"]["diary"])
 
 
 def short_loop(make: Make, **limits: Any) -> dict[str, Any]:
@@ -144,23 +125,12 @@ def short_loops() -> list[list[dict[str, Any]]]:
     return [everywhere(partial(short_loop, **each), **options) for each in limits]
 
 
-def test_shortened_loops() -> None:
-    runs = run(short_loops)
-    for single, pipeline in runs:
-        alike(pipeline, single)
-    assert [single["steps"] for single, _ in runs] == [2, 8, 6]
-    assert [sum("on_validation_start" in line for line in single["run"]["diary"]) for single, _ in runs] == [1, 3, 3]
-
-
 class Fragile(Small):
     """Cannot take more than ten rows: a layer of its first stage fails."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sequential_module[1] = Limited(10)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("test_loss", mse_loss(self(batch[0]), batch[1]), batch_size=len(batch[0]))
 
 
 def again_and_again(make: Make) -> dict[str, Any]:
@@ -173,19 +143,16 @@ def again_and_again(make: Make) -> dict[str, Any]:
 
     trainer.fit(model, batches(), batches(seed=1))
     note("once", trainer)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, batches(), batches(seed=1))
-    note("twice", trainer)
-    other.fit(model, batches((4, 6)))
-    note("by another Trainer", other)
-    found["test"] = trainer.test(model, batches((4, 6), seed=2), verbose=False)
     failing = make(max_epochs=3)
     with pytest.raises(RuntimeError, match="too many rows"):
         failing.fit(model, batches((5, 50)))
     note("failed", failing)
-    after = make(max_epochs=1)
-    after.fit(model, batches((4, 6)))
-    note("a new one after a failure", after)
+    other.fit(model, batches((4, 6)))
+    note("by another Trainer after that", other)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, batches(), batches(seed=1))
+    note("twice", trainer)
+    found["validated"] = trainer.validate(model, batches((4, 6), seed=2), verbose=False)
     return found
 
 
@@ -193,7 +160,43 @@ def repeated() -> list[dict[str, Any]]:
     return everywhere(again_and_again, stages=[2])
 
 
-def test_several_runs_and_trainers() -> None:
-    single, pipeline = run(repeated)
+# All of it is one launch
+
+
+def everything() -> dict[str, Any]:
+    return {"loops": all_loops(), "short loops": short_loops(), "several runs": repeated()}
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return run(everything, timeout_seconds=170)
+
+
+def test_every_loop(found: Any) -> None:
+    """Also: layers built in ``configure_model`` at a nested path, and their modes as each stage saw them."""
+    single, pipeline = found["loops"]
     alike(pipeline, single)
-    assert len(single["twice"][0]) == 2 * len(single["once"][0])
+
+    names = [f"model.layers.{k}.rows" for k in (1, 3, 5)]
+    rows = {loop: [single[loop]["state"][name].tolist() for name in names] for loop in single}
+    trained, checked, validated = 2 * (8 + 8 + 5 + 2 + 7), 7, 2 * 2 * (7 + 6)
+    assert rows["fit"][0] == rows["fit"][2] == [checked + validated, trained]
+    assert rows["fit"][1] == [checked + validated + trained, 0]
+    assert rows["test"][0] == [rows["fit"][0][0] + 7 + 6 + 4, trained]
+    assert rows["predict"][0] == [rows["test"][0][0] + 7 + 6 + 4 + 1, trained]
+    assert len(single["test"]["returned"]) == 2 and len(single["predict"]["returned"][1]) == 2
+    assert any(line.startswith("on_sanity_check_start") for line in single["fit"]["diary"])
+
+
+def test_shortened_loops(found: Any) -> None:
+    runs = found["short loops"]
+    for single, pipeline in runs:
+        alike(pipeline, single)
+    assert [single["steps"] for single, _ in runs] == [2, 8, 6]
+    assert [sum("on_validation_start" in line for line in single["run"]["diary"]) for single, _ in runs] == [1, 3, 3]
+
+
+def test_several_runs_and_trainers(found: Any) -> None:
+    single, pipeline = found["several runs"]
+    alike(pipeline, single)
+    assert [len(single[moment][0]) for moment in ("once", "failed", "twice")] == [4, 5, 13]

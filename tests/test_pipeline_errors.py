@@ -67,7 +67,13 @@ class Model(pl.LightningModule):
 
 
 def fit(
-    model: pl.LightningModule, devices: int = 2, *, plugins: Any = None, callbacks: Any = None, **settings: Any
+    model: pl.LightningModule,
+    devices: int = 2,
+    *,
+    plugins: Any = None,
+    callbacks: Any = None,
+    logger: Any = False,
+    **settings: Any,
 ) -> Trainer:
     trainer = Trainer(
         accelerator="cpu",
@@ -76,7 +82,7 @@ def fit(
         max_steps=2,
         plugins=plugins,
         callbacks=callbacks,
-        logger=False,
+        logger=logger,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -349,12 +355,31 @@ def test_path_of_the_module(path: str, message: str) -> None:
         fit(Nested(), module="net.layers", balance=[1, 2])
 
 
-@pytest.mark.parametrize("callback", [pl.callbacks.StochasticWeightAveraging(0.1), pl.callbacks.EMAWeightAveraging()])
-def test_callbacks_that_average_weights(callback: pl.Callback) -> None:
+@pytest.mark.parametrize(
+    "callback",
+    [
+        pl.callbacks.StochasticWeightAveraging(0.1),
+        pl.callbacks.EMAWeightAveraging(),
+        pl.callbacks.ModelPruning("l1_unstructured", amount=0.5),
+    ],
+)
+def test_callbacks_that_work_on_weights(callback: pl.Callback) -> None:
     with pytest.raises(
         MisconfigurationException, match=f"does not support {type(callback).__name__} yet: .*of the last stage only"
     ):
         fit(Model(), callbacks=[callback])
+
+
+def test_a_logger_that_traces_the_model(tmp_path: Path) -> None:
+    logger = pl.loggers.TensorBoardLogger(tmp_path, log_graph=True)
+    with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger\(log_graph=True\) traces the model in one"):
+        fit(Model(), logger=logger)
+
+
+def test_a_compiled_model() -> None:
+    compiled: Any = torch.compile(Model())
+    with pytest.raises(RuntimeError, match=r"(?s)compiled model is incompatible .*RPCSequential"):
+        fit(compiled)
 
 
 def test_batch_norm_that_is_not_there() -> None:

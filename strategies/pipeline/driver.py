@@ -6,7 +6,6 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 """
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,6 +27,7 @@ from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.session import Session, join_group
 from strategies.pipeline.settings import Settings
 from strategies.pipeline.stage import Mailbox, Stage
+from strategies.pipeline.state import follow_state_dict
 from strategies.pipeline.ties import TiedParameters, find_ties
 from strategies.pipeline.update import PipelineOptimizers
 from strategies.pipeline.worker import host
@@ -77,8 +77,11 @@ class Pipeline:
         self._hooks: list[Any] = []
         self._threads_before: int | None = None
 
-    def start(self) -> None:
+    def start(self) -> Passes:
         """Starts the workers, ships their stages, and takes over the module's forward pass.
+
+        Returns:
+            What stands for the forward pass.
 
         Raises:
             ValueError: If a layer cannot be shipped; nothing has been started then.
@@ -87,12 +90,27 @@ class Pipeline:
         remote_stages = self.stages[:-1]
         blobs = [pickled(self._cargo(i), layers, self._model) for i, layers in enumerate(remote_stages)]
         try:
-            self._start(blobs)
+            return self._start(blobs)
         except BaseException:
             self._end()
             raise
 
-    def _start(self, blobs: Sequence[bytes]) -> None:
+    def _start_again(self) -> Passes:
+        """After an error that somebody caught, as in one process one can go on after it: with new workers.
+
+        Gradients are lost; weights, buffers and optimizer states are not.
+
+        Raises:
+            Exception: That error once more, if a worker has died and its layers with it.
+        """
+        if any(remote.has_ended for remote in self.remotes):
+            self.failures.raise_cause()
+        self._fetch()
+        self._end()
+        self.failures = Failures()
+        return self.start()
+
+    def _start(self, blobs: Sequence[bytes]) -> Passes:
         self._threads_before = torch.get_num_threads()
         threads = share_of_threads(len(self.stages))
         torch.set_num_threads(threads)
@@ -114,7 +132,7 @@ class Pipeline:
         for optimizer in self.optimizers.optimizers:  # the workers have these states; here they would only take memory
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
-        self._passes = vars(self.module)["forward"] = Passes(
+        passes = self._passes = vars(self.module)["forward"] = Passes(
             self.module,
             self.stages,
             self._stage,
@@ -124,16 +142,17 @@ class Pipeline:
             self._settings,
             self._seeds,
             lambda: self.optimizers.num_steps,
+            self._start_again,
         )
-        self._hooks = [
-            self.module.register_state_dict_post_hook(partial(self._gather_state_dict)),  # torch marks the callable
-            self.module.register_load_state_dict_pre_hook(self._scatter_state_dict),
-        ]
+        self._hooks = follow_state_dict(self.module, self.stages, self.remotes)
+        return passes
 
     def interleave(
         self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
     ) -> Tensor | None:
         """Runs code once per micro-batch; see :func:`~strategies.pipeline.interleaved.interleave`."""
+        if self.failures.raised:
+            self._start_again()
         assert self._passes is not None
         groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
         own = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
@@ -251,34 +270,6 @@ class Pipeline:
             failures=self.failures,
             timeout_seconds=session.timeout_seconds,
         )
-
-    def _gather_state_dict(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Replaces the meta tensors in a state dict by the workers' values, stage by stage; ties stay tied."""
-        for remote in self.remotes:
-            for name, value in remote.call("module_state").items():
-                here = state.get(prefix + name)
-                if not isinstance(here, Tensor) or here.is_meta:
-                    state[prefix + name] = value
-        first: dict[nn.Parameter, str] = {}
-        for name, parameter in self._named_parameters().items():
-            if prefix + name in state:
-                state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
-
-    def _scatter_state_dict(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any
-    ) -> None:
-        """Sends the workers their part of a state dict that is being loaded."""
-        named = self._named_parameters()
-        last = {parameter: name for name, parameter in named.items() if prefix + name in state}
-        for name, parameter in named.items():  # as in one process, the last value of a tied parameter stays
-            if prefix + name in state:
-                state[prefix + name] = state[prefix + last[parameter]]
-        for layers, remote in zip(self.stages, self.remotes, strict=False):
-            own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
-            remote.call("load_module_state", {name: state[prefix + name] for name in own})
-            for name, here in own.items():
-                if isinstance(here, Tensor) and here.is_meta:
-                    state[prefix + name] = state[prefix + name].to("meta")
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))

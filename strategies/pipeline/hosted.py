@@ -120,6 +120,7 @@ class HostedStage:
         """Runs the backward part of a pass."""
         this, actions = self._passes.pop(number)
         self._stage.run(actions, this)
+        self._outputs.flush()  # they have arrived, or there would have been no gradients; so they need not be kept
         self._ties.move_gradients(number)
 
     def interleave(self, this: Pass, actions: list[Action]) -> None:

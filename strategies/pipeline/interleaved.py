@@ -70,13 +70,13 @@ def interleave(
     if not known:
         return None
     total = torch.stack([weight * loss for weight, loss in known]).sum()
-    return with_backward([total], [True], [], partial(_release, passes, run, gathered, scale))[0]
+    return with_backward([total], [True], [], partial(_release, run, gathered, scale))[0]
 
 
 def _release(
-    passes: Passes, run: Run, gathered: GatheredGradients, scale: float, grads: Sequence[Tensor | None], _: Any
+    run: Run, gathered: GatheredGradients, scale: float, grads: Sequence[Tensor | None], _: Any
 ) -> list[Tensor | None]:
-    run.spend()
+    passes = run.spend()
     factor = 0.0 if grads[0] is None else grads[0].item() / scale
     with passes.explained():
         for remote in passes.remotes:

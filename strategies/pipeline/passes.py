@@ -6,10 +6,11 @@ driver runs its own inside that node and does not wait for the others, whose wor
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,32 +49,45 @@ class Ports:
 
 
 class Run:
-    """One pass, from its forward part until its backward part has run or can no longer come."""
+    """One pass, from its forward part until its backward part has run or can no longer come.
 
-    def __init__(self, this: Pass, forget: Callable[[int], None]) -> None:
+    A result that the user keeps keeps this, which therefore does not keep the pipeline.
+    """
+
+    def __init__(self, this: Pass, passes: "Passes") -> None:
         self.this = this
+        self._passes = weakref.ref(passes)
+        self._is_spent = False
         self.rows: list[list[int]] = []
         """For each output that wants a gradient, the number of rows that each micro-batch gave."""
         self.flags: list[list[bool]] = []
         """For each such output, whether that of each micro-batch wants one (those recomputed are only guessed)."""
-        self._forget: Callable[[int], None] | None = forget
 
-    def spend(self) -> None:
+    def spend(self) -> "Passes":
         """Notes that the backward part runs now, after which nothing is kept for it any more.
 
         Raises:
-            RuntimeError: If it has run before.
+            RuntimeError: If it has run before, or the pipeline has ended.
         """
-        if self._forget is None:
+        passes = self._passes()
+        if passes is None:
+            raise RuntimeError("the pipeline that computed this has ended, so it has no backward pass any more")
+        if self._is_spent:
             raise RuntimeError(
                 "the backward pass of this batch has already run through the pipeline, whose stages keep nothing for "
                 "a second one (retain_graph=True has no effect on them); add the losses up and call backward once"
             )
-        self._forget = None
+        self._is_spent = True
+        return passes
+
+    def backward(self, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Runs the backward part on every stage; see :meth:`Passes.backward`."""
+        return self.spend().backward(self, grads, inputs)
 
     def __del__(self) -> None:
-        if self._forget is not None:
-            self._forget(self.this.number)
+        passes = self._passes()
+        if passes is not None and not self._is_spent:
+            passes.forget(self.this.number)
 
 
 class Passes:
@@ -89,6 +103,7 @@ class Passes:
         settings: How to run.
         seeds: Gives each pass the seed of its random numbers.
         num_steps: Tells how often optimizers have stepped.
+        start_again: Replaces a pipeline in which something failed by a new one; returns what leads that.
     """
 
     def __init__(
@@ -102,10 +117,11 @@ class Passes:
         settings: Settings,
         seeds: Seeds,
         num_steps: Callable[[], int],
+        start_again: Callable[[], "Passes"],
     ) -> None:
         self._module, self._stages, self.stage, self.ports = module, stages, stage, ports
         self.remotes, self._failures, self._settings, self._seeds = remotes, failures, settings, seeds
-        self._num_steps = num_steps
+        self._num_steps, self._start_again = num_steps, start_again
         self._shared = num_steps(), ports.ties.versions
         self._num_passes = 0
         self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
@@ -116,6 +132,8 @@ class Passes:
         """Takes and returns what the module's own forward pass does."""
         if (step := self.steps.current) is not None:
             return step.call(input)
+        if self._failures.raised:
+            return self._start_again()(input)
         given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
         trained = any(p.requires_grad for p in self._module.parameters())
         grad = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in given))
@@ -126,7 +144,7 @@ class Passes:
             return output
         leaves, spec = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        outputs = with_backward([leaves[place] for place in places], wanted, inputs, partial(self._backward, run))
+        outputs = with_backward([leaves[place] for place in places], wanted, inputs, run.backward)
         for place, tensor in zip(places, outputs, strict=True):
             leaves[place] = tensor
         return tree_unflatten(leaves, spec)
@@ -153,7 +171,7 @@ class Passes:
         run.flags = [[t.requires_grad for t in column] for column in columns]
         return run, output, wanted
 
-    def _backward(self, run: Run, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(self, run: Run, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
         """Runs the backward part of a pass on every stage.
 
         Args:
@@ -165,7 +183,6 @@ class Passes:
             The gradients of ``inputs``.
         """
         this = run.this
-        run.spend()
         with self.explained():
             columns = [
                 [None] * this.microbatches if grad is None else grad.split(rows)
@@ -204,7 +221,7 @@ class Passes:
         self._share_ties(number)
         for i in range(len(self.remotes)):
             self._send_flags(i)
-        return Run(this, self._forget)
+        return Run(this, self)
 
     def actions(self, i: int, this: Pass) -> list[Action]:
         """What stage ``i`` does in a whole pass."""
@@ -236,7 +253,8 @@ class Passes:
             remote.later("set_requires_grad", trained)
         self._flags_sent[i] = modes, trained
 
-    def _forget(self, number: int) -> None:
+    def forget(self, number: int) -> None:
+        """Has every stage forget a pass whose backward part can no longer come."""
         self.stage.discard(number)
         for remote in self.remotes:
             remote.later("discard", number)

@@ -109,6 +109,11 @@ class RemoteStage:
         self._number = 0
         self._later: list[Command] = []
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the worker's process is gone, and its layers with it."""
+        return self._ended() is not None
+
     def later(self, command: str, *arguments: Any) -> None:
         """Runs a command just before that of the next call."""
         self._later.append((command, arguments))

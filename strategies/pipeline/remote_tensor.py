@@ -13,6 +13,9 @@ _HARMLESS = ("requires_grad_", "rename_")
 _TAKE_ALL_GRADIENTS = ("torch.nn.utils.clip_grad", "pytorch_lightning.utilities.grads")
 """Modules whose functions leave out parameters without a gradient, so that they would work on some stages only."""
 
+_MAKE_UP_VALUES = ("torch.utils.tensorboard._convert_np",)
+"""Modules that take random numbers for the values of a meta tensor."""
+
 
 class _Remote:
     """Makes an error of whatever would silently do nothing, because the values are elsewhere.
@@ -33,16 +36,25 @@ class _Remote:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if _reads_gradient(func) and sys._getframe(1).f_globals.get("__name__") in _TAKE_ALL_GRADIENTS:
+            caller = sys._getframe(1).f_globals.get("__name__")
+            if _reads_gradient(func) and caller in _TAKE_ALL_GRADIENTS:
                 raise RuntimeError(
                     f"the gradient of {args[0].relay_name} {list(args[0].shape)} is on another stage of the "
                     "pipeline. For gradients of all stages set the Trainer's gradient_clip_val, or call "
                     "self.clip_gradients(...) or trainer.strategy.clip_grad_norm_(...), which returns their norm "
                     "and with max_norm=inf leaves them as they are."
                 )
+            if caller in _MAKE_UP_VALUES:
+                args[0]._refuse("SummaryWriter")
             if (lost := _would_lose(func, args, kwargs or {})) is not None:
                 lost._refuse(getattr(getattr(func, "__self__", None), "__name__", func.__name__))
-            return func(*args, **(kwargs or {}))
+            try:
+                return func(*args, **(kwargs or {}))
+            except (RuntimeError, NotImplementedError) as error:  # such as torch.equal, which needs values
+                remote = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _Remote)), None)
+                if remote is None or "meta" not in str(error):
+                    raise
+                remote._refuse(func.__name__)
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._refuse("copy.deepcopy")
@@ -53,8 +65,8 @@ class _Remote:
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"`{what}` on {self.relay_name} {list(self.shape)}, which lives on another stage of the "
-            "pipeline: its values are not in this process, so nothing would happen to them. While the pipeline runs "
-            "only layers and optimizers change them, and state_dict() gives the values of every stage."
+            "pipeline: its values are not in this process, so nothing could be read or done to them. While the "
+            "pipeline runs only layers and optimizers change them, and state_dict() gives the values of every stage."
         )
 
 

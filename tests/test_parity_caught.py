@@ -1,0 +1,39 @@
+"""A training step that catches an error of a layer goes on as in one process, wherever the layer lives."""
+
+from functools import partial
+from typing import Any
+
+from harness import run
+from parity import Small, batches, check, small_layers
+from parity_layers import Limited
+from torch import Tensor, nn
+
+
+class Skips(Small):
+    """Leaves out the batches that are too large for one of its layers."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        layers = small_layers()
+        layers.insert(place, Limited(8))
+        self.sequential_module = nn.Sequential(*layers)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        try:
+            return super().training_step(batch, batch_idx)
+        except RuntimeError as error:
+            assert str(error) == "too many rows"
+            self.losses.append(-1.0)
+            return None
+
+
+def caught() -> list[list[float]]:
+    arguments: dict[str, Any] = {"train": partial(batches, (8, 9, 7)), "strategy": {"microbatches": 1}, "max_epochs": 1}
+    first = check(partial(Skips, 0), **arguments)  # stage 0 fails, on a worker
+    last = check(partial(Skips, 5), stages=(2,), **arguments)  # the driver's stage fails
+    return [outcome.losses for outcome in (*first, *last)]
+
+
+def test_errors_that_are_caught() -> None:
+    for losses in run(caught, timeout_seconds=170):
+        assert [loss == -1.0 for loss in losses] == [False, True, False]
