@@ -5,6 +5,7 @@ from typing import Any
 from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.plugins import ClusterEnvironment
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -18,7 +19,8 @@ def check_launch(environment: ClusterEnvironment | None, num_nodes: int) -> None
         MisconfigurationException: If processes have been started from outside, or are to be on several hosts.
     """
     processes = 1
-    if environment is not None and environment.creates_processes_externally:
+    ours = isinstance(environment, LightningEnvironment)  # a replica's process looks like one from outside
+    if environment is not None and not ours and environment.creates_processes_externally:
         processes = environment.world_size()
     if num_nodes > 1 or processes > 1:
         raise MisconfigurationException(

@@ -1,15 +1,13 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: the Lightning side of :mod:`strategies.pipeline`."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
-from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
@@ -27,11 +25,12 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
+from strategies.replicated import ReplicatedStrategy
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 from strategies.summary import show_stages
 
 
-class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
+class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     """Cuts an ``nn.Sequential`` of the model into stages and trains them on one process each.
 
     The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
@@ -61,7 +60,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         schedule: In which order micro-batches go through the stages; ``"gpipe"``.
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of once per micro-batch.
         module: Dotted path of the ``nn.Sequential`` within the model.
-        data_parallel_size: Number of replicas of the pipeline; only 1 so far.
+        data_parallel_size: Number of replicas of the pipeline, which divide ``devices`` and the data among them.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's
             strategies; usually left to the Trainer.
 
@@ -101,29 +100,18 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             raise MisconfigurationException(
                 f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
             )
-        if data_parallel_size != 1:
+        if not isinstance(data_parallel_size, int) or isinstance(data_parallel_size, bool) or data_parallel_size < 1:
             raise MisconfigurationException(
-                f"data_parallel_size={data_parallel_size!r} is not supported yet; leave it at 1, a single pipeline."
+                f"data_parallel_size must be a whole number of at least 1, got {data_parallel_size!r}."
             )
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        super().__init__(data_parallel_size, *parallel)
         self.balance = balance
         self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
+        self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
-
-    # One pipeline is one process to Lightning: world size 1, rank 0, no distributed sampler.
-    is_distributed = False
-    global_rank = local_rank = node_rank = 0
-    world_size = 1
-    is_global_zero = True
-    num_nodes = 1  # the Trainer writes what the user gave
-
-    @property
-    def root_device(self) -> torch.device:
-        """The driver's device, which is that of the last stage."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[-1]
 
     def setup_environment(self) -> None:
         """Prepares the driver's device; workers are started by ``setup``, when the model is known.
@@ -155,7 +143,7 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         self.balance = find_balance(
             model,
             module,
-            num_stages=len(self.parallel_devices),
+            num_stages=len(self.devices),
             given=self._given_balance,
             mode=self._balance_mode,
             microbatches=self._settings.microbatches,
@@ -175,11 +163,12 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             self._pipeline = Pipeline(
                 module,
                 self.balance,
-                self.parallel_devices,
+                self.devices,
                 self._settings,
                 optimizers=own,
                 model=model,
                 seeds=self._seeds,
+                replicas=self.replicas(self._settings.rpc_timeout_sec),
             )
             self._pipeline.start()
         self._undo = [
@@ -194,15 +183,8 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
         self.model.to(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
-        """Nothing to wait for: the driver leads, and everything it asks of workers happens in order."""
-
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Returns ``obj``: there is one pipeline."""
-        return obj
-
-    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Returns ``tensor``: there is one pipeline."""
-        return tensor
+        """Waits for the other replicas; the stages of one are led by its driver, so there is nothing to wait for."""
+        super().barrier(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``training_step`` once for the batch, or once per micro-batch if the schedule interleaves them."""
@@ -232,6 +214,20 @@ class RPCSequentialStrategy(StrategyPlugin, ParallelStrategy):
             MisconfigurationException: If it was computed from parameters that live on another stage.
         """
         refusals.check_loss(closure_loss)
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Averages gradients over the replicas, unless more are to be accumulated first."""
+        if self._averages_gradients:
+            self._running().average_grads()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within this, gradients stay each replica's own."""
+        self._averages_gradients = False
+        try:
+            yield
+        finally:
+            self._averages_gradients = True
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Nothing: the workers' parts have been stepped along with the driver's."""

@@ -35,7 +35,8 @@ Wait = Callable[[Callable[[], Any]], Any]
 """Calls a function that waits, perhaps so that the wait can be given up."""
 
 
-def _wait_here(wait: Callable[[], Any]) -> None:
+def wait_here(wait: Callable[[], Any]) -> None:
+    """Waits in the calling thread, for as long as it takes."""
     wait()
 
 
@@ -85,7 +86,7 @@ class Sender:
     """
 
     def __init__(
-        self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = _wait_here
+        self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = wait_here
     ) -> None:
         self._group, self._peer, self._tag, self._limit, self._wait = group, peer, tag, limit, wait
         self._layouts: dict[bytes, int] = {}
@@ -166,7 +167,7 @@ class Receiver:
         *,
         device: torch.device,
         tag: int = 0,
-        wait: Wait = _wait_here,
+        wait: Wait = wait_here,
     ) -> None:
         self._group, self._peer, self._device, self._tag, self._wait = group, peer, device, tag, wait
         self._layouts: dict[int, Any] = {}

@@ -15,7 +15,7 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from strategies.optimizer import numbers_of, restricted, taken_apart
-from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.channel import Receiver, Sender, wait_here
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.hosted import FEED_TAG, Cargo, describe
 from strategies.pipeline.interleaved import Code, interleave
@@ -24,7 +24,8 @@ from strategies.pipeline.passes import Passes, Ports
 from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.remote import Failures, Patience, RemoteStage
-from strategies.pipeline.session import Session, join_group
+from strategies.pipeline.replicas import Averaging, Replicas
+from strategies.pipeline.session import Session, join_data_plane
 from strategies.pipeline.settings import Settings
 from strategies.pipeline.stage import Mailbox, Stage
 from strategies.pipeline.state import follow_state_dict
@@ -47,6 +48,7 @@ class Pipeline:
         optimizers: Optimizers over parameters of ``module`` (and of others, which stay here).
         model: The model that ``module`` is part of; a layer that refers to it cannot be shipped.
         seeds: Where the layers' random numbers come from; by default the process's own generator.
+        replicas: The other pipelines, if there are several.
     """
 
     def __init__(
@@ -59,17 +61,20 @@ class Pipeline:
         optimizers: Sequence[Optimizer] = (),
         model: nn.Module | None = None,
         seeds: Seeds | None = None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
         self.remotes: list[RemoteStage] = []
-        self.optimizers = PipelineOptimizers(list(optimizers), self.remotes, self._locate)
+        self.optimizers = PipelineOptimizers(list(optimizers), self.remotes, self._locate, self._average_if_needed)
         self.failures = Failures()
         self._devices, self._settings, self._model = list(devices), settings, model
         inside = set(module.modules())
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
-        self._seeds = seeds or Seeds.ahead_of_the_process()
+        self._seeds, self._replicas = seeds or Seeds.ahead_of_the_process(), replicas
+        self._averaging: Averaging | None = None
+        self._num_averaged = 0
         self._workers: Workers | None = None
         self._stage: Stage | None = None
         self._passes: Passes | None = None
@@ -101,9 +106,10 @@ class Pipeline:
         Gradients are lost; weights, buffers and optimizer states are not.
 
         Raises:
-            Exception: That error once more, if a worker has died and its layers with it.
+            Exception: That error once more, if a worker has died and its layers with it, or if other pipelines have not
+                failed and go on.
         """
-        if any(remote.has_ended for remote in self.remotes):
+        if self._replicas is not None or any(remote.has_ended for remote in self.remotes):
             self.failures.raise_cause()
         self._fetch()
         self._end()
@@ -112,7 +118,7 @@ class Pipeline:
 
     def _start(self, blobs: Sequence[bytes]) -> Passes:
         self._threads_before = torch.get_num_threads()
-        threads = share_of_threads(len(self.stages))
+        threads = share_of_threads(len(self.stages) * (self._replicas.count if self._replicas else 1))
         torch.set_num_threads(threads)
         ports = self._launch(blobs, threads) if blobs else _ports_of_one_stage()
         self._stage = Stage(
@@ -145,7 +151,33 @@ class Pipeline:
             self._start_again,
         )
         self._hooks = follow_state_dict(self.module, self.stages, self.remotes)
+        if self._replicas is not None:
+            wait = self._patience or wait_here
+            self._averaging = Averaging(self._replicas.join(last), self._parameters_here, wait=wait)
+            buffers = [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
+            self._averaging.share([*self._parameters_here(), *buffers])
         return passes
+
+    def average_grads(self) -> None:
+        """Averages the gradients of every stage over the replicas, if there are several."""
+        if self._averaging is None:
+            return
+        assert self._passes is not None
+        self._num_averaged = self._passes.num_backward
+        for remote in self.remotes:
+            remote.start("average_grads")
+        with self._passes.explained():
+            self._averaging.average()
+
+    def _average_if_needed(self) -> None:
+        if self._passes is not None and self._passes.num_backward > self._num_averaged:
+            self.average_grads()
+
+    def _parameters_here(self) -> list[nn.Parameter]:
+        """Every parameter that has its values in this process, also those that only an optimizer knows."""
+        groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
+        own = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
+        return [parameter for parameter in own if not parameter.is_meta]
 
     def interleave(
         self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
@@ -154,10 +186,7 @@ class Pipeline:
         if self.failures.raised:
             self._start_again()
         assert self._passes is not None
-        groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
-        own = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
-        here = [parameter for parameter in own if not parameter.is_meta]
-        return interleave(self._passes, here, codes, weights, scale, context)
+        return interleave(self._passes, self._parameters_here(), codes, weights, scale, context)
 
     def wait(self) -> None:
         """Returns when every stage has done what it was told; passes and steps themselves do not wait for all."""
@@ -209,6 +238,7 @@ class Pipeline:
         if self._passes is not None:
             self._passes.steps.close()
             self._passes = None
+        self._averaging, self._num_averaged = None, 0
         if self._patience is not None:
             self._patience.end()
             self._patience = None
@@ -234,6 +264,7 @@ class Pipeline:
             optimizers=[taken_apart(restricted(optimizer, owned)) for optimizer in self.optimizers.optimizers],
             numbers=[numbers_of(optimizer, owned) for optimizer in self.optimizers.optimizers],
             ties=self._ties,
+            replicas=self._replicas,
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
@@ -242,7 +273,7 @@ class Pipeline:
         self.remotes.extend(self._ship(i, blob, session, self._workers) for i, blob in enumerate(blobs))
         last, device = len(blobs), self._devices[-1]
         patience = self._patience = Patience(self.failures)
-        group = join_group(session, last)
+        group = join_data_plane(session, last)
         self.wait()
         return Ports(
             feed=Sender(group, 0, tag=FEED_TAG, wait=patience),

@@ -21,6 +21,7 @@ from strategies.optimizer import (
 )
 from strategies.pipeline.channel import Receiver, Sender
 from strategies.pipeline.gathered import GatheredGradients
+from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.ties import Tie, TiedParameters
@@ -42,6 +43,7 @@ class Cargo:
         optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
         numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
         ties: The parameters that several stages share.
+        replicas: The other pipelines, if there are several.
     """
 
     index: int
@@ -52,6 +54,7 @@ class Cargo:
     optimizers: list[tuple[type[Optimizer], dict[str, Any]]]
     numbers: list[list[int]]
     ties: list[Tie]
+    replicas: Replicas | None
 
 
 class HostedStage:
@@ -88,6 +91,11 @@ class HostedStage:
             lambda peer, tag: Sender(group, peer, tag=tag),
             lambda peer, tag: Receiver(group, peer, device=device, tag=tag),
         )
+        self._averaging: Averaging | None = None
+        if cargo.replicas is not None:
+            parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
+            self._averaging = Averaging(cargo.replicas.join(cargo.index), lambda: parameters)
+            self._averaging.share([*parameters, *self._layers.buffers()])
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
         self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
@@ -160,6 +168,12 @@ class HostedStage:
         """Sets ``requires_grad`` of each parameter, in the order of ``parameters()``."""
         for parameter, flag in zip(self._layers.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
+
+    def average_grads(self) -> None:
+        """Averages the gradients over the replicas of this stage."""
+        assert self._averaging is not None
+        self._stage.doing = "averaging gradients"
+        self._averaging.average()
 
     def zero_all_grads(self, set_to_none: bool) -> None:
         """Clears the gradients of every parameter."""

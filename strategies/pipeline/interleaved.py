@@ -77,6 +77,7 @@ def _release(
     run: Run, gathered: GatheredGradients, scale: float, grads: Sequence[Tensor | None], _: Any
 ) -> list[Tensor | None]:
     passes = run.spend()
+    passes.num_backward += 1
     factor = 0.0 if grads[0] is None else grads[0].item() / scale
     with passes.explained():
         for remote in passes.remotes:

@@ -124,6 +124,8 @@ class Passes:
         self._num_steps, self._start_again = num_steps, start_again
         self._shared = num_steps(), ports.ties.versions
         self._num_passes = 0
+        self.num_backward = 0
+        """How many backward passes there were."""
         self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
         self.steps = Steps(len(stages) + 1, stage.device)
         """Code that is suspended where it calls the module; see :mod:`strategies.pipeline.interleaved`."""
@@ -183,6 +185,7 @@ class Passes:
             The gradients of ``inputs``.
         """
         this = run.this
+        self.num_backward += 1
         with self.explained():
             columns = [
                 [None] * this.microbatches if grad is None else grad.split(rows)

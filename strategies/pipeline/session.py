@@ -86,21 +86,27 @@ def join_rpc(session: Session, rank: int) -> None:
         rpc.init_rpc(session.name(rank), rank=number, world_size=session.size, rpc_backend_options=options)
 
 
-def join_group(session: Session, rank: int) -> dist.ProcessGroup:
-    """Connects the data plane and returns when every process of the session has.
+def join_data_plane(session: Session, rank: int) -> dist.ProcessGroup:
+    """Connects the data plane and returns when every process of the session has."""
+    group = join_group(f"{session.directory}/data", rank, session.size, session.timeout_seconds)
+    _let_computing_go_first("gloo_tcp_loop")
+    return group
+
+
+def join_group(path: str, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
+    """Connects ``size`` processes that meet at a file of this host, and returns when all are there.
 
     The group is private: torch's default group, which metrics and loggers look at, stays what it was.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
     options = gloo._Options()
-    options._timeout = timedelta(seconds=session.timeout_seconds)
+    options._timeout = timedelta(seconds=timeout_seconds)
     options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    store = dist.FileStore(f"{session.directory}/data", session.size)
-    group = dist.ProcessGroup(store, rank, session.size)
+    store = dist.FileStore(path, size)
+    group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend = gloo(dist.PrefixStore("gloo/", store), rank, session.size, options)
+    backend = gloo(dist.PrefixStore("gloo/", store), rank, size, options)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    _let_computing_go_first("gloo_tcp_loop")
     return group
 
 

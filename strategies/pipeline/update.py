@@ -24,12 +24,17 @@ class PipelineOptimizers:
         optimizers: The optimizers that were shipped.
         remotes: The stages on workers.
         locate: Names a parameter and the stage that holds it.
+        complete: Called before gradients are used; afterwards they are what they are to be on every stage.
     """
 
     def __init__(
-        self, optimizers: list[Optimizer], remotes: list[RemoteStage], locate: Callable[[Tensor], str]
+        self,
+        optimizers: list[Optimizer],
+        remotes: list[RemoteStage],
+        locate: Callable[[Tensor], str],
+        complete: Callable[[], None],
     ) -> None:
-        self.optimizers, self._remotes, self._locate = optimizers, remotes, locate
+        self.optimizers, self._remotes, self._locate, self._complete = optimizers, remotes, locate, complete
         self.num_steps = 0
         self.skips_infinite_steps = False
         """Whether a gradient scaler looks for infinite gradients and leaves out a step that has some."""
@@ -48,6 +53,7 @@ class PipelineOptimizers:
                 f"pipeline started with {self._shipped[k]}; groups cannot be added while it runs (add_param_group). "
                 "Give all parameters to the optimizer from the start and freeze those that are not to be trained yet."
             )
+        self._complete()
         values = hyperparameters(optimizer)
         scaling = {name: vars(optimizer)[name].cpu() for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
         self.num_steps += 1
@@ -70,6 +76,7 @@ class PipelineOptimizers:
             For each worker what waits for it, and then tells zero if all of its gradients are finite.
         """
         k = self._number_of(optimizer)
+        self._complete()
         replies = [(remote, remote.start("unscale_grads", k, inv_scale, allow_fp16)) for remote in self._remotes]
         return [partial(remote.result, reply) for remote, reply in replies]
 
@@ -92,6 +99,7 @@ class PipelineOptimizers:
             The total norm before, a scalar.
         """
         k, own = self._number_of(optimizer), parameters_of(optimizer)
+        self._complete()
         replies = [remote.start("grad_norms", k, norm_type) for remote in self._remotes]
         norms = {number: n for number, n in enumerate(norms_of_gradients(own, norm_type)) if n is not None}
         for remote, reply in zip(self._remotes, replies, strict=True):
@@ -120,6 +128,7 @@ class PipelineOptimizers:
 
     def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
         """Clamps every element of the gradients of all stages to ``[-limit, limit]``."""
+        self._complete()
         torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
         for remote in self._remotes:
             remote.later("clip_grad_values", self._number_of(optimizer), limit)

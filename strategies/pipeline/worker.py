@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.hosted import HostedStage, unpack
-from strategies.pipeline.session import Session, join_group, join_rpc
+from strategies.pipeline.session import Session, join_data_plane, join_rpc
 
 Command = tuple[str, tuple[Any, ...]]
 """The name of a method of :class:`~strategies.pipeline.hosted.HostedStage`, and its arguments."""
@@ -114,7 +114,7 @@ class Host:
 
 def host(blob: bytes, rank: int, session: Session) -> Host:
     """Connects this process to the others; called by ``rpc.remote``, so that the driver gets an ``RRef``."""
-    return Host(blob, join_group(session, rank))
+    return Host(blob, join_data_plane(session, rank))
 
 
 @rpc.functions.async_execution
