@@ -15,21 +15,22 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from strategies.optimizer import numbers_of, restricted, taken_apart
-from strategies.pipeline.channel import Receiver, Sender, wait_here
+from strategies.pipeline.channel import wait_here
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.hosted import FEED_TAG, Cargo, describe
+from strategies.pipeline.hosted import Cargo, describe
 from strategies.pipeline.interleaved import Code, interleave
 from strategies.pipeline.launch import Workers, share_of_threads
-from strategies.pipeline.passes import Passes, Ports
+from strategies.pipeline.passes import Passes
 from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
+from strategies.pipeline.ports import Ports, connected_ports, ports_of_one_stage
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.session import Session, join_data_plane
 from strategies.pipeline.settings import Settings
-from strategies.pipeline.stage import Mailbox, Stage
+from strategies.pipeline.stage import Stage
 from strategies.pipeline.state import follow_state_dict
-from strategies.pipeline.ties import TiedParameters, find_ties
+from strategies.pipeline.ties import find_ties
 from strategies.pipeline.update import PipelineOptimizers
 from strategies.pipeline.worker import host
 
@@ -120,7 +121,7 @@ class Pipeline:
         self._threads_before = torch.get_num_threads()
         threads = share_of_threads(len(self.stages) * (self._replicas.count if self._replicas else 1))
         torch.set_num_threads(threads)
-        ports = self._launch(blobs, threads) if blobs else _ports_of_one_stage()
+        ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
         self._stage = Stage(
             self.stages[-1],
             sum(self.balance[:-1]),
@@ -275,21 +276,7 @@ class Pipeline:
         patience = self._patience = Patience(self.failures)
         group = join_data_plane(session, last)
         self.wait()
-        return Ports(
-            feed=Sender(group, 0, tag=FEED_TAG, wait=patience),
-            fed_back=Receiver(group, 0, device=device, tag=FEED_TAG, wait=patience),
-            inputs=Receiver(group, last - 1, device=device, wait=patience),
-            outputs=Mailbox(),
-            output_grads=Mailbox(),
-            input_grads=Sender(group, last - 1, wait=patience),
-            ties=TiedParameters(
-                last,
-                self._ties,
-                self._named_parameters(),
-                lambda peer, tag: Sender(group, peer, tag=tag, wait=patience),
-                lambda peer, tag: Receiver(group, peer, device=device, tag=tag, wait=patience),
-            ),
-        )
+        return connected_ports(group, device, self._ties, self._named_parameters(), patience)
 
     def _ship(self, i: int, blob: bytes, session: Session, workers: Workers) -> RemoteStage:
         name = session.name(i)
@@ -313,13 +300,3 @@ class Pipeline:
                     return f"parameter {name} of {describe(i, stage, sum(self.balance[:i]))}"
         named = self._model.named_parameters() if self._model is not None else ()
         return next((f"parameter {name}" for name, own in named if own is parameter), "a parameter")
-
-
-def _ports_of_one_stage() -> Ports:
-    inputs, outputs, output_grads, input_grads = Mailbox(copies=True), Mailbox(), Mailbox(), Mailbox()
-    nobody = TiedParameters(0, [], {}, _no_channel, _no_channel)
-    return Ports(inputs, input_grads, inputs, outputs, output_grads, input_grads, nobody)
-
-
-def _no_channel(peer: int, tag: int) -> Any:
-    raise AssertionError(f"one stage shares nothing, yet wants a channel to {peer} with tag {tag}")

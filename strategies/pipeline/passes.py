@@ -9,7 +9,6 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,35 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.pipeline.channel import Sender, is_consequence
+from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import merge, split
 from strategies.pipeline.node import with_backward
+from strategies.pipeline.ports import Ports
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.recompute import num_recomputed
 from strategies.pipeline.remote import Failures, RemoteStage
 from strategies.pipeline.schedule import SCHEDULES, Action
 from strategies.pipeline.settings import Settings
-from strategies.pipeline.stage import Input, Mailbox, Output, Pass, Stage
+from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.suspended import Steps
-from strategies.pipeline.ties import TiedParameters
-
-
-@dataclass
-class Ports:
-    """The driver's connections: around its own stage, to stage 0 and back, and to whoever shares parameters."""
-
-    feed: Output
-    fed_back: Input
-    inputs: Input
-    outputs: Mailbox
-    output_grads: Mailbox
-    input_grads: Output
-    ties: TiedParameters
-
-    @property
-    def senders(self) -> list[Sender]:
-        return [port for port in (self.feed, self.input_grads) if isinstance(port, Sender)]
 
 
 class Run:
