@@ -1,0 +1,151 @@
+"""A user's script: two pipelines of two stages that train one model, several fits in a row.
+
+Run as ``python replicas_job.py RESULTS [doomed]``; in a doomed job a worker of the second pipeline is killed in
+mid-fit. Lightning starts the second driver by running this script once more.
+"""
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from parity import Small
+from pytorch_lightning import seed_everything
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from strategies import RPCSequentialStrategy
+from trainer import Trainer
+
+REPLICAS, WIDTH, ROWS, GLOBAL_BATCH = 2, 6, 40, 8
+QUIET = {
+    "accelerator": "cpu",
+    "precision": "64-true",
+    "max_epochs": 2,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+class Net(Small):
+    """A pipeline with something before and behind it; ``losses`` are means over the replicas."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+        if tied:
+            self.sequential_module[3].weight = self.sequential_module[0].weight
+        self.rows: list[int] = []
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return mse_loss(self.behind(self.sequential_module(self.before(batch[0]))), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = self.loss(batch)
+        self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("validation", self.loss(batch), sync_dist=True)
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.rows += batch[2].tolist()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self.trainer.callback_metrics["train_step"].item())
+
+    def train_dataloader(self) -> DataLoader:
+        """Each replica's share of the same global batches."""
+        generator, replicas = torch.Generator().manual_seed(1), self.trainer.world_size
+        made = [torch.randn(ROWS, width, generator=generator) for width in (WIDTH, 2)]
+        rows = TensorDataset(*made, torch.arange(ROWS))
+        share = DistributedSampler(rows, num_replicas=replicas, rank=self.trainer.global_rank, shuffle=False)
+        return DataLoader(rows, batch_size=GLOBAL_BATCH // replicas, sampler=share)
+
+    val_dataloader = train_dataloader
+
+
+class ManualNet(Net):
+    """Steps by itself, every second batch, after backward passes that Lightning knows nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        loss = self.loss(batch)
+        self.log("train", loss, on_epoch=True, on_step=True, sync_dist=True)
+        loss.backward()
+        if batch_idx % 2:
+            self.clip_gradients(optimizer, 0.1, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Doomed(Net):
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 2 and self.trainer.global_rank == 1:
+            os.kill(self.trainer.strategy._pipeline._workers._processes[0].pid, signal.SIGKILL)
+
+
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "gpipe": (Net, {}, {}),
+    "1f1b": (Net, {"schedule": "1f1b"}, {}),
+    "accumulated and clipped": (Net, {}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    "accumulated and clipped, 1f1b": (
+        Net,
+        {"schedule": "1f1b"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "tied": (partial(Net, tied=True), {"checkpoint": "always"}, {}),
+    "manual": (ManualNet, {}, {}),
+}
+
+
+def fit(make: Any, strategy: Any, devices: int, **settings: Any) -> tuple[Any, Trainer]:
+    seed_everything(0, verbose=False)
+    model = make()
+    if int(os.environ.get("LOCAL_RANK", "0")):  # its weights have to become those of the first replica
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    own = {"use_distributed_sampler": False} | settings
+    trainer = Trainer(devices=devices, strategy=strategy, **QUIET, **own)
+    trainer.fit(model)
+    return model, trainer
+
+
+def job(folder: Path) -> dict[str, Any]:
+    """One fit for each case, and what both replicas then have: ``[replicas, ...]``."""
+    seen: dict[str, Any] = {}
+    for name, (make, options, settings) in CASES.items():
+        strategy = RPCSequentialStrategy([3, 3], microbatches=3, data_parallel_size=REPLICAS, **options)
+        model, trainer = fit(make, strategy, 2 * REPLICAS, **settings)
+        path = folder / f"{name} {trainer.global_rank}.ckpt"
+        trainer.save_checkpoint(path)
+        weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+        seen[name] = {"losses": model.losses, "metrics": metrics, "weights": strategy.all_gather(weights)}
+    strategy = RPCSequentialStrategy(microbatches=2, data_parallel_size=REPLICAS)
+    model, _ = fit(Net, strategy, REPLICAS, use_distributed_sampler=True)
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    seen["one stage"] = {"rows": strategy.all_gather(torch.tensor(model.rows)), "weights": strategy.all_gather(weights)}
+    return seen
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1])
+    if sys.argv[2:] == ["doomed"]:
+        strategy = RPCSequentialStrategy([3, 3], microbatches=3, data_parallel_size=REPLICAS)
+        fit(Doomed, strategy, 2 * REPLICAS)
+    seen = job(results.parent)
+    if torch.distributed.get_rank() == 0:
+        torch.save(seen, results)
+    torch.distributed.destroy_process_group()
