@@ -48,7 +48,7 @@ def check_loggers(trainer: Any) -> None:
         MisconfigurationException: If one does.
     """
     for logger in trainer.loggers:
-        if getattr(logger, "_log_graph", False):
+        if getattr(logger, "_log_graph", None) is True:
             raise MisconfigurationException(
                 f"{type(logger).__name__}(log_graph=True) traces the model in one process, and its layers live in "
                 "several. Leave log_graph out; the model summary shows which layer is where."
