@@ -3,6 +3,7 @@
 from typing import Any
 
 from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ def check_loggers(trainer: Any) -> None:
         MisconfigurationException: If one does.
     """
     for logger in trainer.loggers:
-        if getattr(logger, "_log_graph", None) is True:
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
             raise MisconfigurationException(
                 f"{type(logger).__name__}(log_graph=True) traces the model in one process, and its layers live in "
                 "several. Leave log_graph out; the model summary shows which layer is where."
