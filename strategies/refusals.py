@@ -4,6 +4,7 @@ from typing import Any
 
 from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -64,7 +65,7 @@ def check_loggers(trainer: Any) -> None:
         MisconfigurationException: If one does.
     """
     for logger in trainer.loggers:
-        if getattr(logger, "_log_graph", False):
+        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
             raise MisconfigurationException(
                 f"{type(logger).__name__}(log_graph=True) traces the model in one process, and its layers live in "
                 "several. Leave log_graph out; the model summary shows which layer is where."

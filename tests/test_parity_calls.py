@@ -6,6 +6,7 @@ And when a step is over, no stage keeps an activation of it.
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Fresh, Small, batches, check, small_layers
@@ -196,6 +197,7 @@ def gan() -> list[Any]:
     return [counted(Gan, strategy={"module": "discriminator"}), generator]
 
 
+@pytest.mark.slow
 def test_gan_with_either_part_pipelined() -> None:
     discriminator, generator = run(gan)
     assert_nothing_left(discriminator, steps=2 * len(SIZES))

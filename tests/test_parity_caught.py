@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 from harness import run
 from parity import Small, batches, check, small_layers
 from parity_layers import Limited
@@ -34,6 +35,7 @@ def caught() -> list[list[float]]:
     return [outcome.losses for outcome in (*first, *last)]
 
 
+@pytest.mark.slow
 def test_errors_that_are_caught() -> None:
     for losses in run(caught, timeout_seconds=170):
         assert [loss == -1.0 for loss in losses] == [False, True, False]

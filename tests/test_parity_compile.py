@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, check
@@ -34,6 +35,7 @@ def compiled_and_not() -> list[list[float]]:
     return [check(make, stages=(2,), strategy={"checkpoint": "always"})[-1].losses for make in makes]
 
 
+@pytest.mark.slow
 def test_compiled_layers() -> None:
     compiled, eager = run(compiled_and_not)
     assert abs(compiled[0] - eager[0]) > 1e-3

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import Fresh, Small, check, compare, fit
@@ -139,5 +140,6 @@ def in_float16() -> None:
     compare(one, single, 5e-3)  # float16 has 11 bits; gradients of micro-batches are rounded, then added
 
 
+@pytest.mark.slow
 def test_float16() -> None:
     run(in_float16)

@@ -65,6 +65,7 @@ def test_optimizer_state_is_back_after_fit(in_float64: list[Outcome]) -> None:
                 torch.testing.assert_close(state["state"][number][key], expected[key], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_losses_and_parameters_in_float32() -> None:
     single, *pipelines = run(train_everywhere, "32-true")
     for pipeline in pipelines:
