@@ -21,17 +21,26 @@ def follow(
     Args:
         optimizers: The optimizers over all stages.
         wrappers: What Lightning puts around them, with a ``zero_grad`` of its own.
-        modules: Whose ``zero_grad`` is that of all stages: the model, and the pipelined module.
+        modules: Whose ``zero_grad`` is that of all stages: the model, the pipelined module, and what lies between.
 
     Returns:
         Functions that end this.
     """
-    undo = [_also(modules, optimizers.zero_all_grads_remotes)]
+    plain = [module for module in modules if type(module).zero_grad is nn.Module.zero_grad]
+    undo = [
+        replaced(module, "zero_grad", partial(_zero_grad_everywhere, module, optimizers.zero_all_grads_remotes))
+        for module in plain
+    ]
     listed = list(wrappers)
     for own in optimizers.optimizers:
         undo.append(own.register_step_pre_hook(_StepAlong(optimizers)).remove)
         around = [wrapper for wrapper in listed if wrapper.optimizer is own]
-        undo.append(_also([own, *around], partial(optimizers.zero_grad_remotes, own)))
+        holders: list[Any] = [own, *around]
+        for holder in holders:
+            both = partial(_zero_grad_too, holder.zero_grad, partial(optimizers.zero_grad_remotes, own))
+            undo.append(replaced(holder, "zero_grad", both))
+        undo.append(replaced(own, "state_dict", partial(optimizers.state_dict, own)))
+        undo.append(replaced(own, "load_state_dict", partial(optimizers.load_state_dict, own)))
     return undo
 
 
@@ -74,19 +83,28 @@ class _Once:
         return result
 
 
-def _also(holders: Iterable[Any], clear_remotes: Callable[[bool], None]) -> Callable[[], None]:
-    """Has ``zero_grad`` of each holder clear the workers' gradients too; returns what takes this back."""
-    listed = list(holders)
-    for holder in listed:
+def _zero_grad_everywhere(module: nn.Module, clear_remotes: Callable[[bool], None], set_to_none: bool = True) -> None:
+    nn.ParameterList(p for p in module.parameters() if not p.is_meta).zero_grad(set_to_none)
+    clear_remotes(set_to_none)
 
-        def zero_grad(set_to_none: bool = True, *, original: Callable[[bool], None] = holder.zero_grad) -> None:
-            original(set_to_none)
-            clear_remotes(set_to_none)
 
-        vars(holder)["zero_grad"] = zero_grad
+def _zero_grad_too(
+    original: Callable[[bool], None], clear_remotes: Callable[[bool], None], set_to_none: bool = True
+) -> None:
+    original(set_to_none)
+    clear_remotes(set_to_none)
+
+
+def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Sets a method of one object; returns what takes that back."""
+    own = vars(holder)
+    had, before = name in own, own.get(name)
+    own[name] = method
 
     def undo() -> None:
-        for holder in listed:
-            vars(holder).pop("zero_grad", None)
+        if had:
+            own[name] = before
+        else:
+            own.pop(name, None)
 
     return undo

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.base import unwrapped
+from strategies.following import replaced
 from strategies.pipeline.update import PipelineOptimizers
 
 
@@ -20,15 +21,13 @@ def follow_precision(precision: Any, optimizers: PipelineOptimizers) -> list[Cal
     """
     by_norm, by_value = optimizers.clip_grad_norm, optimizers.clip_grad_value
     undo = [
-        _replaced(precision, "clip_grad_by_norm", lambda optimizer, clip_val: by_norm(unwrapped(optimizer), clip_val)),
-        _replaced(
-            precision, "clip_grad_by_value", lambda optimizer, clip_val: by_value(unwrapped(optimizer), clip_val)
-        ),
+        replaced(precision, "clip_grad_by_norm", lambda optimizer, clip_val: by_norm(unwrapped(optimizer), clip_val)),
+        replaced(precision, "clip_grad_by_value", lambda optimizer, clip_val: by_value(unwrapped(optimizer), clip_val)),
     ]
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
         optimizers.skips_infinite_steps = True
-        undo.append(_replaced(scaler, "_unscale_grads_", partial(_unscale_everywhere, optimizers, scaler)))
+        undo.append(replaced(scaler, "_unscale_grads_", partial(_unscale_everywhere, optimizers, scaler)))
     return undo
 
 
@@ -51,8 +50,3 @@ def _unscale_everywhere(
     # The scaler wants an answer for at least one device, also if no parameter of the optimizer lives here.
     found.setdefault(found_inf.device, found_inf).add_(total)
     return found
-
-
-def _replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], Any]:
-    vars(holder)[name] = method
-    return partial(vars(holder).pop, name)

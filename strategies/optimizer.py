@@ -46,7 +46,7 @@ def taken_apart(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
 
     For pickling: ``Optimizer.__getstate__`` loses the attributes that a subclass adds.
     """
-    patched = {"step", "zero_grad"}
+    patched = {"step", "zero_grad", "state_dict", "load_state_dict"}
     return type(optimizer), {k: v for k, v in vars(optimizer).items() if k not in patched and not k.endswith("_hooks")}
 
 

@@ -95,6 +95,12 @@ def check_optimizer(optimizer: Optimizer) -> None:
             "RPCSequentialStrategy cannot run LBFGS: it evaluates the loss several times within a step and needs all "
             "parameters in one process. Use an optimizer that makes one update from one gradient, such as AdamW."
         )
+    inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if inner:
+        raise MisconfigurationException(
+            f"RPCSequentialStrategy cannot run {type(optimizer).__name__}, which steps another optimizer ({inner[0]}) "
+            "within its own step: the other stages would not hear of that. Return the inner optimizer."
+        )
 
 
 def check_loss(loss: Tensor | Any) -> None:

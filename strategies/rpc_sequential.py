@@ -26,7 +26,7 @@ from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
 from strategies.replicated import ReplicatedStrategy
-from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
+from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
 from strategies.summary import show_stages
 
 
@@ -171,9 +171,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 replicas=self.replicas(self._settings.rpc_timeout_sec),
             )
             self._pipeline.start()
+        holders = holders_of(model, self._module_path)
         self._undo = [
             show_stages(trainer, module, self.balance),
-            *follow(self._pipeline.optimizers, self._lightning_optimizers, [model, module]),
+            *follow(self._pipeline.optimizers, self._lightning_optimizers, [*holders, module]),
             *follow_precision(self.precision_plugin, self._pipeline.optimizers),
         ]
 

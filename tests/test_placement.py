@@ -186,7 +186,7 @@ def test_to_meta_and_back() -> None:
 
     move_to_meta(layers, layers, [optimizer])
     assert all(t.is_meta for t in (*layers.parameters(), *layers.buffers()))
-    assert all(p.grad is None and type(p) is RemoteParameter for p in layers.parameters())
+    assert all(type(p) is RemoteParameter for p in layers.parameters())
     assert all(type(b) is RemoteBuffer for b in layers.buffers())
     assert layers[0].weight.decays is False  # as optimizers with groups by such marks want it
     assert {name: t.shape for name, t in tensors_of(layers).items()} == {name: t.shape for name, t in before.items()}

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +26,7 @@ def test_what_can_be_read_and_set() -> None:
     assert (list(parameter.shape), parameter.dtype, parameter.numel()) == ([3, 2], torch.float64, 6)
     parameter.requires_grad_(False)
     assert not parameter.requires_grad and not remote(requires_grad=False).requires_grad
-    parameter.grad = None
-    assert parameter.grad is None and "RemoteParameter" in repr(parameter)
+    assert "RemoteParameter" in repr(parameter)
     layer = nn.Linear(2, 3)
     layer.weight = parameter
     assert dict(layer.named_parameters())["weight"] is parameter and len(layer.state_dict()) == 2
@@ -44,6 +44,17 @@ def test_what_can_be_read_and_set() -> None:
         ("data", lambda p: p.data),
         ("data", lambda p: setattr(p, "data", torch.ones(3, 2))),
         ("grad", lambda p: setattr(p, "grad", torch.ones(3, 2))),
+        ("grad", lambda p: setattr(p, "grad", None)),
+        ("add_", lambda p: torch.ones(3, 2).mul_(0.9).add_(p, alpha=0.1)),
+        ("_foreach_lerp_", lambda p: torch._foreach_lerp_([torch.ones(3, 2)], [p], 0.1)),
+        ("lerp_", lambda p: p.detach().clone().lerp_(torch.ones(3, 2), 0.5)),
+        ("copy_", lambda p: p.copy_(p.detach().clone())),
+        ("add", lambda p: torch.add(torch.ones(3, 2), p, out=torch.ones(3, 2))),
+        ("register_hook", lambda p: p.register_hook(print)),
+        ("register_post_accumulate_grad_hook", lambda p: p.register_post_accumulate_grad_hook(print)),
+        ("item", lambda p: p.norm().item()),
+        ("numpy", lambda p: p.detach().numpy()),
+        ("equal", lambda p: torch.equal(p, p)),
         ("_foreach_mul_", lambda p: torch._foreach_mul_([torch.ones(3), p], 2.0)),
         ("copy.deepcopy", copy.deepcopy),
         ("pickle", pickle.dumps),
@@ -67,20 +78,33 @@ def test_buffers() -> None:
         norm.reset_running_stats()
 
 
+class Own(torch.optim.Optimizer):
+    """An optimizer of a user, which leaves out what has no gradient."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.data.sub_(parameter.grad)
+
+
 def test_gradients_of_all_parameters() -> None:
     """What leaves out parameters without a gradient must not take those of other stages for such."""
     model = nn.Linear(2, 3)
     model(torch.ones(1, 2)).sum().backward()
     model.weight = remote()
-    assert [p.grad is None for p in model.parameters()] == [True, False]
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    for function in (clip_grad_norm_, clip_grad_value_):
-        with pytest.raises(
-            RuntimeError, match=r"gradient of parameter 1\.weight .* is on another stage .*max_norm=inf"
-        ):
-            function(model.parameters(), 1.0)
-    with pytest.raises(RuntimeError, match=r"gradient of parameter 1\.weight .* is on another stage"):
-        grad_norm(model, 2)
+    for optimizer in (torch.optim.SGD(model.parameters(), 0.1), Own(model.parameters(), {})):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    users: list[Callable[[], Any]] = [
+        lambda: clip_grad_norm_(model.parameters(), 1.0),
+        lambda: clip_grad_value_(model.parameters(), 1.0),
+        lambda: grad_norm(model, 2),
+        lambda: [p.grad for p in model.parameters()],
+        model.zero_grad,
+    ]
+    for use in users:
+        with pytest.raises(RuntimeError, match=r"gradient of parameter 1\.weight .* is on another .*call zero_grad"):
+            use()
 
 
 def test_loading_leaves_it_alone() -> None:

@@ -52,3 +52,11 @@ def test_running_statistics_cannot_be_tied() -> None:
     with pytest.raises(ValueError, match=message):
         find_ties(stages(nn.BatchNorm1d(2)))
     assert len(find_ties(stages(nn.BatchNorm1d(2, track_running_stats=False)))) == 2
+
+
+def test_an_embedding_that_changes_its_weight_cannot_be_tied() -> None:
+    module = nn.Sequential(nn.Embedding(5, 2, max_norm=1.0), nn.Linear(2, 2), nn.Linear(2, 5, bias=False))
+    find_ties(cut(module, [1, 2]))
+    module[2].weight = module[0].weight
+    with pytest.raises(ValueError, match=r"parameter 0\.weight of stage 0 is tied .*max_norm=1\.0 .*Leave max_norm"):
+        find_ties(cut(module, [1, 2]))

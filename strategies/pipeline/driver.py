@@ -104,7 +104,7 @@ class Pipeline:
     def _start_again(self) -> Passes:
         """After an error that somebody caught, as in one process one can go on after it: with new workers.
 
-        Gradients are lost; weights, buffers and optimizer states are not.
+        Weights, buffers, gradients and optimizer states are brought back first, and go along.
 
         Raises:
             Exception: That error once more, if a worker has died and its layers with it, or if other pipelines have not
@@ -112,10 +112,14 @@ class Pipeline:
         """
         if self._replicas is not None or any(remote.has_ended for remote in self.remotes):
             self.failures.raise_cause()
+        grads = [remote.rescue("grads") for remote in self.remotes]
         self._fetch()
         self._end()
         self.failures = Failures()
-        return self.start()
+        passes = self.start()
+        for remote, own in zip(self.remotes, grads, strict=True):
+            remote.start("load_grads", own)
+        return passes
 
     def _start(self, blobs: Sequence[bytes]) -> Passes:
         self._threads_before = torch.get_num_threads()
@@ -217,9 +221,11 @@ class Pipeline:
     def _fetch(self) -> None:
         """Brings back what the workers hold, from as many of them as can still give it."""
         lost: Exception | None = None
-        for layers, remote in zip(self.stages, self.remotes, strict=False):
+        for i, (layers, remote) in enumerate(zip(self.stages, self.remotes, strict=False)):
             try:
                 move_from_meta(layers, self._model or self.module, self.optimizers.optimizers, remote.rescue("tensors"))
+                if self._passes is not None:
+                    self._passes.mirrors[i].take_back(remote.rescue("attributes"))
                 if extra := remote.rescue("extra_state"):
                     layers.load_state_dict(extra, strict=False)
                 self.optimizers.fetch(remote)

@@ -21,6 +21,7 @@ from strategies.optimizer import (
 )
 from strategies.pipeline.channel import Receiver, Sender
 from strategies.pipeline.gathered import GatheredGradients
+from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
 from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.stage import Pass, Stage
@@ -159,10 +160,13 @@ class HostedStage:
         """How many micro-batches wait for their backward pass."""
         return self._stage.num_kept
 
-    def set_modes(self, training: Sequence[bool]) -> None:
-        """Sets training or evaluation mode of each module, in the order of ``modules()``."""
-        for module, mode in zip(self._layers.modules(), training, strict=True):
-            module.training = mode
+    def set_attributes(self, attributes: Attributes) -> None:
+        """Sets plain attributes of modules, such as their mode."""
+        set_attributes(self._layers, attributes)
+
+    def attributes(self) -> list[dict[str, Any]]:
+        """The plain attributes of each module."""
+        return plain_attributes(self._layers)
 
     def set_requires_grad(self, flags: Sequence[bool]) -> None:
         """Sets ``requires_grad`` of each parameter, in the order of ``parameters()``."""
@@ -183,11 +187,18 @@ class HostedStage:
         """Clears the gradients of an optimizer's parameters."""
         self._optimizers[optimizer].zero_grad(set_to_none)
 
-    def step(self, optimizer: int, values: list[dict[str, Any]], scaling: dict[str, Tensor]) -> None:
+    def step(
+        self, optimizer: int, values: list[dict[str, Any]], scaling: dict[str, Tensor], dtype: torch.dtype
+    ) -> None:
         """Steps an optimizer with the driver's hyperparameters.
 
-        ``scaling`` is what a gradient scaler sets on an optimizer that unscales within its step.
+        Args:
+            optimizer: Its number.
+            values: The hyperparameters of each group.
+            scaling: What a gradient scaler sets on an optimizer that unscales within its step.
+            dtype: The driver's default type, that of the counters which some optimizers make.
         """
+        torch.set_default_dtype(dtype)
         self._stage.doing = "optimizer step"
         own = self._optimizers[optimizer]
         set_hyperparameters(own, values)
@@ -223,6 +234,12 @@ class HostedStage:
         """Clamps every element of the gradients of an optimizer's parameters."""
         torch.nn.utils.clip_grad_value_(parameters_of(self._optimizers[optimizer]), limit)
 
+    def load_grads(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Takes over what :meth:`grads` gave."""
+        for name, parameter in self._layers.named_parameters():
+            grad = grads[name]
+            parameter.grad = None if grad is None else grad.to(parameter.device)
+
     def grads(self) -> dict[str, Tensor | None]:
         """The gradient of each parameter, by its name in the whole module."""
         return {name: None if p.grad is None else p.grad.cpu() for name, p in self._layers.named_parameters()}
@@ -238,7 +255,7 @@ class HostedStage:
         )  # the driver knows which keys belong and tells what is missing
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every parameter and buffer, also those that ``state_dict`` leaves out, on the CPU."""
+        """Every parameter and buffer that there is, also those that ``state_dict`` leaves out, on the CPU."""
         named = [*self._layers.named_parameters(), *self._layers.named_buffers(remove_duplicate=False)]
         return {name: tensor.detach().cpu() for name, tensor in named}
 

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import merge, split
+from strategies.pipeline.mirror import Mirror
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.ports import Ports
 from strategies.pipeline.randomness import Seeds
@@ -108,7 +109,9 @@ class Passes:
         self._num_passes = 0
         self.num_backward = 0
         """How many backward passes there were."""
-        self._flags_sent: list[tuple[list[bool], list[bool]] | None] = [None] * len(remotes)
+        self._children = list(module._modules.values())
+        self.mirrors = [Mirror(layers, remote.description) for layers, remote in zip(stages, remotes, strict=False)]
+        """What the layers on workers were like when they were last told."""
         self.steps = Steps(len(stages) + 1, stage.device)
         """Code that is suspended where it calls the module; see :mod:`strategies.pipeline.interleaved`."""
 
@@ -176,7 +179,8 @@ class Passes:
             for m in range(this.microbatches):
                 parts = [column[m] for column, flags in zip(columns, run.flags, strict=True) if flags[m]]
                 self.ports.output_grads.send(parts, this.number, m)
-            for remote in self.remotes:
+            for i, remote in enumerate(self.remotes):
+                self._carry_changes(i)  # autograd leaves out what wants no gradient by now
                 remote.start("backward", this.number)
             actions = self._actions(len(self.remotes), this)[1]
             self.stage.run(actions, this)
@@ -191,6 +195,11 @@ class Passes:
 
     def begin(self, microbatches: int, grad: bool, context: PassContext | None = None) -> Run:
         """Begins a pass: what has to be the same everywhere is, once the stages do what they are told next."""
+        if list(self._module._modules.values()) != self._children:
+            raise RuntimeError(
+                "the pipelined module has got other layers since the pipeline started, which cannot change it in "
+                "mid-run. Change the model before fit, or in configure_model."
+            )
         for sender in self.ports.senders:
             sender.flush()  # what earlier passes sent has arrived: their results are here
         number, self._num_passes = self._num_passes, self._num_passes + 1
@@ -205,7 +214,7 @@ class Passes:
         )
         self._share_ties(number)
         for i in range(len(self.remotes)):
-            self._send_flags(i)
+            self._carry_changes(i)
         return Run(this, self)
 
     def actions(self, i: int, this: Pass) -> list[Action]:
@@ -226,17 +235,13 @@ class Passes:
             ties.share_values(number)
         self._shared = now
 
-    def _send_flags(self, i: int) -> None:
+    def _carry_changes(self, i: int) -> None:
         """Carries what has changed on the driver to stage ``i``, together with the next call."""
-        layers, remote = self._stages[i], self.remotes[i]
-        modes = [module.training for module in layers.modules()]
-        trained = [parameter.requires_grad for parameter in layers.parameters()]
-        before = self._flags_sent[i]
-        if before is None or before[0] != modes:
-            remote.later("set_modes", modes)
-        if before is None or before[1] != trained:
-            remote.later("set_requires_grad", trained)
-        self._flags_sent[i] = modes, trained
+        attributes, trained = self.mirrors[i].changes()
+        if attributes:
+            self.remotes[i].later("set_attributes", attributes)
+        if trained is not None:
+            self.remotes[i].later("set_requires_grad", trained)
 
     def forget(self, number: int) -> None:
         """Has every stage forget a pass whose backward part can no longer come."""

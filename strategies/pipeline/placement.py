@@ -205,10 +205,12 @@ def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Paramete
 
 
 def _replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Puts ``tensors`` into the places of the buffers of ``layers``; a layer may have made one, or dropped it."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old ones alive, so that no id is used twice
     for prefix, module in layers.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
-            if buffer is None or any(buffer is new for _, new in replaced.values()):
-                continue
-            full = f"{prefix}.{name}" if prefix else name
-            module._buffers[name] = replaced.setdefault(id(buffer), (buffer, tensors[full]))[1]
+            new = tensors.get(f"{prefix}.{name}" if prefix else name)
+            if buffer is None or new is None:
+                module._buffers[name] = new
+            elif not any(buffer is placed for _, placed in replaced.values()):
+                module._buffers[name] = replaced.setdefault(id(buffer), (buffer, new))[1]

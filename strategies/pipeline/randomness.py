@@ -4,6 +4,7 @@ A micro-batch that is computed twice draws the same numbers twice, and the proce
 """
 
 import hashlib
+import random
 import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -56,8 +57,9 @@ def layer_seed(seed: int, microbatch: int, layer: int) -> int:
 
 
 def seed_device(seed: int, device: torch.device) -> None:
-    """Seeds the CPU's generator and the one of ``device``, as ``torch.manual_seed`` does for every device there is."""
+    """Seeds torch on the CPU and on ``device``, and Python's ``random``; not numpy, which takes 0.1 ms to restore."""
     torch.default_generator.manual_seed(seed)
+    random.seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
@@ -66,8 +68,12 @@ def seed_device(seed: int, device: torch.device) -> None:
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
     """Leaves the process's random state as it was."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
+    python_state = random.getstate()
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python_state)
 
 
 def _hashed(*numbers: int) -> int:

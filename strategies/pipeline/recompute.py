@@ -7,6 +7,7 @@ backward pass.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -19,6 +20,38 @@ RECOMPUTE_MODES = ("always", "except_last", "never")
 def num_recomputed(mode: str, microbatches: int) -> int:
     """How many of the first micro-batches of a pass are recomputed; the last one follows its forward pass at once."""
     return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[mode]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Modes and ``requires_grad`` of some layers, which another pass may change before one is recomputed."""
+
+    modes: list[bool]
+    trained: list[bool]
+
+    @classmethod
+    def of(cls, layers: nn.Module) -> "Flags":
+        """Those that ``layers`` have now."""
+        return cls([m.training for m in layers.modules()], [p.requires_grad for p in layers.parameters()])
+
+    @contextmanager
+    def entered(self, layers: nn.Module) -> Iterator[None]:
+        """Within this, ``layers`` have these."""
+        now = Flags.of(layers)
+        if now == self:
+            yield
+            return
+        self._set(layers)
+        try:
+            yield
+        finally:
+            now._set(layers)
+
+    def _set(self, layers: nn.Module) -> None:
+        for module, mode in zip(layers.modules(), self.modes, strict=True):
+            module.training = mode
+        for parameter, trained in zip(layers.parameters(), self.trained, strict=True):
+            parameter.requires_grad_(trained)
 
 
 @contextmanager

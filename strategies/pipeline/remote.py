@@ -2,6 +2,7 @@
 
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, NoReturn
@@ -15,7 +16,7 @@ _DIAGNOSIS_SECONDS = 2.0
 """How long to look for the cause of a failure that is only the consequence of another one."""
 
 _RESCUE_SECONDS = 5.0
-"""How long to wait for what a stage of a broken pipeline may still give."""
+"""How long to wait for what a stage may still give that has been found to hang."""
 
 
 class RemoteTraceback(Exception):
@@ -104,10 +105,11 @@ class RemoteStage:
         failures: Failures,
         timeout_seconds: float,
     ) -> None:
-        self._name, self._stage, self._description = name, stage, description
+        self._name, self._stage, self.description = name, stage, description
         self._ended, self._failures, self._timeout_seconds = ended, failures, timeout_seconds
         self._number = 0
-        self._later: list[Command] = []
+        self._is_given_up = False
+        self._later: deque[Command] = deque()  # the garbage collector may append from any thread
 
     @property
     def has_ended(self) -> bool:
@@ -123,9 +125,9 @@ class RemoteStage:
 
         Failures are noted as soon as they are known; see :meth:`result`.
         """
-        later, self._later = self._later, []
         done: Future[Any] = Future()
-        commands = [*later, (command, arguments)]
+        commands = [self._later.popleft() for _ in range(len(self._later))]
+        commands.append((command, arguments))
         reply = rpc.rpc_async(self._name, perform, args=(self._stage, self._number, commands), timeout=0)
         self._number += 1
         reply.add_done_callback(lambda reply: self._settle(reply, done))
@@ -143,7 +145,7 @@ class RemoteStage:
             self._wait_for(started)
             if self._failures.any:
                 self._failures.raise_cause()
-        return started.result(_RESCUE_SECONDS)
+        return self._rescued(started)
 
     def call(self, command: str, *arguments: Any) -> Any:
         """Runs a command and waits for its result; see :meth:`result`."""
@@ -151,9 +153,25 @@ class RemoteStage:
 
     def rescue(self, command: str, *arguments: Any) -> Any:
         """Like :meth:`call`, but goes on for a moment if another stage fails meanwhile."""
-        started = self.start(command, *arguments)
-        self._wait_for(started)
-        return started.result(_RESCUE_SECONDS)
+        return self._rescued(self.start(command, *arguments))
+
+    def _rescued(self, started: "Future[Any]") -> Any:
+        """Waits for a command as long as the stage gets on, whatever has failed.
+
+        Raises:
+            RuntimeError: If it does nothing for the time-out, or for a moment if it has been given up for that before.
+        """
+        before = None
+        while not wait([started], self._patience_seconds()).done:
+            asked = rpc.rpc_async(self._name, progress, args=(self._stage,), timeout=self._timeout_seconds)
+            now = asked.wait()
+            if now == before:
+                raise RuntimeError(f"{self.description} does not get on; it stands in {now[1]}")
+            before = now
+        return started.result()
+
+    def _patience_seconds(self) -> float:
+        return _RESCUE_SECONDS if self._is_given_up else self._timeout_seconds
 
     def _wait_for(self, started: "Future[Any]") -> None:
         """Returns when the command is done, or any stage has failed, or this one has stopped doing anything."""
@@ -162,9 +180,10 @@ class RemoteStage:
             asked = rpc.rpc_async(self._name, progress, args=(self._stage,), timeout=self._timeout_seconds)
             now = asked.wait()
             if now == before:
+                self._is_given_up = True
                 self._failures.add(
                     RuntimeError(
-                        f"{self._description} has done nothing for {self._timeout_seconds:g} s; it stands in {now[1]}. "
+                        f"{self.description} has done nothing for {self._timeout_seconds:g} s; it stands in {now[1]}. "
                         "If it only takes its time, raise rpc_timeout_sec."
                     ),
                     consequence=False,
@@ -177,7 +196,7 @@ class RemoteStage:
             value = reply.value()
         except Exception as error:
             ended = self._ended()
-            lost = RuntimeError(f"{self._description} did not answer: {ended or error}")
+            lost = RuntimeError(f"{self.description} did not answer: {ended or error}")
             self._failures.add(lost, consequence=ended is None and is_consequence(error))
             done.set_exception(lost)
             return

@@ -1,17 +1,21 @@
 """What stands on the driver for a parameter or a buffer whose values live on a worker."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods that end in an underscore and change no value."""
 
-_TAKE_ALL_GRADIENTS = ("torch.nn.utils.clip_grad", "pytorch_lightning.utilities.grads")
-"""Modules whose functions leave out parameters without a gradient, so that they would work on some stages only."""
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+_READ_GRADIENTS = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "torch.utils.", "torch._", "strategies.")
+"""Modules that may find that such a tensor has no gradient. Others would take the last stage's gradients for all."""
 
 _MAKE_UP_VALUES = ("torch.utils.tensorboard._convert_np",)
 """Modules that take random numbers for the values of a meta tensor."""
@@ -20,12 +24,12 @@ _MAKE_UP_VALUES = ("torch.utils.tensorboard._convert_np",)
 class _Remote:
     """Makes an error of whatever would silently do nothing, because the values are elsewhere.
 
-    That is changing it in place, reading or setting ``data``, setting a gradient, copying or pickling it. ``grad`` is
-    ``None``, but not to functions that clip or measure the gradients of all parameters.
+    That is changing it in place, reading or setting ``data``, setting a gradient, copying or pickling it, and using its
+    values, also those of what was computed from it. ``grad`` is ``None``, but only optimizers may read that.
     """
 
     relay_name: str
-    shape: torch.Size
+    """Which tensor this is, or was computed from."""
 
     @classmethod
     def __torch_function__(
@@ -35,26 +39,22 @@ class _Remote:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            caller = sys._getframe(1).f_globals.get("__name__")
-            if _reads_gradient(func) and caller in _TAKE_ALL_GRADIENTS:
-                raise RuntimeError(
-                    f"the gradient of {args[0].relay_name} {list(args[0].shape)} is on another stage of the "
-                    "pipeline. For gradients of all stages set the Trainer's gradient_clip_val, or call "
-                    "self.clip_gradients(...) or trainer.strategy.clip_grad_norm_(...), which returns their norm "
-                    "and with max_norm=inf leaves them as they are."
-                )
-            if caller in _MAKE_UP_VALUES:
+            if _descriptor(func) is Tensor.grad and func.__name__ == "__get__" and not _may_read(sys._getframe(1)):
+                args[0]._refuse_gradient()
+            if sys._getframe(1).f_globals.get("__name__") in _MAKE_UP_VALUES:
                 args[0]._refuse("SummaryWriter")
-            if (lost := _would_lose(func, args, kwargs or {})) is not None:
-                lost._refuse(getattr(getattr(func, "__self__", None), "__name__", func.__name__))
+            if (lost := _would_lose(func, args, kwargs)) is not None:
+                lost._refuse(getattr(_descriptor(func), "__name__", func.__name__))
             try:
-                return func(*args, **(kwargs or {}))
-            except (RuntimeError, NotImplementedError) as error:  # such as torch.equal, which needs values
-                remote = next((arg for arg in (*args, *(kwargs or {}).values()) if isinstance(arg, _Remote)), None)
-                if remote is None or "meta" not in str(error):
+                result = func(*args, **kwargs)
+            except (RuntimeError, TypeError) as error:  # such as that of item(), which needs values
+                remote = next(_remotes_in((*args, *kwargs.values())), None)
+                if remote is None or "meta" not in str(error).lower():
                     raise
                 remote._refuse(func.__name__)
+            return _marked(result, args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._refuse("copy.deepcopy")
@@ -62,9 +62,17 @@ class _Remote:
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._refuse("pickle")
 
+    def _refuse_gradient(self) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of {self.relay_name} is on another stage of the pipeline. For gradients "
+            "of all stages set the Trainer's gradient_clip_val, or call self.clip_gradients(...) or "
+            "trainer.strategy.clip_grad_norm_(...), which returns their norm and with max_norm=inf leaves them as they "
+            "are; to clear them call zero_grad() of the optimizer or of the model."
+        )
+
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
-            f"`{what}` on {self.relay_name} {list(self.shape)}, which lives on another stage of the "
+            f"`{what}` on {self.relay_name}, which lives on another stage of the "
             "pipeline: its values are not in this process, so nothing could be read or done to them. While the "
             "pipeline runs only layers and optimizers change them, and state_dict() gives the values of every stage."
         )
@@ -82,34 +90,66 @@ def remote_parameter(name: str, parameter: nn.Parameter) -> RemoteParameter:
     """A stand-in with the shape, type and ``requires_grad`` of ``parameter``."""
     empty = torch.empty_like(parameter, device="meta")
     remote = cast(RemoteParameter, RemoteParameter(empty, requires_grad=parameter.requires_grad))
-    remote.relay_name = f"parameter {name}"
+    remote.relay_name = f"parameter {name} {list(parameter.shape)}"
     return remote
 
 
 def remote_buffer(name: str, buffer: Tensor) -> RemoteBuffer:
     """A stand-in with the shape and type of ``buffer``."""
     remote = torch.empty_like(buffer, device="meta").as_subclass(RemoteBuffer)
-    remote.relay_name = f"buffer {name}"
+    remote.relay_name = f"buffer {name} {list(buffer.shape)}"
     return remote
 
 
-def _reads_gradient(func: Callable[..., Any]) -> bool:
-    return func.__name__ == "__get__" and getattr(func, "__self__", None) is Tensor.grad
+def _descriptor(func: Callable[..., Any]) -> Any:
+    """The attribute of ``Tensor`` that ``func`` gets or sets, if it does."""
+    return getattr(func, "__self__", None)
+
+
+def _may_read(frame: FrameType | None) -> bool:
+    """Whether the code of a frame may read gradients: torch's own, but for clipping, and an optimizer's step."""
+    assert frame is not None
+    name = frame.f_globals.get("__name__", "")
+    if name.startswith(_READ_GRADIENTS) and not (name == "torch.nn.modules.module" and "zero_grad" in _function(frame)):
+        return True
+    caller: FrameType | None = frame
+    while caller is not None and not caller.f_globals.get("__name__", "").startswith("pytorch_lightning."):
+        if isinstance(caller.f_locals.get("self"), Optimizer):
+            return True
+        caller = caller.f_back
+    return False  # user code that a training loop called, perhaps within a step's closure
+
+
+def _function(frame: FrameType) -> str:
+    return frame.f_code.co_name
+
+
+def _remotes_in(values: Iterable[Any]) -> Iterator[_Remote]:
+    for value in values:
+        if isinstance(value, _Remote):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _remotes_in(value)
+
+
+def _marked(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A tensor without values that was computed from a remote one is a remote one too."""
+    if type(result) is not Tensor or not result.is_meta:
+        return result
+    remote = next(_remotes_in((*args, *kwargs.values())))
+    marked = result.as_subclass(RemoteBuffer)
+    marked.relay_name = remote.relay_name
+    return marked
 
 
 def _would_lose(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Remote | None:
-    """The tensor to which ``func`` would do something that has no effect; ``None`` if there is none."""
-    first = next(iter((*args, *kwargs.values())), None)  # nn.init gives its tensor by name
-    targets = first if isinstance(first, list | tuple) else [first]
-    target = next((target for target in targets if isinstance(target, _Remote)), None)
-    if target is None:
-        return None  # it is only read
-    name, descriptor = func.__name__, getattr(func, "__self__", None)
-    if descriptor is Tensor.grad:
-        lost = name == "__set__" and args[1] is not None
-    elif name == "copy_":  # load_state_dict copies a meta tensor, when the values have been sent to where they belong
-        lost = not args[1].is_meta
-    else:
-        in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
-        lost = in_place or descriptor is Tensor.data or name == "__setitem__"
-    return target if lost else None
+    """The tensor that ``func`` would change, or change another by, without effect; ``None`` if there is none."""
+    name, descriptor = func.__name__, _descriptor(func)
+    if descriptor is Tensor.grad and name == "__set__":
+        return args[0] if isinstance(args[0], _Remote) else None
+    if name == "copy_" and not isinstance(args[1], _Remote) and args[1].is_meta:
+        return None  # load_state_dict does this, when the values have been sent to where they belong
+    in_place = name.endswith("_") and not name.endswith("__") and name not in _HARMLESS
+    if in_place or "out" in kwargs or descriptor is Tensor.data or name == "__setitem__" or name in _HOOKS:
+        return next(_remotes_in((*args, *kwargs.values())), None)
+    return None

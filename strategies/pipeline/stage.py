@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from strategies.pipeline.batchnorm import DeferredStatistics
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.randomness import layer_seed, preserved_random_state, seed_device
-from strategies.pipeline.recompute import frozen_statistics
+from strategies.pipeline.recompute import Flags, frozen_statistics
 from strategies.pipeline.schedule import Action
 
 
@@ -99,6 +99,7 @@ class _Kept:
     inputs: list[Tensor]
     outputs: list[GradientEdge | None]
     recompute_from: Any = None
+    flags: Flags | None = None
 
 
 class _Enter(torch.autograd.Function):
@@ -198,7 +199,7 @@ class Stage:
         recompute = this.grad and m < this.recomputed
         kept = _Kept([leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
         if recompute:
-            kept.recompute_from = x
+            kept.recompute_from, kept.flags = x, Flags.of(self.layers)
             if self._writes_input is not False:
                 x = _copied(x)
         before = _versions(x) if recompute else None
@@ -234,8 +235,10 @@ class Stage:
             self.doing = f"B{m}, waiting for its gradients"
             received = self._output_grads.receive(this.number, m)
             if kept.recompute_from is not None:
+                assert kept.flags is not None
                 x, kept.recompute_from = kept.recompute_from, None
-                y = self._run_layers(this, m, x, grad=True, recomputing=True)
+                with kept.flags.entered(self.layers):
+                    y = self._run_layers(this, m, x, grad=True, recomputing=True)
                 candidates = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
                 candidates = [t for t in candidates if t.is_floating_point() or t.is_complex()]
                 kept.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in candidates]

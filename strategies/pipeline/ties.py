@@ -48,14 +48,15 @@ def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> li
         outside: Parameters of the model that are used outside of its stages, which is on the driver.
 
     Raises:
-        ValueError: If a layer with running statistics is used by two stages; each would see half of the batches.
+        ValueError: If a layer with running statistics is used by two stages, each of which would see half of the
+            batches, or if a tied parameter is one that its layer changes in the forward pass.
     """
     uses: dict[int, dict[int, list[str]]] = {}
     norms: dict[nn.Module, int] = {}
     for i, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             uses.setdefault(id(parameter), {}).setdefault(i, []).append(name)
-        for name, module in stage.named_modules():
+        for name, module in stage.named_modules(remove_duplicate=False):
             if isinstance(module, _NormBase) and norms.setdefault(module, i) != i and module.track_running_stats:
                 raise ValueError(
                     f"layer {name}, a {type(module).__name__}, is used by stage {norms[module]} and by stage {i}, and "
@@ -70,7 +71,21 @@ def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> li
         owner = driver if on_driver else min(names)
         if any(i != owner for i in names):
             ties.append(Tie(owner, names))
+    _check_unchanged(stages, ties)
     return ties
+
+
+def _check_unchanged(stages: Sequence[nn.Module], ties: Sequence[Tie]) -> None:
+    for tie in ties:
+        for i, names in tie.names.items():
+            for name in names:
+                layer = stages[i].get_submodule(name.rpartition(".")[0])
+                if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+                    raise ValueError(
+                        f"parameter {name} of stage {i} is tied to another stage, but max_norm={layer.max_norm} of its "
+                        "embedding changes it in the forward pass, which the other one would not see. Leave max_norm "
+                        "out, or choose a balance that keeps both places on one stage."
+                    )
 
 
 class TiedParameters:
@@ -120,16 +135,21 @@ class TiedParameters:
         return [parameter._version for parameters in self._owned.values() for parameter in parameters]
 
     def move_gradients(self, number: int) -> None:
-        """After backward pass ``number``: sends the gradients of copies to their owners, or adds them up."""
+        """After backward pass ``number``: sends the gradients of copies to their owners, or adds them up.
+
+        Everything is sent before anything is waited for, so no order of owners and copies can make stages wait in a
+        circle.
+        """
         for peer, parameters in self._copied.items():
             self._gradients_to[peer].send([parameter.grad for parameter in parameters], number, 0)
             for parameter in parameters:
                 parameter.grad = None
-            self._gradients_to[peer].flush()
         for peer, parameters in self._owned.items():
             for parameter, grad in zip(parameters, self._gradients_from[peer].receive(number, 0), strict=True):
                 if grad is not None:
                     parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        for sender in self._gradients_to.values():
+            sender.flush()
 
     @torch.no_grad()
     def share_values(self, number: int) -> None:

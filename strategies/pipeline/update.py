@@ -58,7 +58,7 @@ class PipelineOptimizers:
         scaling = {name: vars(optimizer)[name].cpu() for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
         self.num_steps += 1
         for remote in self._remotes:
-            remote.start("step", k, values, scaling)
+            remote.start("step", k, values, scaling, torch.get_default_dtype())
 
     def _number_of(self, optimizer: Optimizer) -> int:
         numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]
@@ -135,7 +135,7 @@ class PipelineOptimizers:
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict that the optimizer would have if every parameter were here, gathered stage by stage."""
-        state = optimizer.state_dict()
+        state = type(optimizer).state_dict(optimizer)  # the instance's is this one
         for remote in self._remotes:
             state["state"].update(remote.call("optimizer_states", self._number_of(optimizer)))
         state["state"] = dict(sorted(state["state"].items()))
@@ -145,7 +145,7 @@ class PipelineOptimizers:
         """Loads a whole state dict: each stage gets the states of its parameters."""
         remote_numbers = {number for number, p in enumerate(parameters_of(optimizer)) if p.is_meta}
         own = {number: s for number, s in state["state"].items() if number not in remote_numbers}
-        optimizer.load_state_dict({**state, "state": own})
+        type(optimizer).load_state_dict(optimizer, {**state, "state": own})
         for remote in self._remotes:
             remote.call("load_optimizer_states", self._number_of(optimizer), state["state"])
 

@@ -1,0 +1,86 @@
+"""What is changed in mid-run on the driver's copies of a worker's layers: carried to the worker, or refused.
+
+Carried are the mode, ``requires_grad`` and plain attributes (numbers, flags, words: a dropout's rate, a temperature).
+At the end the worker's plain attributes come back, as its tensors do.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+_PLAIN = (bool, int, float, str, type(None))
+
+Attributes = dict[int, dict[str, Any]]
+"""Of some modules, by their place in ``modules()``, some attributes."""
+
+
+class Mirror:
+    """The driver's side.
+
+    Args:
+        layers: The driver's copies, which are now like the worker's.
+        description: The stage in words.
+    """
+
+    def __init__(self, layers: nn.Sequential, description: str) -> None:
+        self._layers, self._description = layers, description
+        self._structure = _structure_of(layers)
+        self._sent = plain_attributes(layers)
+        self._trained = _trained(layers)
+
+    def changes(self) -> tuple[Attributes, list[bool] | None]:
+        """What has changed since the last time: attributes, and ``requires_grad`` of all parameters if any has.
+
+        Raises:
+            RuntimeError: If modules, parameters, buffers or hooks are others than at the start.
+        """
+        if _structure_of(self._layers) != self._structure:
+            raise RuntimeError(
+                f"{self._description}, which lives in another process, has got another layer, parameter, buffer or "
+                "hook since the pipeline started; that cannot be carried there in mid-run. Change the model before fit "
+                "(or in configure_model), change values by load_state_dict without assign=True, and modes, "
+                "requires_grad or plain attributes of layers at any time."
+            )
+        before, self._sent = self._sent, plain_attributes(self._layers)
+        changed = {
+            k: new
+            for k, (old, now) in enumerate(zip(before, self._sent, strict=True))
+            if (new := {name: value for name, value in now.items() if name not in old or old[name] != value})
+        }
+        trained, self._trained = self._trained, _trained(self._layers)
+        return changed, None if trained == self._trained else self._trained
+
+    def take_back(self, attributes: Sequence[Mapping[str, Any]]) -> None:
+        """Gives the driver's copies the worker's attributes, but for those that have been changed here since."""
+        for module, sent, now in zip(self._layers.modules(), self._sent, attributes, strict=True):
+            own = vars(module)
+            own.update({name: value for name, value in now.items() if name in sent and own.get(name) == sent[name]})
+
+
+def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:
+    """The plain attributes of each module, ``training`` among them, in the order of ``modules()``."""
+    return [
+        {name: value for name, value in vars(module).items() if type(value) in _PLAIN} for module in layers.modules()
+    ]
+
+
+def set_attributes(layers: nn.Module, attributes: Attributes) -> None:
+    """Sets what :meth:`Mirror.changes` told."""
+    modules = list(layers.modules())
+    for k, changed in attributes.items():
+        vars(modules[k]).update(changed)
+
+
+def _trained(layers: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in layers.parameters()]
+
+
+def _structure_of(layers: nn.Module) -> list[Any]:
+    """Equal as long as there are the same objects at the same places."""
+    structure: list[Any] = []
+    for name, module in layers.named_modules(remove_duplicate=False):
+        tensors = [*module._parameters.values(), *module._buffers.values()]
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        structure.append((name, id(module), [id(tensor) for tensor in tensors], [tuple(hook) for hook in hooks]))
+    return structure
