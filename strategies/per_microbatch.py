@@ -69,7 +69,8 @@ def training_step_per_microbatch(
     weights = [size / max(1, sum(sizes)) for size in sizes]
     with logs.instead_of(model):
         loss = pipeline.interleave([partial(code, m) for m in range(len(parts))], weights, context, scale)
-    logs.pass_on(model)
+    with context.entered(grad=True):
+        logs.pass_on(model)
     return _merged(outputs, loss, sizes)
 
 

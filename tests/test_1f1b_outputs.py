@@ -29,7 +29,7 @@ class Logs(Small):
 
     def __init__(self) -> None:
         super().__init__()
-        self.accuracy, self.rows = Accuracy(task="binary"), MeanSquaredError()
+        self.accuracy, self.rows = Accuracy(task="binary"), MeanSquaredError().set_dtype(torch.float64)
         self.updated = MeanMetric()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
