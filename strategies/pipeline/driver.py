@@ -136,8 +136,8 @@ class Pipeline:
         """Runs code once per micro-batch; see :func:`~strategies.pipeline.interleaved.interleave`."""
         assert self._passes is not None
         groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
-        own = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
-        here = [parameter for parameter in own if not parameter.is_meta]
+        known = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
+        here = [parameter for parameter in known if not parameter.is_meta]
         return interleave(self._passes, here, codes, weights, scale, context)
 
     def wait(self) -> None:
