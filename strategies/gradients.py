@@ -48,5 +48,5 @@ def _unscale_everywhere(
     found = type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, allow_fp16)
     total = sum(reply() for reply in remote)
     # The scaler wants an answer for at least one device, also if no parameter of the optimizer lives here.
-    found.setdefault(found_inf.device, found_inf).add_(total)
+    found.setdefault(found_inf.device, found_inf).add_(total).clamp_(max=1.0)  # fused optimizers take 1 only as a yes
     return found

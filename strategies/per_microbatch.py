@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.loops.optimization.automatic import ClosureResult
+from pytorch_lightning.plugins import Precision
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.memory import recursive_detach
 from torch import Tensor
@@ -28,23 +29,20 @@ from strategies.pipeline.driver import Pipeline
 def training_step_per_microbatch(
     model: LightningModule,
     pipeline: Pipeline,
+    precision: Precision,
+    microbatches: int,
     batch: Any,
     rest: Sequence[Any],
-    *,
-    microbatches: int,
-    context: PassContext,
-    scale: float,
 ) -> Any:
     """Stands for ``model.training_step(batch, *rest)``.
 
     Args:
         model: Its ``split_batch(batch, num_microbatches)``, if it has one, returns the list of micro-batches.
         pipeline: The running pipeline.
+        precision: What ``training_step`` runs under, and the loss scale for float16 if it has one.
+        microbatches: How many micro-batches to make at most.
         batch: The whole batch.
         rest: The further arguments of ``training_step``, the same for every micro-batch.
-        microbatches: How many micro-batches to make at most.
-        context: What ``training_step`` runs under.
-        scale: The loss scale for float16, or 1.
 
     Returns:
         What ``training_step`` returned, put together.
@@ -66,10 +64,15 @@ def training_step_per_microbatch(
             outputs[m] = recursive_detach(output)  # or else the graphs of all micro-batches would be kept
         return loss
 
+    scaler = getattr(precision, "scaler", None)
+    scale = scaler.get_scale() if scaler is not None else 1.0
+    with precision.train_step_context():
+        context = PassContext.capture(pipeline.device.type)
     weights = [size / max(1, sum(sizes)) for size in sizes]
     with logs.instead_of(model):
         loss = pipeline.interleave([partial(code, m) for m in range(len(parts))], weights, context, scale)
-    logs.pass_on(model)
+    with context.entered(grad=True):
+        logs.pass_on(model)
     return _merged(outputs, loss, sizes)
 
 

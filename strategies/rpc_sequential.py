@@ -20,7 +20,6 @@ from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
 from strategies.per_microbatch import training_step_per_microbatch
-from strategies.pipeline.context import PassContext
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
@@ -195,17 +194,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         assert model is not None
         refusals.check_automatic_optimization(model, self._settings.schedule)
         batch, *rest = (*args, *kwargs.values())
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        with self.precision_plugin.train_step_context():
-            context = PassContext.capture(self.root_device.type)
         return training_step_per_microbatch(
-            model,
-            self._running(),
-            batch,
-            rest,
-            microbatches=self._settings.microbatches,
-            context=context,
-            scale=scaler.get_scale() if scaler is not None else 1.0,
+            model, self._running(), self.precision_plugin, self._settings.microbatches, batch, rest
         )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -249,14 +239,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         Raises:
             MisconfigurationException: If it is not clear which optimizer is meant.
         """
-        pipeline = self._running()
-        if optimizer is None:
-            if (number := len(pipeline.optimizers.optimizers)) != 1:
-                raise MisconfigurationException(
-                    f"there are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
-                )
-            optimizer = pipeline.optimizers.optimizers[0]
-        return pipeline.optimizers.clip_grad_norm(unwrapped(optimizer), float(max_norm), float(norm_type))
+        optimizers = self._running().optimizers
+        with as_misconfiguration():
+            return optimizers.clip_grad_norm(unwrapped(optimizer or optimizers.only), float(max_norm), float(norm_type))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all stages, as one process would have it."""

@@ -1,29 +1,223 @@
+"""``schedule="1f1b"`` runs ``training_step`` once per micro-batch; the training is that of one process all the same."""
+
 from typing import Any
 
+import torch
 from harness import run
-from parity import Small, batches, check
-from torch.nn.functional import mse_loss
+from parity import WIDTH, Small, batches, check
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+ALWAYS = {"schedule": "1f1b", "microbatches": 4, "checkpoint": "always"}
+EXCEPT_LAST = {"schedule": "1f1b", "microbatches": 3, "checkpoint": "except_last"}
+MORE_THAN_ROWS = {"schedule": "1f1b", "microbatches": 16, "checkpoint": "never"}
+
+UNEVEN = (8, 5, 1, 7)
+
+
+def data() -> Any:
+    return batches(UNEVEN)
 
 
 class Once(Small):
-    """Keeps the loss of each batch, however often ``training_step`` is run for it."""
+    """Keeps the loss of each batch, however often ``training_step`` is run for it; ``None`` where there is none."""
 
-    def training_step(self, batch, batch_idx):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         return mse_loss(self(batch[0]), batch[1])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].item())
+        self.losses.append(-1.0 if not outputs else outputs["loss"].item())
 
 
-def plain():
-    check(Once, strategy={"schedule": "1f1b", "microbatches": 4}, val=batches)
+class Around(Once):
+    """Trains code before and after the call, and on both sides of it; the loss sees the input directly, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.both, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = checkpoint(self.before, batch[0], use_reentrant=False)  # run through twice, by both ways back
+        x = self.both(x)
+        y = self.after(self(x).tanh_()) + x[:, :2]
+        return mse_loss(y + self.both(batch[0])[:, 2:4], batch[1])
+
+
+class Beside(Once):
+    """The input wants no gradient, but the loss depends on trained code that ran before the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside = nn.Linear(WIDTH, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        beside = self.beside(batch[0]).tanh()
+        return mse_loss(self(batch[0]) + beside, batch[1])
+
+
+class Given(Once):
+    """Calls the module with a parameter itself, which is known to the optimizer only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = [nn.Parameter(torch.randn(1, WIDTH, dtype=torch.float64))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module({"x": x, "query": self.hidden[0]})
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW([*self.parameters(), *self.hidden], lr=0.01)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.losses += self.hidden[0].flatten().tolist()
+
+
+class Sum(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return super().forward(x["x"] + x["query"])
+
+
+class GivenLayers(Given):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[0] = Sum()
+
+
+class Frozen(Around):
+    """No gradient reaches the first two of three stages, or the code before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.before, self.both, *self.sequential_module[:4]):
+            part.requires_grad_(False)
+
+
+class FrozenInside(Around):
+    """Only what is around the module is trained: gradients go through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module.requires_grad_(False)
+
+
+class FrozenLast(Once):
+    """The last of two or three stages has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[3:].requires_grad_(False)
+
+
+def gradients_everywhere() -> None:
+    clipped = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2, "val": data, "val_check_interval": 2}
+    check(Around, strategy=EXCEPT_LAST, train=data, **clipped)
+    check(Around, strategy=ALWAYS, train=data)
     check(
-        Once,
-        strategy={"schedule": "1f1b", "microbatches": 16, "checkpoint": "always"},
-        accumulate_grad_batches=2,
-        gradient_clip_val=0.1,
+        Beside, strategy=MORE_THAN_ROWS, train=data, gradient_clip_val=0.1, gradient_clip_algorithm="value", stages=[3]
     )
+    check(GivenLayers, strategy=EXCEPT_LAST, train=data, stages=[2])
 
 
-def test_plain():
-    run(plain, timeout_seconds=100)
+def test_code_around_the_module_is_trained() -> None:
+    run(gradients_everywhere, timeout_seconds=170)
+
+
+def frozen() -> None:
+    for model in (Frozen, FrozenInside, FrozenLast):
+        first = check(model, strategy=EXCEPT_LAST, train=data)[0]
+        assert len(set(first.losses)) == len(first.losses)
+
+
+def test_frozen_layers() -> None:
+    run(frozen, timeout_seconds=170)
+
+
+class Skips(Once):
+    """``None`` for whole batches, as in one process: they are no step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in (0, 2) else loss
+
+
+class SkipsSome(Around):
+    """``None`` for micro-batches; in one process, a weighted sum without their terms."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        learned = batch[1][:, 0] < 100
+        if self.trainer.strategy.__class__.__name__ == "RPCSequentialStrategy":
+            loss = super().training_step(batch, batch_idx)
+            return loss if learned.any() else None
+        known = [part[learned] for part in batch]
+        return super().training_step(known, batch_idx) * (len(known[0]) / len(batch[0]))
+
+
+def some() -> Any:
+    """Three micro-batches each, of which the second, the first or the last is not to be learned."""
+    made = list(batches((9, 9, 9)))
+    for m, (_, y) in zip((1, 0, 2), made, strict=True):
+        y[3 * m : 3 * m + 3, 0] = 1000
+    return DataLoader(made, batch_size=None)
+
+
+def none_returned() -> None:
+    skipped = check(Skips, strategy=EXCEPT_LAST, train=data, accumulate_grad_batches=2)
+    for outcome in skipped:
+        assert [loss == -1 for loss in outcome.losses] == [True, False, True, False] * 2
+    check(SkipsSome, strategy=EXCEPT_LAST, train=some)
+
+
+def test_steps_without_a_loss() -> None:
+    run(none_returned, timeout_seconds=170)
+
+
+class Unembed(nn.Module):
+    """An output layer that has the embedding's weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class Tied(Once):
+    """A weight of the first, the second and the last of three stages, and of the code before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+        self.sequential_module = nn.Sequential(*layers)
+        self.outside = Unembed(layers[0].weight)
+        for k in (2, 5):
+            layers[k].weight = layers[0].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self(self.outside(batch[0]).tanh())
+        return mse_loss(self.outside(y)[:, :2], batch[1])
+
+
+class TiedWorkers(Once):
+    """A weight that stages 0 and 1 of three share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = self.sequential_module
+        layers[3].weight = layers[0].weight
+
+
+def tied() -> None:
+    check(Tied, strategy=EXCEPT_LAST, train=data, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    check(TiedWorkers, strategy=ALWAYS, train=data, val=data)
+
+
+def test_tied_parameters() -> None:
+    run(tied, timeout_seconds=170)

@@ -1,5 +1,6 @@
 """Schedules: the pictures, the properties for every size in use, and a simulator that rejects what cannot run."""
 
+from collections import deque
 from itertools import pairwise
 
 import pytest
@@ -78,6 +79,52 @@ def test_every_size_runs(name):
         assert simulation.total_time == 2 * (m + p - 1)
         limit = [m] * p if name == "gpipe" else [min(p - i, m) for i in range(p)]
         assert simulation.peak_activations == limit
+
+
+def kept_when_run(table):
+    """Runs a table with queues between neighbours, as stages do, and not in the simulator's way.
+
+    Returns:
+        The most micro-batches that each stage has kept; fails if a stage takes what is not next in its queue.
+    """
+    last, m = len(table) - 1, len(table[0]) // 2
+    inputs = [deque(range(m)), *(deque() for _ in table[1:])]
+    grads = [deque() for _ in table]
+    kept, most = [set() for _ in table], [0] * len(table)
+    places, moved = [0] * len(table), True
+    while moved:
+        moved = False
+        for i, row in enumerate(table):
+            while places[i] < len(row):
+                kind, microbatch, stage = row[places[i]]
+                assert stage == i
+                queue = inputs[i] if kind == "F" else grads[i]
+                if not queue:
+                    break  # it waits
+                assert queue.popleft() == microbatch
+                if kind == "F":
+                    kept[i].add(microbatch)
+                    most[i] = max(most[i], len(kept[i]))
+                    (grads[i] if i == last else inputs[i + 1]).append(microbatch)
+                else:
+                    kept[i].remove(microbatch)  # its forward pass came before
+                    if i > 0:
+                        grads[i - 1].append(microbatch)
+                places[i] += 1
+                moved = True
+    assert places == [len(row) for row in table], "a stage waits for ever"
+    assert not any(kept) and not any(inputs) and not any(grads)
+    return most
+
+
+def test_one_f_one_b_runs_on_queues():
+    """Each action once: a queue has each micro-batch once, and all of them are empty in the end."""
+    for p, m in SIZES:
+        table = one_f_one_b(p, m)
+        assert all(len(row) == 2 * m for row in table)
+        assert kept_when_run(table) == [min(p - i, m) for i in range(p)]
+    with pytest.raises(AssertionError, match="waits for ever"):
+        kept_when_run([[Action("F", 0, 0), Action("B", 0, 0)], [Action("B", 0, 1), Action("F", 0, 1)]])
 
 
 def test_simulated_times_respect_every_dependency():

@@ -6,6 +6,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.optim import Optimizer
 from strategies.optimizer import numbers_of, restricted, taken_apart
 from strategies.pipeline.channel import wait_here
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.hosted import Cargo, describe
+from strategies.pipeline.hosted import Cargo
 from strategies.pipeline.interleaved import Code, interleave
 from strategies.pipeline.launch import Workers, share_of_threads
 from strategies.pipeline.passes import Passes
@@ -32,6 +33,7 @@ from strategies.pipeline.stage import Stage
 from strategies.pipeline.state import follow_state_dict
 from strategies.pipeline.ties import find_ties
 from strategies.pipeline.update import PipelineOptimizers
+from strategies.pipeline.words import describe, locate
 from strategies.pipeline.worker import host
 
 _END_SECONDS = 5.0
@@ -67,7 +69,9 @@ class Pipeline:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
         self.remotes: list[RemoteStage] = []
-        self.optimizers = PipelineOptimizers(list(optimizers), self.remotes, self._locate, self._average_if_needed)
+        self.optimizers = PipelineOptimizers(
+            list(optimizers), self.remotes, partial(locate, self.stages, model), self._average_if_needed
+        )
         self.failures = Failures()
         self._devices, self._settings, self._model = list(devices), settings, model
         inside = set(module.modules())
@@ -136,7 +140,7 @@ class Pipeline:
             input_grads=ports.input_grads,
             deferred_batch_norm=self._settings.deferred_batch_norm,
         )
-        named, last = self._named_parameters(), len(self.stages) - 1
+        named, last = dict(self.module.named_parameters(remove_duplicate=False)), len(self.stages) - 1
         own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
         for layers in self.stages[:-1]:
             move_to_meta(layers, self._model or self.module, self.optimizers.optimizers, keep=own)
@@ -162,6 +166,11 @@ class Pipeline:
             buffers = [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
             self._averaging.share([*self._parameters_here(), *buffers])
         return passes
+
+    @property
+    def device(self) -> torch.device:
+        """That of the last stage, which lives in this process."""
+        return self._devices[-1]
 
     def average_grads(self) -> None:
         """Averages the gradients of every stage over the replicas, if there are several."""
@@ -282,7 +291,8 @@ class Pipeline:
         patience = self._patience = Patience(self.failures)
         group = join_data_plane(session, last)
         self.wait()
-        return connected_ports(group, device, self._ties, self._named_parameters(), patience)
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        return connected_ports(group, device, self._ties, named, patience)
 
     def _ship(self, i: int, blob: bytes, session: Session, workers: Workers) -> RemoteStage:
         name = session.name(i)
@@ -294,15 +304,3 @@ class Pipeline:
             failures=self.failures,
             timeout_seconds=session.timeout_seconds,
         )
-
-    def _named_parameters(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters(remove_duplicate=False))
-
-    def _locate(self, parameter: Tensor) -> str:
-        """Names a parameter and its stage, for messages."""
-        for i, stage in enumerate(self.stages):
-            for name, own in stage.named_parameters():
-                if own is parameter:
-                    return f"parameter {name} of {describe(i, stage, sum(self.balance[:i]))}"
-        named = self._model.named_parameters() if self._model is not None else ()
-        return next((f"parameter {name}" for name, own in named if own is parameter), "a parameter")

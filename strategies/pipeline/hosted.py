@@ -26,6 +26,7 @@ from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.ties import Tie, TiedParameters
+from strategies.pipeline.words import describe
 
 FEED_TAG = 2
 """Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
@@ -275,12 +276,6 @@ class HostedStage:
         places = {number: place for place, number in enumerate(self._numbers[optimizer])}
         own = {places[number]: state for number, state in states.items() if number in places}
         load_states(self._optimizers[optimizer], own)
-
-
-def describe(index: int, layers: nn.Sequential, first_layer: int) -> str:
-    """``stage 1 (layers 3 to 5: Block, Block, Linear)``."""
-    kinds = ", ".join(type(layer).__name__ for layer in layers)
-    return f"stage {index} (layers {first_layer} to {first_layer + len(layers) - 1}: {kinds})"
 
 
 def unpack(blob: bytes, group: ProcessGroup) -> HostedStage:

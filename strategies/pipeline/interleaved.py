@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.gathered import GatheredGradients
@@ -134,8 +134,10 @@ class _Interleaved:
                 "schedule='1f1b' runs its layers under those of the precision plug-in. Use schedule='gpipe'."
             )
         input, step.input = step.input, None
+        # Code that runs meanwhile may use the memory of what is sent for its next micro-batch.
+        sent = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, input)
         tensors = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
-        self._passes.ports.feed.send(input, this.number, m, requires_grad=[t.requires_grad for t in tensors])
+        self._passes.ports.feed.send(sent, this.number, m, requires_grad=[t.requires_grad for t in tensors])
         self._inputs.append([t for t in tensors if t.requires_grad])
 
     def _in_context(self, code: Code) -> Any:
