@@ -8,6 +8,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
@@ -82,6 +83,17 @@ def check_deferred_batch_norm(module: nn.Module, path: str) -> None:
         raise MisconfigurationException(
             f"deferred_batch_norm=True has no effect: {path} has no BatchNorm layer. Leave it out."
         )
+
+
+def warn_of_time_first(module: nn.Sequential, path: str) -> None:
+    """Warns if a layer takes time as the first dimension, which a pipeline splits as the batch."""
+    for name, layer in module.named_children():
+        if getattr(getattr(layer, "self_attn", layer), "batch_first", True) is False:
+            rank_zero_warn(
+                f"Layer {name} of {path}, a {type(layer).__name__}, has batch_first=False, so its first dimension "
+                "is time; a pipeline splits the first dimension into micro-batches. Give it batch_first=True."
+            )
+            return
 
 
 def check_optimizer(optimizer: Optimizer) -> None:

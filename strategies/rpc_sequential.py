@@ -137,6 +137,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             refusals.check_automatic_optimization(model, self._settings.schedule)
             refusals.check_loggers(trainer)
         module = find_module(model, self._module_path)
+        refusals.warn_of_time_first(module, self._module_path)
         if self._settings.deferred_batch_norm:
             refusals.check_deferred_batch_norm(module, self._module_path)
         self.balance = find_balance(

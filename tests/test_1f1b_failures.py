@@ -9,6 +9,7 @@ import signal
 import time
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, batches
@@ -131,6 +132,7 @@ def fail_in_every_way() -> dict[str, Any]:
     return {**ended, "one step": train(max_steps=1), "good": train(max_epochs=1)}
 
 
+@pytest.mark.slow
 def test_failures_in_the_middle_of_a_pass() -> None:
     ended = run(fail_in_every_way, timeout_seconds=175)
     assert ended["good"][0] == ended["one step"][0] == "none"

@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, batches, fit
@@ -96,6 +97,7 @@ def counted_everywhere() -> list[Any]:
     return [counted(stages) for stages in (1, 3)]
 
 
+@pytest.mark.slow
 def test_micro_batches_kept_on_each_stage_and_around_them() -> None:
     one, three = run(counted_everywhere)
     assert simulate(one_f_one_b(3, MICROBATCHES)).peak_activations == [3, 2, 1]
@@ -164,6 +166,7 @@ def all_growths() -> dict[Any, int]:
     return {(schedule, number): growth_bytes(schedule, number) for schedule, number in runs}
 
 
+@pytest.mark.slow
 def test_memory_of_a_worker_does_not_grow_with_the_micro_batches() -> None:
     """The most bytes that the first worker's process has ever held, over what it held before the first large step."""
     growth = run(all_growths, timeout_seconds=150)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import test_parity_batchnorm as batchnorm
 import test_parity_scaler as scaling
 import torch
@@ -45,6 +46,7 @@ def scaled() -> list[float]:
     return single.losses
 
 
+@pytest.mark.slow
 def test_one_scale_and_one_decision_over_all_stages() -> None:
     scales = run(scaled, timeout_seconds=150)[1::2]
     assert scales == [1024.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0, 1024.0]
@@ -71,6 +73,7 @@ def in_float16() -> None:
     assert all(bool((state["exp_avg"] != 0).any()) for state in one.optimizers[0]["state"].values())
 
 
+@pytest.mark.slow
 def test_float16() -> None:
     run(in_float16)
 
@@ -113,5 +116,6 @@ def normed() -> None:
             compare(outcome, single)
 
 
+@pytest.mark.slow
 def test_batch_norm() -> None:
     run(normed, timeout_seconds=150)

@@ -73,6 +73,7 @@ def dropped() -> list[Tensor]:
     return one.model.drawn
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_the_same_for_any_number_of_stages_and_if_recomputed() -> None:
     drawn = run(dropped, timeout_seconds=150)
     numbers = torch.stack(drawn[1::4] + drawn[3::4])
@@ -123,6 +124,7 @@ def precisions() -> None:
             compare(one, single)
 
 
+@pytest.mark.slow
 def test_precision() -> None:
     run(precisions, timeout_seconds=170, allow=["env"])  # Lightning sets a variable for CUDA
 
@@ -170,5 +172,6 @@ def anomalies() -> None:
     train(Dropped, 2, max_epochs=1, detect_anomaly=True)
 
 
+@pytest.mark.slow
 def test_anomaly_detection() -> None:
     run(anomalies, timeout_seconds=150)

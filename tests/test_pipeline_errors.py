@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,6 +369,35 @@ def test_callbacks_that_work_on_weights(callback: pl.Callback) -> None:
         MisconfigurationException, match=f"does not support {type(callback).__name__} yet: .*of the last stage only"
     ):
         fit(Model(), callbacks=[callback])
+
+
+def test_layers_that_take_time_first() -> None:
+    class Attends(Model):
+        def __init__(self, batch_first: bool) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(4, 1, 4, batch_first=batch_first)
+            self.sequential_module = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4)), layer, nn.Flatten())
+
+    with pytest.warns(
+        UserWarning, match=r"Layer 2 of sequential_module, a TransformerEncoderLayer, has batch_first"
+    ):
+        fit(Attends(False), 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batch_first.*")
+        fit(Attends(True), 1)
+
+
+def test_an_optimizer_around_another_one() -> None:
+    class Around(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            listed = list(parameters)
+            super().__init__(listed, 0.1)
+            self.base = torch.optim.SGD(listed, 0.1)
+
+    model = Model()
+    model.configure_optimizers = lambda: Around(model.parameters())
+    with pytest.raises(MisconfigurationException, match=r"cannot run Around, which steps another optimizer \(SGD\)"):
+        fit(model, balance=[1, 2])
 
 
 def test_a_logger_that_traces_the_model(tmp_path: Path) -> None:
