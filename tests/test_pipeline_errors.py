@@ -378,9 +378,7 @@ def test_layers_that_take_time_first() -> None:
             layer = nn.TransformerEncoderLayer(4, 1, 4, batch_first=batch_first)
             self.sequential_module = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4)), layer, nn.Flatten())
 
-    with pytest.warns(
-        UserWarning, match=r"Layer 2 of sequential_module, a TransformerEncoderLayer, has batch_first"
-    ):
+    with pytest.warns(UserWarning, match=r"Layer 2 of sequential_module, a TransformerEncoderLayer, has batch_first"):
         fit(Attends(False), 1)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*batch_first.*")

@@ -3,6 +3,7 @@
 import contextvars
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -90,19 +91,22 @@ def test_code_that_does_not_call(steps: Steps) -> None:
 
 
 def test_random_numbers_are_a_step_s_own(steps: Steps) -> None:
+    def draw() -> torch.Tensor:
+        return torch.tensor([torch.rand(1).item(), random.random()], dtype=torch.float64)
+
     def run() -> torch.Tensor:
-        before = torch.rand(2)
+        before = draw()
         module(steps, before)
-        return torch.cat([before, torch.rand(2)])
+        return torch.cat([before, draw()])
 
     torch.manual_seed(1)
-    state = torch.get_rng_state()
+    state, python_state = torch.get_rng_state(), random.getstate()
     alone = {}
     for seed in (5, 6):
         step = steps.begin(run, seed)
         step.resume()
         alone[seed] = step.result
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
     assert len(set(torch.cat(list(alone.values())).tolist())) == 8
 
     one, other = steps.begin(run, 5), steps.begin(run, 6)

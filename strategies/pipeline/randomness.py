@@ -65,15 +65,28 @@ def seed_device(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
+def random_state(device: torch.device) -> list[Any]:
+    """The state of what :func:`seed_device` seeds."""
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [random.getstate(), torch.get_rng_state(), *cuda]
+
+
+def set_random_state(state: list[Any], device: torch.device) -> None:
+    """Goes back to what :func:`random_state` gave."""
+    random.setstate(state[0])
+    torch.set_rng_state(state[1])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[2], device)
+
+
 @contextmanager
 def preserved_random_state(device: torch.device) -> Iterator[None]:
     """Leaves the process's random state as it was."""
-    python_state = random.getstate()
+    state = random_state(device)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
+        yield
     finally:
-        random.setstate(python_state)
+        set_random_state(state, device)
 
 
 def _hashed(*numbers: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.randomness import preserved_random_state, seed_device
+from strategies.pipeline.randomness import preserved_random_state, random_state, seed_device, set_random_state
 
 
 class Abandoned(BaseException):
@@ -39,7 +39,7 @@ class Step:
         self.result: Any = None
         """What the function has returned."""
         self._device, self._seed = device, seed
-        self._random_state: list[torch.Tensor] | None = None
+        self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
         self._ended = False
         self._to_step: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
@@ -67,10 +67,10 @@ class Step:
             if self._random_state is None:
                 seed_device(self._seed, self._device)
             else:
-                _set_random_state(self._random_state, self._device)
+                set_random_state(self._random_state, self._device)
             self._to_step.put((go_on, output))
             error = self._to_lead.get()
-            self._random_state, self._default_dtype = _random_state(self._device), torch.get_default_dtype()
+            self._random_state, self._default_dtype = random_state(self._device), torch.get_default_dtype()
         if error is not None:
             raise error
 
@@ -158,13 +158,3 @@ def _preserved_default_dtype() -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def _random_state(device: torch.device) -> list[torch.Tensor]:
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-
-
-def _set_random_state(state: list[torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[1], device)
