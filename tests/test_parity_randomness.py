@@ -4,13 +4,14 @@ The reference is a pipeline of one stage, which runs the same operations on the 
 to the last bit.
 """
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Outcome, Small, batches, fit
+from parity import WIDTH, Outcome, Small, batches, compare, fit
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn.functional import dropout, mse_loss
@@ -173,3 +174,28 @@ def test_seeds() -> None:
     assert resumed.next(True) == again.next(True) and resumed.next(False) == seeds.next(False)
     torch.rand(1)
     assert Seeds.ahead_of_the_process().next(True) != drawn[0]
+
+
+class Skips(nn.Linear):
+    """Is left out half of the time, as Python's generator has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if random.random() < 0.5 else x
+
+
+class LayerDrop(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(*[Skips(WIDTH, WIDTH) for _ in range(5)], nn.Linear(WIDTH, 2))
+
+
+def layer_drop() -> None:
+    one, three = (
+        fit(LayerDrop, RPCSequentialStrategy(balance, microbatches=3, checkpoint=mode), len(balance))
+        for balance, mode in (([6], "never"), ([2, 2, 2], "always"))
+    )
+    compare(three, one, 0.0)
+
+
+def test_pythons_random_numbers() -> None:
+    run(layer_drop)
