@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, batches, check
@@ -135,6 +136,7 @@ def frozen() -> None:
         assert len(set(first.losses)) == len(first.losses)
 
 
+@pytest.mark.slow
 def test_frozen_layers() -> None:
     run(frozen, timeout_seconds=170)
 
@@ -174,6 +176,7 @@ def none_returned() -> None:
     check(SkipsSome, strategy=EXCEPT_LAST, train=some)
 
 
+@pytest.mark.slow
 def test_steps_without_a_loss() -> None:
     run(none_returned, timeout_seconds=170)
 
@@ -219,5 +222,6 @@ def tied() -> None:
     check(TiedWorkers, strategy=ALWAYS, train=data, val=data)
 
 
+@pytest.mark.slow
 def test_tied_parameters() -> None:
     run(tied, timeout_seconds=170)

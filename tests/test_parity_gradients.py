@@ -188,6 +188,7 @@ def poisoned() -> list[str]:
     return messages
 
 
+@pytest.mark.slow
 def test_anomaly_on_a_worker() -> None:
     messages = run(poisoned, timeout_seconds=55)  # rpc_timeout_sec is 60: nobody waited for the failed stage
     assert messages == ["Function 'SqrtBackward0' returned nan values in its 0th output."] * 3

@@ -197,5 +197,6 @@ def layer_drop() -> None:
     compare(three, one, 0.0)
 
 
+@pytest.mark.slow
 def test_pythons_random_numbers() -> None:
     run(layer_drop)

@@ -136,6 +136,7 @@ def found() -> Any:
     return run(everything, allow=("port",), timeout_seconds=170)
 
 
+@pytest.mark.slow
 def test_hooks_that_read_parameters(found: Any) -> None:
     """Names, shapes and ``state_dict`` are whole at any time; a value that is elsewhere is an error, not a number."""
     single, pipeline = found[0]
@@ -148,17 +149,20 @@ def test_hooks_that_read_parameters(found: Any) -> None:
     alike(pipeline["values"], expected)
 
 
+@pytest.mark.slow
 def test_grad_norm_leaves_no_stage_out_silently(found: Any) -> None:
     single, pipeline = found[1]
     assert single["norms"]["grad_2.0_norm_total"] > 0
     assert re.search(r"gradient of parameter 0.weight \[6, 6\] is on another stage", pipeline["norms"])
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_a_graph_is_collected(found: Any) -> None:
     single, pipeline = found[1]
     assert single["collected"] and pipeline["collected"]
 
 
+@pytest.mark.slow
 def test_histograms_show_no_random_numbers(found: Any) -> None:
     """They are what ``SummaryWriter`` would draw for a tensor without values."""
     single, pipeline = (each["histograms"] for each in found[1])
@@ -170,6 +174,7 @@ def test_histograms_show_no_random_numbers(found: Any) -> None:
             assert pipeline[name] == pytest.approx(value, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_graph_of_the_model_in_tensorboard(found: Any) -> None:
     single, pipeline = found[1]
     assert single["graph"] is None

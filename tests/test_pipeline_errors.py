@@ -124,7 +124,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be a finite number of seconds above 0, got -1.5."),
     ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be a finite number of seconds above 0, got nan."),
     ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported yet; leave it at 1, a single pipeline."),
-    ({"data_parallel_size": 0}, "data_parallel_size=0 is not supported yet"),
+    ({"data_parallel_size": 0}, "data_parallel_size must be a whole number of at least 1, got 0"),
 ]
 
 

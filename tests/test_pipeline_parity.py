@@ -118,6 +118,7 @@ torch.save(model.state_dict(), sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_checkpoint_is_a_standard_one(tmp_path: Path) -> None:
     made = run(checkpoint_of_a_pipeline, str(tmp_path))
     for name in ("during", "after"):

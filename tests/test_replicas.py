@@ -54,6 +54,7 @@ def replicas() -> dict[str, Any]:
     return run(launch, timeout_seconds=170)
 
 
+@pytest.mark.slow
 def test_two_times_two_processes_equal_one(replicas: dict[str, Any]) -> None:
     for name, (make, _, settings) in replicas_job.CASES.items():
         model, trainer = replicas_job.fit(make, SingleDeviceStrategy("cpu"), 1, **settings)
@@ -66,6 +67,7 @@ def test_two_times_two_processes_equal_one(replicas: dict[str, Any]) -> None:
         torch.testing.assert_close(seen["weights"][0], weights, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_one_complete_checkpoint(replicas: dict[str, Any]) -> None:
     assert set(replicas["checkpoints"]) == {f"{name} 0" for name in replicas_job.CASES}
     for name, (make, *_) in replicas_job.CASES.items():
@@ -76,6 +78,7 @@ def test_one_complete_checkpoint(replicas: dict[str, Any]) -> None:
         assert len(checkpoint["optimizer_states"][0]["state"]) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_the_sampler_divides_the_data(replicas: dict[str, Any]) -> None:
     first, second = (set(rows.tolist()) for rows in replicas["one stage"]["rows"])
     assert first | second == set(range(replicas_job.ROWS)) and not first & second
@@ -90,6 +93,7 @@ def doomed() -> tuple[str, float]:
     return str(said), time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_every_replica() -> None:
     """The harness fails where a process is left."""
     said, seconds = run(doomed, timeout_seconds=120)
