@@ -119,11 +119,11 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"balance_mode": "by_size"}, "Unknown balance_mode 'by_size'; did you mean 'balance_by_size'"),
     ({"balance_mode": "x"}, "Unknown balance_mode 'x'; valid names: balance_by_size, balance_by_time"),
     ({"schedule": "g_pipe"}, "Unknown schedule 'g_pipe'; did you mean 'gpipe'?"),
+    ({"schedule": "1f1b", "pipelined_backward": False}, "pipelined_backward=False waits for all forward passes, which"),
     ({"schedule": "zb"}, "Unknown schedule 'zb'; valid names: "),
     ({"rpc_timeout_sec": 0}, "rpc_timeout_sec must be a finite number of seconds above 0, got 0."),
     ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be a finite number of seconds above 0, got -1.5."),
     ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be a finite number of seconds above 0, got nan."),
-    ({"data_parallel_size": 2}, "data_parallel_size=2 is not supported yet; leave it at 1, a single pipeline."),
     ({"data_parallel_size": 0}, "data_parallel_size must be a whole number of at least 1, got 0"),
 ]
 
@@ -562,7 +562,7 @@ MISTAKES = {
     "balance_mode=balance_by_tim": "Unknown balance_mode 'balance_by_tim'; did you mean 'balance_by_time'",
     "schedule=gpip": "Unknown schedule 'gpip'; did you mean 'gpipe'?",
     "rpc_timeout_sec=0": "rpc_timeout_sec must be a finite number of seconds above 0, got 0.0.",
-    "data_parallel_size=2": "data_parallel_size=2 is not supported yet; leave it at 1, a single pipeline.",
+    "data_parallel_size=3": "data_parallel_size=3 replicas cannot divide 2 devices evenly among them; set devices to 3",
     "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
     "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
     "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: no stage without a layer.",
