@@ -3,7 +3,7 @@
 A plug-in names this class first and the Lightning strategy that it builds on second::
 
     class DDPStrategy(StrategyPlugin, pytorch_lightning.strategies.DDPStrategy): ...
-    class RPCSequentialStrategy(StrategyPlugin, pytorch_lightning.strategies.ParallelStrategy): ...
+    class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy): ...  # which is a ParallelStrategy
 
 The seven members below are abstract, so every plug-in states in one place, and documents, what it does at each point of
 a run. Their bodies here pass the call on, so a plug-in reaches Lightning's behaviour with ``super()``.

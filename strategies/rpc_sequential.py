@@ -34,13 +34,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
     stages live in worker processes, which it starts itself and which run nothing of the script. ``devices`` of the
-    Trainer is the number of stages.
+    Trainer is the number of stages, times that of replicas.
 
     What it does at the points of the contract (:class:`~strategies.base.StrategyPlugin`):
 
     * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
       ships their layers together with the user's optimizers, restricted to their parameters.
-    * ``pre_backward`` only checks the loss: with ``schedule="gpipe"`` the backward pass itself leads the stages.
+    * ``pre_backward`` only checks the loss: the backward pass itself leads the stages (``schedule="gpipe"``) or releases
+      the gradients that they have computed. ``post_backward`` averages them over the replicas.
     * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
@@ -56,7 +57,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         pipelined_backward: Run the backward passes of the micro-batches one after another, so that stages overlap. If
             ``False``, each stage runs them in one call of autograd, after the stage behind it has finished all.
         rpc_timeout_sec: Seconds for which a process that others wait for may do nothing before it is given up.
-        schedule: In which order micro-batches go through the stages; ``"gpipe"``.
+        schedule: In which order micro-batches go through the stages. ``"gpipe"``: all forward passes, then all backward
+            passes, around one ``training_step``. ``"1f1b"``: backward as soon as possible, which needs less memory;
+            ``training_step`` runs once per micro-batch, and results are means weighted by rows.
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of once per micro-batch.
         module: Dotted path of the ``nn.Sequential`` within the model.
         data_parallel_size: Number of replicas of the pipeline, which divide ``devices`` and the data among them.
