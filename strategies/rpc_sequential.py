@@ -40,8 +40,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
       ships their layers together with the user's optimizers, restricted to their parameters.
-    * ``pre_backward`` only checks the loss: the backward pass itself leads the stages (``schedule="gpipe"``) or releases
-      the gradients that they have computed. ``post_backward`` averages them over the replicas.
+    * ``pre_backward`` only checks the loss: the backward pass itself leads the stages, or releases the gradients that
+      they have computed. ``post_backward`` averages them over the replicas.
     * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
