@@ -63,6 +63,7 @@ def main(scratch: Path) -> int:
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the parent asks for stacks with SIGABRT
     _end_with_parent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     order: Order = pickle.loads((scratch / "io/order").read_bytes())
     sys.path[:] = order.sys_path
     reports = _claim(scratch / "io/claimed")

@@ -168,6 +168,7 @@ def found() -> Any:
     return run(everything, env={"COLUMNS": "150"}, timeout_seconds=170)
 
 
+@pytest.mark.slow
 def test_checkpoints_stopping_rates_metrics_and_loggers(found: Any) -> None:
     single, pipeline = found[0]
     alike(pipeline, single)
@@ -180,6 +181,7 @@ def test_checkpoints_stopping_rates_metrics_and_loggers(found: Any) -> None:
     assert sum("DeviceStatsMonitor" in tag for tag in tags) > 10
 
 
+@pytest.mark.slow
 def test_the_rich_progress_bar(found: Any) -> None:
     single, pipeline = found[1]
     alike(pipeline, single)

@@ -156,6 +156,7 @@ def assert_seen(
 FLOAT, HALF, DOUBLE = torch.float32, torch.bfloat16, torch.float64
 
 
+@pytest.mark.slow
 def test_bf16_mixed_and_deterministic(seen: dict[str, Seen]) -> None:
     settings = {"matmul": "medium", "deterministic": True, "only warns": False, "default dtype": FLOAT}
     forward = {"autocast": HALF, "dtypes": [HALF, HALF, FLOAT, FLOAT]}
@@ -163,6 +164,7 @@ def test_bf16_mixed_and_deterministic(seen: dict[str, Seen]) -> None:
     assert_seen(seen["bf16-mixed"], settings, forward, backward, {"inference": False})
 
 
+@pytest.mark.slow
 def test_bf16_true_and_deterministic_with_warnings(seen: dict[str, Seen]) -> None:
     settings = {"matmul": "high", "deterministic": True, "only warns": True, "autocast": None}
     forward = {"default dtype": HALF, "dtypes": [HALF] * 4}
@@ -170,6 +172,7 @@ def test_bf16_true_and_deterministic_with_warnings(seen: dict[str, Seen]) -> Non
     assert_seen(seen["bf16-true"], settings, forward, backward, {"inference": False})
 
 
+@pytest.mark.slow
 def test_64_true_and_inference_mode(seen: dict[str, Seen]) -> None:
     """Lightning validates in inference mode, but not within ``fit``."""
     settings = {"matmul": "highest", "deterministic": False, "only warns": False, "autocast": None}
