@@ -197,7 +197,7 @@ def ways() -> dict[str, str]:
                 if way == "splits into nothing":
                     self.split_batch = lambda batch, num_microbatches: []
 
-        with pytest.raises(Exception) as caught:  # noqa: B017  which one is what is looked at
+        with pytest.raises(Exception) as caught:  # which one is what is looked at
             fit(Model, RPCSequentialStrategy([6], **STRATEGY), 1, train=train, **arguments)
         return f"{type(caught.value).__name__}: {caught.value}"
 
