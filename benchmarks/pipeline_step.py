@@ -57,10 +57,10 @@ def pipeline_step(x: torch.Tensor) -> tuple[Pipeline, Callable[[], None]]:
 
     def step() -> None:
         optimizer.zero_grad()
-        pipeline.optimizers.zero_grad_remotes(0, True)
+        pipeline.optimizers.zero_grad_remotes(optimizer, True)
         model(x).square().mean().backward()
         optimizer.step()
-        pipeline.optimizers.step_remotes(0)
+        pipeline.optimizers.step_remotes(optimizer)
 
     return pipeline, step
 
