@@ -10,14 +10,19 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, cast
 
 from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.plugins.precision import DoublePrecision
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
+
+from strategies.checkpoint_fit import Place, check_fit, nowhere
+from strategies.optimizer import check_optimizer_states
 
 
 class StrategyPlugin(Strategy):
@@ -71,6 +76,31 @@ class StrategyPlugin(Strategy):
         self._remove_step_hooks()
         super().teardown()
 
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint, all of them or none, in the precision in which the model trains.
+
+        Raises:
+            RuntimeError: If names or shapes are not those of the model; it is as it was then.
+        """
+        model = self.lightning_module
+        assert model is not None
+        _convert(self)
+        check_fit(model, checkpoint["state_dict"], strict=strict, place=self._place())
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer states of a checkpoint, all of them or none.
+
+        Raises:
+            ValueError: If they belong to other optimizers than those of the model.
+        """
+        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict(checkpoint)
+
+    def _place(self) -> Place:
+        """Says of a name in the model's state dict on which stage it is."""
+        return nowhere
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """The user's optimizers. Assigning them (Lightning does in ``setup``) hangs ``post_optimizer_step`` on each."""
@@ -96,3 +126,22 @@ class StrategyPlugin(Strategy):
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The user's own object behind Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def load_exactly(strategy: Strategy) -> None:
+    """Has any strategy load weights in the precision in which they train, as Relay's own do.
+
+    Under ``precision="64-true"`` Lightning loads a checkpoint into float32 weights, and makes float64 of them later.
+    """
+    load = strategy.load_model_state_dict
+
+    def convert_and_load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        _convert(strategy)
+        load(checkpoint, strict)
+
+    vars(strategy)["load_model_state_dict"] = convert_and_load
+
+
+def _convert(strategy: Strategy) -> None:
+    if isinstance(strategy.precision_plugin, DoublePrecision) and strategy.lightning_module is not None:
+        strategy.precision_plugin.convert_module(strategy.lightning_module)

@@ -7,7 +7,7 @@ over all groups, as in ``Optimizer.state_dict()``.
 
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,38 @@ def load_states(optimizer: Optimizer, states: Mapping[int, dict[str, Any]]) -> N
     """
     current = optimizer.state_dict()
     optimizer.load_state_dict({"state": dict(states), "param_groups": current["param_groups"]})
+
+
+def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
+    """Checks that the states in a checkpoint belong to the optimizers, before any of them is loaded.
+
+    Raises:
+        ValueError: If they do not.
+    """
+    if len(optimizers) != len(states):
+        raise ValueError(
+            f"the checkpoint has the states of {len(states)} optimizers, but configure_optimizers returned "
+            f"{len(optimizers)}; none has been loaded"
+        )
+    for k, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
+
+
+def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], words: str) -> None:
+    """Checks a state dict for one optimizer; see :func:`check_optimizer_states`."""
+    saved = state.get("param_groups", [])  # a stand-in for an optimizer has none
+    sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"{words}, has groups of {sizes[0]} parameters, but its state is for groups of {sizes[1]}; nothing of it "
+            "has been loaded"
+        )
+    known = {number for group in saved for number in group["params"]}
+    if foreign := [number for number in state.get("state", {}) if number not in known]:
+        raise ValueError(
+            f"{words}, has {len(parameters_of(optimizer))} parameters, but its state has unexpected entries "
+            f"{foreign}; nothing of it has been loaded"
+        )
 
 
 def norms_of_gradients(parameters: Iterable[Tensor], norm_type: float) -> list[Tensor | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies import refusals
-from strategies.base import StrategyPlugin, unwrapped
+from strategies.base import unwrapped
 from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
@@ -24,12 +24,13 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
+from strategies.pipeline_checkpoints import PipelineCheckpoints
 from strategies.replicated import ReplicatedStrategy
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
 from strategies.summary import show_stages
 
 
-class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
+class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
     """Cuts an ``nn.Sequential`` of the model into stages and trains them on one process each.
 
     The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
@@ -143,6 +144,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         refusals.warn_of_time_first(module, self._module_path)
         if self._settings.deferred_batch_norm:
             refusals.check_deferred_batch_norm(module, self._module_path)
+        self.model = self.precision_plugin.convert_module(model)
         self.balance = find_balance(
             model,
             module,
@@ -151,8 +153,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             mode=self._balance_mode,
             microbatches=self._settings.microbatches,
             device=self.root_device,
+            convert=self.precision_plugin.convert_input,
         )
-        self.model = self.precision_plugin.convert_module(model)
         with without_layers(module, sum(self.balance[:-1])):
             self.model_to_device()
         if fitting:
@@ -179,6 +181,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             show_stages(trainer, module, self.balance),
             *follow(self._pipeline.optimizers, self._lightning_optimizers, [*holders, module]),
             *follow_precision(self.precision_plugin, self._pipeline.optimizers),
+            *self._load_whole(self._pipeline),
         ]
 
     def model_to_device(self) -> None:
@@ -246,39 +249,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         optimizers = self._running().optimizers
         with as_misconfiguration():
             return optimizers.clip_grad_norm(unwrapped(optimizer or optimizers.only), float(max_norm), float(norm_type))
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state of an optimizer over all stages, as one process would have it."""
-        if self._pipeline is None or isinstance(optimizer, _MockOptimizer):
-            return super().optimizer_state(optimizer)
-        return self._pipeline.optimizers.state_dict(unwrapped(optimizer))
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Gives each stage the optimizer states of its parameters."""
-        pipeline = self._running()
-        for optimizer, state in zip(self._plain_optimizers(), checkpoint["optimizer_states"], strict=True):
-            if not isinstance(optimizer, _MockOptimizer):
-                pipeline.optimizers.load_state_dict(optimizer, state)
-
-    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; a training that goes on from it draws the random numbers that would have come next."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
-        if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
-            self._seeds = self._seeds or Seeds(0)
-            self._seeds.load_state_dict(state)
-        return checkpoint
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
-    ) -> None:
-        """Writes the checkpoint, for which Lightning has gathered the state of every stage.
-
-        Where the layers' random numbers stand goes under its key ``relay``, unless it holds weights only.
-        """
-        if self._seeds is not None and "optimizer_states" in checkpoint:
-            checkpoint["relay"] = {"seeds": self._seeds.state_dict()}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
         """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""

@@ -1,6 +1,6 @@
 """Which part of a ``LightningModule`` is pipelined, and how its layers are divided over the devices."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -96,10 +96,11 @@ def find_balance(
     mode: str,
     microbatches: int,
     device: torch.device,
+    convert: Callable[[Any], Any] = lambda example: example,
 ) -> list[int]:
     """The number of layers of each stage: as given, or found by measuring each layer on the model's example input.
 
-    Measuring moves a copy of one layer at a time to ``device``.
+    Measuring moves a copy of one layer at a time to ``device``; ``convert`` gives the example the model's precision.
 
     Raises:
         MisconfigurationException: If what is given does not fit, or if there are too few layers or no example.
@@ -119,7 +120,7 @@ def find_balance(
             f"The balance can only be found with an example: set `self.example_input_array` on {type(model).__name__} "
             f"to a batch of inputs, or give the balance, one number of layers for each of the {num_stages} devices."
         )
-    sample = input_of(module, model, model.example_input_array)
+    sample = input_of(module, model, convert(model.example_input_array))
     measure: Any = balance_by_time if mode == "balance_by_time" else partial(balance_by_size, chunks=microbatches)
     with as_misconfiguration(), _threads(share_of_threads(num_stages)):
         return measure(num_stages, module, sample, device=device)

@@ -10,6 +10,7 @@ from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 
 import strategies
+from strategies.base import load_exactly
 from strategies.names import PLUGINS, did_you_mean
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -43,6 +44,7 @@ class Trainer(pl.Trainer):
         if isinstance(kwargs.get("strategy"), str):
             kwargs["strategy"] = resolve_strategy(kwargs["strategy"])
         super().__init__(**kwargs)
+        load_exactly(self.strategy)
 
 
 def resolve_strategy(name: str) -> Strategy | str:

@@ -8,7 +8,6 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.session import Session, join_data_plane
 from strategies.pipeline.settings import Settings
 from strategies.pipeline.stage import Stage
-from strategies.pipeline.state import follow_state_dict
+from strategies.pipeline.state import StateOfStages
 from strategies.pipeline.ties import find_ties
 from strategies.pipeline.update import PipelineOptimizers
 from strategies.pipeline.words import describe, locate
@@ -84,7 +83,7 @@ class Pipeline:
         self._stage: Stage | None = None
         self._passes: Passes | None = None
         self._patience: Patience | None = None
-        self._hooks: list[Any] = []
+        self.state: StateOfStages | None = None
         self._threads_before: int | None = None
 
     def start(self) -> Passes:
@@ -97,8 +96,9 @@ class Pipeline:
             ValueError: If a layer cannot be shipped; nothing has been started then.
             RuntimeError: If a worker cannot be started.
         """
-        remote_stages = self.stages[:-1]
-        blobs = [pickled(self._cargo(i), layers, self._model) for i, layers in enumerate(remote_stages)]
+        cargos = [self._cargo(i) for i in range(len(self.stages) - 1)]
+        self.optimizers.numbers = [cargo.numbers for cargo in cargos]
+        blobs = [pickled(cargo, cargo.layers, self._model) for cargo in cargos]
         try:
             return self._start(blobs)
         except BaseException:
@@ -159,7 +159,7 @@ class Pipeline:
             lambda: self.optimizers.num_steps,
             self._start_again,
         )
-        self._hooks = follow_state_dict(self.module, self.stages, self.remotes)
+        self.state = StateOfStages(self.module, self.stages, self.remotes)
         if self._replicas is not None:
             wait = self._patience or wait_here
             self._averaging = Averaging(self._replicas.join(last), self._parameters_here, wait=wait)
@@ -217,7 +217,7 @@ class Pipeline:
                 something was lost, why.
         """
         try:
-            if self._hooks:
+            if self.state is not None:
                 self._fetch()
         except Exception:
             if not self.failures.any or self.failures.raised:
@@ -244,9 +244,9 @@ class Pipeline:
             raise lost
 
     def _end(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self.state is not None:
+            self.state.end()
+            self.state = None
         vars(self.module).pop("forward", None)
         if self._stage is not None:
             self._stage.close()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.optimizer import hyperparameters, norms_of_gradients, parameters_of
+from strategies.optimizer import check_optimizer_state, hyperparameters, norms_of_gradients, parameters_of
 from strategies.pipeline.remote import RemoteStage
 
 
@@ -38,6 +38,8 @@ class PipelineOptimizers:
         self.num_steps = 0
         self.skips_infinite_steps = False
         """Whether a gradient scaler looks for infinite gradients and leaves out a step that has some."""
+        self.numbers: list[list[list[int]]] = []
+        """For each stage on a worker and each optimizer, the numbers of the parameters that live there."""
         self._shipped = [_group_sizes(optimizer) for optimizer in optimizers]
 
     @property
@@ -148,19 +150,33 @@ class PipelineOptimizers:
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict that the optimizer would have if every parameter were here, gathered stage by stage."""
+        k = self._number_of(optimizer)
         state = type(optimizer).state_dict(optimizer)  # the instance's is this one
-        for remote in self._remotes:
-            state["state"].update(remote.call("optimizer_states", self._number_of(optimizer)))
+        for remote, numbers in zip(self._remotes, self.numbers, strict=True):
+            given = remote.call("optimizer_states", k)
+            if foreign := sorted(given.keys() - set(numbers[k])):
+                raise RuntimeError(
+                    f"{remote.description} gave a state of optimizer {k} that is not that of its parameters: "
+                    f"unexpected {foreign}. No checkpoint can be made of it."
+                )
+            state["state"].update(given)
         state["state"] = dict(sorted(state["state"].items()))
         return state
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Loads a whole state dict: each stage gets the states of its parameters."""
+        """Loads a whole state dict: each stage gets the states of its parameters, and of no others.
+
+        Raises:
+            ValueError: If the state is that of other parameters; nothing has been loaded then.
+        """
+        k = self._number_of(optimizer)
+        check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
         remote_numbers = {number for number, p in enumerate(parameters_of(optimizer)) if p.is_meta}
         own = {number: s for number, s in state["state"].items() if number not in remote_numbers}
         type(optimizer).load_state_dict(optimizer, {**state, "state": own})
-        for remote in self._remotes:
-            remote.call("load_optimizer_states", self._number_of(optimizer), state["state"])
+        for remote, numbers in zip(self._remotes, self.numbers, strict=True):
+            theirs = {number: state["state"][number] for number in numbers[k] if number in state["state"]}
+            remote.call("load_optimizer_states", k, theirs)
 
     def fetch(self, remote: RemoteStage) -> None:
         """Puts a worker's states into the user's optimizers; called once its parameters are here again."""
@@ -168,6 +184,8 @@ class PipelineOptimizers:
             parameters = parameters_of(optimizer)
             states = remote.rescue("optimizer_states", k)
             optimizer.state.update({parameters[number]: state for number, state in states.items()})
+            for parameter in [p for p in parameters if p in optimizer.state]:  # in the order of one process
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 def _group_sizes(optimizer: Optimizer) -> list[int]:
