@@ -11,17 +11,24 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.plugins import CheckpointIO
+from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.precision import DoublePrecision
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.trainer.states import TrainerStatus
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from strategies.checkpoint_async import Background, snapshot
 from strategies.checkpoint_fit import Place, check_fit, nowhere
+from strategies.checkpoint_io import AtomicCheckpointIO
 from strategies.optimizer import check_optimizer_states
 
 
@@ -34,11 +41,15 @@ class StrategyPlugin(Strategy):
     """
 
     _step_handles: tuple[RemovableHandle, ...] = ()
+    _async_save = False
+    _background: Background | None = None
 
     @abstractmethod
     def setup_environment(self) -> None:
         """Start what the run needs before the model is set up, such as process groups."""
         super().setup_environment()
+        if self._async_save:
+            self._background = Background()
 
     @abstractmethod
     def setup(self, trainer: Trainer) -> None:
@@ -67,14 +78,60 @@ class StrategyPlugin(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Write one complete checkpoint, whatever process the state lives in. Every process calls it."""
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        """Write one complete checkpoint, whatever process the state lives in. Every process calls it.
+
+        With ``async_save`` a copy of it is written while training goes on. Outside of a run it is written at once.
+
+        Raises:
+            Exception: With ``async_save`` also what went wrong with the checkpoint before.
+        """
+        if self._background is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif self.is_global_zero:
+            self._background.wait()  # before there is another copy
+            copy = snapshot(checkpoint, self._private_tensors())
+            self._background.save(partial(self.checkpoint_io.save_checkpoint, copy, filepath, storage_options))
 
     @abstractmethod
     def teardown(self) -> None:
         """End what ``setup`` started. Safe at any stage of set-up; never masks the first error."""
         self._remove_step_hooks()
-        super().teardown()
+        background, self._background = self._background, None
+        try:
+            if background is not None:
+                background.end()
+        except Exception as error:
+            model = self.lightning_module
+            if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
+                raise
+            rank_zero_warn(f"A checkpoint could not be saved ({error!r}).")
+        finally:
+            super().teardown()
+
+    def remove_checkpoint(self, filepath: str | Any) -> None:
+        """Remove a checkpoint, but not before the one that takes its place is there."""
+        remove = partial(super().remove_checkpoint, filepath)
+        if self._background is None:
+            remove()
+        else:
+            self._background.after_saving(remove)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, else one that replaces files atomically."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # does nothing where it wraps one of the user's
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def _private_tensors(self) -> list[Tensor]:
+        """Of what has been gathered for the next checkpoint, the tensors that nobody else knows."""
+        return []
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint, all of them or none, in the precision in which the model trains.

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from typing import Any
 
+from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
@@ -56,6 +57,26 @@ class PipelineCheckpoints(StrategyPlugin):
         if self._seeds is not None and "optimizer_states" in checkpoint:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def rpc_save_model(self, trainer: Trainer, save_model_fn: Callable[[Trainer, Any], Any], filepath: Any) -> None:
+        """Calls ``save_model_fn(trainer, filepath)`` while the model has the weights of every stage.
+
+        As in Lightning 1.3: the pipelined module of ``trainer.lightning_module`` is a plain ``nn.Sequential`` with real
+        values meanwhile, which can be pickled, copied or exported. Other stages' layers are copies: changing them
+        changes nothing in the run.
+        """
+        state = self._pipeline.state if self._pipeline is not None else None
+        if state is None:
+            save_model_fn(trainer, filepath)
+            return
+        parent, _, name = self._module_path.rpartition(".")
+        holder: Any = attrgetter(parent)(trainer.lightning_module) if parent else trainer.lightning_module
+        pipelined = getattr(holder, name)
+        setattr(holder, name, state.whole())
+        try:
+            save_model_fn(trainer, filepath)
+        finally:
+            setattr(holder, name, pipelined)
 
     def _load_whole(self, pipeline: Pipeline) -> list[Callable[[], None]]:
         """Has the model refuse what does not fit while the pipeline runs, before any stage has got a part of it."""

@@ -73,6 +73,25 @@ class TensorLayout:
     requires_grad: bool
 
 
+def layouts(value: Any) -> Any:
+    """The value with layouts in place of its tensors."""
+    return tree_map(lambda leaf: _layout(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def with_meta_tensors(value: Any) -> Any:
+    """The value with tensors on the ``meta`` device in place of layouts."""
+    return tree_map(
+        lambda leaf: (
+            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, TensorLayout) else leaf
+        ),
+        value,
+    )
+
+
+def _layout(tensor: torch.Tensor) -> TensorLayout:
+    return TensorLayout(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
 class Sender:
     """Sends values to one peer, in order, without waiting for them.
 

@@ -19,7 +19,7 @@ from strategies.optimizer import (
     put_together,
     set_hyperparameters,
 )
-from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.channel import Receiver, Sender, layouts
 from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
 from strategies.pipeline.replicas import Averaging, Replicas
@@ -249,6 +249,10 @@ class HostedStage:
         """The ``state_dict`` of the layers, on the CPU."""
         return dict(_on_cpu(self._layers.state_dict()))
 
+    def module_layout(self) -> dict[str, Any]:
+        """The same with layouts in place of tensors."""
+        return dict(layouts(self._layers.state_dict()))
+
     def load_module_state(self, state: Mapping[str, Any]) -> None:
         """Loads what :meth:`module_state` gave."""
         self._layers.load_state_dict(
@@ -270,6 +274,10 @@ class HostedStage:
         own = self._optimizers[optimizer]
         pairs = zip(self._numbers[optimizer], parameters_of(own), strict=True)
         return {number: _on_cpu(own.state[p]) for number, p in pairs if own.state.get(p)}
+
+    def optimizer_layouts(self, optimizer: int) -> dict[int, dict[str, Any]]:
+        """The same with layouts in place of tensors."""
+        return layouts(self.optimizer_states(optimizer))
 
     def load_optimizer_states(self, optimizer: int, states: Mapping[int, dict[str, Any]]) -> None:
         """Loads, out of the states of a whole optimizer, those of this stage's parameters."""

@@ -172,7 +172,7 @@ def move_to_meta(
         if id(parameter) not in kept and not parameter.is_meta:
             _replace(whole, optimizers, parameter, remote_parameter(name, parameter))
     named = dict(layers.named_buffers(remove_duplicate=False))
-    _replace_buffers(layers, {name: remote_buffer(name, buffer) for name, buffer in named.items()})
+    replace_buffers(layers, {name: remote_buffer(name, buffer) for name, buffer in named.items()})
 
 
 def move_from_meta(
@@ -183,7 +183,7 @@ def move_from_meta(
         if parameter.is_meta:
             value = nn.Parameter(tensors[name].detach(), requires_grad=parameter.requires_grad)
             _replace(whole, optimizers, parameter, value)
-    _replace_buffers(layers, tensors)
+    replace_buffers(layers, tensors)
 
 
 def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
@@ -204,7 +204,7 @@ def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Paramete
             optimizer.state[new] = optimizer.state.pop(old)
 
 
-def _replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+def replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Puts ``tensors`` into the places of the buffers of ``layers``; a layer may have made one, or dropped it."""
     replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old ones alive, so that no id is used twice
     for prefix, module in layers.named_modules(remove_duplicate=False):

@@ -1,12 +1,17 @@
 """``state_dict`` and ``load_state_dict`` of a module whose layers live on several processes."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from strategies.pipeline.channel import with_meta_tensors
+from strategies.pipeline.mirror import set_attributes
+from strategies.pipeline.placement import replace_buffers
 from strategies.pipeline.remote import RemoteStage
 
 
@@ -20,8 +25,8 @@ class StateOfStages:
     """
 
     def __init__(self, module: nn.Sequential, stages: Sequence[nn.Sequential], remotes: Sequence[RemoteStage]) -> None:
-        self._stages, self._remotes = stages, remotes
-        self._gathers = self._scatters = True
+        self._module, self._stages, self._remotes = module, stages, remotes
+        self._gathers, self._scatters = "module_state", True
         self._handles: list[Any] = [
             module.register_state_dict_post_hook(partial(self._gather)),  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(partial(self._scatter)),
@@ -32,41 +37,89 @@ class StateOfStages:
         for handle in self._handles:
             handle.remove()
 
+    def whole(self) -> nn.Sequential:
+        """The module as one process would have it now: this stage's layers, and copies of those of the others."""
+        module, last = self._module, self._stages[-1]
+        here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
+        memo: dict[int, Any] = {id(own): own for own in here}
+        whole = copy(module)
+        for name in ("forward", "zero_grad", "load_state_dict"):  # those of the pipeline
+            vars(whole).pop(name, None)
+        hooks = [dict(module._state_dict_hooks), dict(module._load_state_dict_pre_hooks)]
+        for own, handle in zip(hooks, self._handles, strict=True):
+            del own[handle.id]
+        whole._state_dict_hooks, whole._load_state_dict_pre_hooks = map(OrderedDict, hooks)
+        whole._modules = {}
+        for layers, remote in zip(self._stages, self._remotes, strict=False):
+            tensors = remote.call("tensors")
+            for name, p in layers.named_parameters():
+                memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
+            memo.update({id(buffer): buffer for buffer in layers.buffers()})  # until they are replaced
+            own_copy = nn.Sequential(OrderedDict((n, deepcopy(layer, memo)) for n, layer in layers._modules.items()))
+            replace_buffers(own_copy, tensors)
+            set_attributes(own_copy, dict(enumerate(remote.call("attributes"))))
+            if extra := remote.call("extra_state"):
+                own_copy.load_state_dict(extra, strict=False)
+            whole._modules.update(own_copy._modules)
+        whole._modules.update(last._modules)
+        return whole
+
     @contextmanager
     def staying_here(self) -> Iterator[None]:
-        """Within this, what is loaded goes nowhere, and a state dict has tensors without values."""
-        self._gathers = self._scatters = False
+        """Within this, what is loaded goes to no other stage."""
+        self._scatters = False
         try:
             yield
         finally:
-            self._gathers = self._scatters = True
+            self._scatters = True
+
+    @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Within this, a state dict has tensors without values for what is on other stages."""
+        self._gathers = "module_layout"
+        try:
+            yield
+        finally:
+            self._gathers = "module_state"
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Puts the workers' entries in place of those for their layers, stage by stage; ties stay tied.
 
         What a worker gives is taken as it is: a layer may have made a buffer, or dropped one. Parameters it must have.
         """
-        if not self._gathers:
-            return
         here = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
-        for layers, remote in zip(self._stages, self._remotes, strict=False):
-            given = remote.call("module_state")
-            wanted = [name for name, _ in layers.named_parameters(remove_duplicate=False) if prefix + name in here]
-            missing = [name for name in wanted if name not in given]
-            foreign = [name for name in given if name.partition(".")[0] not in layers._modules]
-            if missing or foreign:
-                raise RuntimeError(
-                    f"{remote.description} gave a state that is not that of its layers: missing {missing}, unexpected "
-                    f"{foreign}. No checkpoint can be made of it."
+        for i, layers in enumerate(self._stages):
+            own = {n: v for n, v in here.items() if n[len(prefix) :].partition(".")[0] in layers._modules}
+            if i < len(self._remotes):
+                given = self._given(
+                    i, [n for n, _ in layers.named_parameters(remove_duplicate=False) if prefix + n in own]
                 )
-            state.update({prefix + name: value for name, value in given.items()})
-        remote_layers = {name for layers in self._stages[: len(self._remotes)] for name in layers._modules}
-        own = {name: v for name, v in here.items() if name[len(prefix) :].partition(".")[0] not in remote_layers}
-        state.update(own)
+                # What has values here is a tied parameter that the driver owns.
+                state.update(
+                    {prefix + n: v if _is_elsewhere(own.get(prefix + n)) else own[prefix + n] for n, v in given.items()}
+                )
+            else:
+                state.update(own)
         first: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:
                 state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
+
+    def _given(self, i: int, wanted: Sequence[str]) -> dict[str, Any]:
+        """What stage ``i`` gives for its layers.
+
+        Raises:
+            RuntimeError: If it lacks what is wanted, or has what belongs to others.
+        """
+        given: dict[str, Any] = with_meta_tensors(self._remotes[i].call(self._gathers))
+        missing = [name for name in wanted if name not in given]
+        foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
+        if missing or foreign:
+            raise RuntimeError(
+                f"{self._remotes[i].description} gave a state that is not that of its layers: missing {missing}, "
+                f"unexpected {foreign}. No checkpoint can be made of it."
+            )
+        return given
 
     def _scatter(self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any) -> None:
         """Sends each worker its part of a state dict that is being loaded."""
@@ -83,3 +136,7 @@ class StateOfStages:
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:
                     state[prefix + name] = state[prefix + name].to("meta")
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return not isinstance(value, Tensor) or value.is_meta

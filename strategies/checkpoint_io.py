@@ -1,0 +1,28 @@
+"""How Relay's strategies write a checkpoint, where the user has not chosen a ``CheckpointIO``: atomically."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from strategies.atomic import replacing
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's, but a local file is replaced in one step, when its content is on the disk.
+
+    The checkpoint goes to the file as it is; Lightning's own first makes two copies of it in memory. Other filesystems
+    (``s3://``, ...) are left to Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Any, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint`` to ``path``, and return when it is there for good."""
+        filesystem, local = url_to_fs(str(path))
+        if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        with replacing(Path(local)) as file:
+            torch.save(checkpoint, file)

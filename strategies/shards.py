@@ -1,0 +1,168 @@
+"""A checkpoint in parts: a directory into which every process writes what it holds, at the same time as the others.
+
+    DIRECTORY/meta.pt          the checkpoint of one process, with tensors on the ``meta`` device where it is in parts
+    DIRECTORY/shards-.../      a checkpoint of torch.distributed.checkpoint: flat names, one file a process
+
+``meta.pt`` tells names, shapes and types of everything without reading it, and which ``shards-...`` belongs to it. It
+is replaced in one step, last of all, so a directory is the old checkpoint or the new one. Tensors have the names of one
+process (``state_dict.layers.0.weight``, ``optimizer_states.0.state.17.exp_avg``) and belong to no stage any more, so
+any number of processes can read what they need.
+"""
+
+import os
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
+
+from strategies.atomic import new_directory, remove, replacing, sync_directory
+
+PARTS = ("state_dict", "optimizer_states")
+"""What of a checkpoint is in parts."""
+
+_META = "meta.pt"
+_SHARDS = "shards-"
+
+
+def is_sharded(path: Any) -> bool:
+    """Whether there is such a checkpoint at ``path``."""
+    return os.path.isfile(os.path.join(str(path), _META))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors in a nested structure by their names."""
+    leaves, _ = tree_flatten_with_path(tree)
+    return {_name(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
+    """The structure with other tensors at the names that ``tensors`` has."""
+    result = tree_map_with_path(lambda path, leaf: tensors.get(_name(path, prefix), leaf), tree)
+    if isinstance(tree, OrderedDict):
+        vars(result).update(vars(tree))  # a state dict's versions of modules
+    return result
+
+
+def _name(path: Sequence[Any], prefix: str) -> str:
+    return ".".join(
+        [*([prefix] if prefix else []), *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
+    )
+
+
+def plan(tensors: Mapping[str, Tensor]) -> SavePlan:
+    """What a process will write; shapes and types suffice."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=False)
+    return planner.create_local_plan()
+
+
+def write(directory: Path, own: SavePlan, tensors: Mapping[str, Tensor]) -> list[WriteResult]:
+    """Writes one process's file, and returns when it is on the disk."""
+    planner = dcp.DefaultSavePlanner()
+    planner.set_up_planner(dict(tensors), is_coordinator=False)
+    planner.create_local_plan()
+    return dcp.FileSystemWriter(directory).write_data(planner.finish_plan(own), planner).value()
+
+
+def save(path: Path, checkpoint: Mapping[str, Any], plans: Sequence[SavePlan], write_all: Callable[..., Any]) -> None:
+    """Writes a checkpoint in parts to ``path``, in place of what is there.
+
+    Args:
+        path: The directory.
+        checkpoint: The checkpoint; in its parts only shapes and types are looked at.
+        plans: What each process will write.
+        write_all: Gets the directory and the final plans, and returns the results of :func:`write` of each process.
+    """
+    with _home(path) as home:
+        shards = home / f"{_SHARDS}{uuid4().hex}"
+        writer = dcp.FileSystemWriter(shards)
+        planner = dcp.DefaultSavePlanner()
+        final_plans, metadata = planner.create_global_plan(list(plans))
+        shards.mkdir()
+        results = write_all(shards, writer.prepare_global_plan(final_plans))
+        writer.finish(metadata, results)
+        sync_directory(shards)
+        relay = {**checkpoint.get("relay", {}), "shards": shards.name}
+        bare = {part: _without_values(checkpoint[part]) for part in PARTS if part in checkpoint}
+        with replacing(home / _META) as file:
+            torch.save({**checkpoint, **bare, "relay": relay}, file)
+        for old in home.glob(f"{_SHARDS}*"):
+            if old != shards:
+                remove(old)
+
+
+@contextmanager
+def _home(path: Path) -> Iterator[Path]:
+    """The directory to write into: a new one, or that of an older checkpoint in parts."""
+    if is_sharded(path):
+        yield path
+        return
+    with new_directory(path) as directory:
+        yield directory
+
+
+def load(path: Path, parts: Sequence[str] = PARTS, weights_only: bool | None = None) -> tuple[dict[str, Any], Path]:
+    """Reads a checkpoint; of what is in parts only some of it.
+
+    Returns:
+        The checkpoint, which has tensors on the ``meta`` device for what has not been read, and where to read that.
+
+    Raises:
+        RuntimeError: If some of its tensors are not there.
+    """
+    checkpoint = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
+    shards = path / checkpoint["relay"].pop("shards")
+    _check(shards, flat({part: checkpoint[part] for part in PARTS if part in checkpoint}))
+    for part in parts:
+        if part in checkpoint:
+            read = fill(shards, flat(checkpoint[part], part))
+            checkpoint[part] = replaced(checkpoint[part], read, part)
+    if not checkpoint["relay"]:
+        del checkpoint["relay"]
+    return checkpoint, shards
+
+
+def fill(shards: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Reads tensors of the given names, shapes and types."""
+    tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in wanted.items() if like.is_meta}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(shards), no_dist=True)
+    return tensors
+
+
+def _check(shards: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Checks that what is to be read is there, before any of it is."""
+    metadata: Metadata = dcp.FileSystemReader(shards).read_metadata()
+    missing = [name for name in wanted if name not in metadata.state_dict_metadata]
+    unexpected = [name for name in metadata.state_dict_metadata if name not in wanted]
+    ends: dict[str, int] = {}
+    stored = {index.fqn: place for index, place in (metadata.storage_data or {}).items()}
+    for place in stored.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    broken = [
+        file for file, end in ends.items() if not (shards / file).is_file() or (shards / file).stat().st_size < end
+    ]
+    missing += [name for name, place in stored.items() if place.relative_path in broken]
+    if missing or unexpected:
+        files = f" (without or with incomplete files {', '.join(sorted(broken))})" if broken else ""
+        raise RuntimeError(
+            f"the checkpoint {shards.parent} is not whole{files}, and nothing of it has been loaded: missing "
+            f"{missing}, unexpected {unexpected}"
+        )
+
+
+def _without_values(tree: Any) -> Any:
+    bare = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat(tree).items()}
+    return replaced(tree, bare)
