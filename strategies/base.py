@@ -12,6 +12,7 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from pytorch_lightning import Trainer
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from strategies import shards
 from strategies.checkpoint_async import Background, snapshot
 from strategies.checkpoint_fit import Place, check_fit, nowhere
 from strategies.checkpoint_io import AtomicCheckpointIO
@@ -132,6 +134,12 @@ class StrategyPlugin(Strategy):
     def _private_tensors(self) -> list[Tensor]:
         """Of what has been gathered for the next checkpoint, the tensors that nobody else knows."""
         return []
+
+    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, a file or one in parts, as every process needs it."""
+        if shards.is_sharded(checkpoint_path):
+            return shards.load(Path(checkpoint_path), weights_only=weights_only)[0]
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint, all of them or none, in the precision in which the model trains.

@@ -47,6 +47,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             bytes) or ``"powersgd"`` (low-rank, with error feedback; Vogels et al., arXiv:1905.13727).
         powersgd_rank: rank of PowerSGD's approximation.
         powersgd_start_step: number of first steps (at least 2) that PowerSGD leaves uncompressed.
+        async_save: go on training while a checkpoint is written, from a copy in host memory.
         kwargs: Lightning's arguments, such as ``process_group_backend``, and those of ``DistributedDataParallel``, such
             as ``find_unused_parameters``.
 
@@ -62,6 +63,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         comm_hook: str = "none",
         powersgd_rank: int | None = None,
         powersgd_start_step: int | None = None,
+        async_save: bool = False,
         **kwargs: Any,
     ) -> None:
         _check_keywords(kwargs)
@@ -76,7 +78,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         if powersgd_start_step is not None and powersgd_start_step < 2:
             raise ValueError(f"powersgd_start_step must be at least 2, got {powersgd_start_step}")
         super().__init__(**kwargs)
-        self.comm_hook = comm_hook
+        self.comm_hook, self._async_save = comm_hook, async_save
         self._lifeline: Lifeline | None = None
         self._powersgd_rank = powersgd_rank or 1
         self._powersgd_start_step = powersgd_start_step or _POWERSGD_START

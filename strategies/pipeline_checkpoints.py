@@ -1,21 +1,31 @@
 """Checkpoints of a pipeline: what the stages hold becomes one process's checkpoint, and the other way round."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin, unwrapped
+from strategies.checkpoint_async import snapshot
 from strategies.checkpoint_fit import Place, load_whole, nowhere, places
+from strategies.optimizer import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.named import flat
 from strategies.pipeline.placement import cut
 from strategies.pipeline.randomness import Seeds
+from strategies.shards import is_sharded, load
+from strategies.staged_shards import load_optimizer_states, save, shelve, tensors_of
+
+STATE_DICT_TYPES = ("full", "sharded")
+"""As FSDPStrategy calls them."""
 
 
 class PipelineCheckpoints(StrategyPlugin):
@@ -25,10 +35,22 @@ class PipelineCheckpoints(StrategyPlugin):
     _seeds: Seeds | None
     _given_balance: list[int] | None
     _module_path: str
+    _state_dict_type: str
+    _received: list[Tensor]
+    _shards: Path | None = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of every stage, gathered one stage after another; on the first replica only, which writes."""
-        return super().lightning_module_state_dict() if self.is_global_zero else {}
+        if not self.is_global_zero:
+            return {}
+        state = self._pipeline.state if self._pipeline is not None else None
+        in_parts = state is not None and self._state_dict_type == "sharded"
+        with state.without_values() if state is not None and in_parts else nullcontext():
+            gathered = super().lightning_module_state_dict()
+        if self._background is not None and state is not None:
+            elsewhere = {name for name, value in self._named_tensors() if value.is_meta}
+            self._received = [value for name, value in gathered.items() if name in elsewhere]
+        return gathered
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all stages, as one process would have it; on the first replica only."""
@@ -36,16 +58,12 @@ class PipelineCheckpoints(StrategyPlugin):
             return {}
         if self._pipeline is None or isinstance(optimizer, _MockOptimizer):
             return super().optimizer_state(optimizer)
-        return self._pipeline.optimizers.state_dict(unwrapped(optimizer))
-
-    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; a training that goes on from it draws the random numbers that would have come next."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
-        if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
-            self._seeds = self._seeds or Seeds(0)
-            self._seeds.load_state_dict(state)
-        return checkpoint
+        own = unwrapped(optimizer)
+        state = self._pipeline.optimizers.state_dict(own, values=self._state_dict_type == "full")
+        if self._background is not None:
+            elsewhere = [number for number, p in enumerate(parameters_of(own)) if p.is_meta]
+            self._received += flat([state["state"].get(number, {}) for number in elsewhere]).values()
+        return state
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
@@ -56,7 +74,59 @@ class PipelineCheckpoints(StrategyPlugin):
         """
         if self._seeds is not None and "optimizer_states" in checkpoint:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._state_dict_type == "full":
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif storage_options is not None:
+            raise TypeError('state_dict_type="sharded" takes no storage_options: it does not use the CheckpointIO.')
+        elif self.is_global_zero:
+            self._save_in_parts(checkpoint, Path(filepath))
+        self._received = []
+
+    def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
+        background, pipeline = self._background, self._pipeline
+        if background is not None:
+            background.wait()
+            elsewhere = [tensor for tensor in tensors_of(checkpoint).values() if tensor.is_meta]
+            checkpoint = snapshot(checkpoint, elsewhere)
+        names = shelve(checkpoint, pipeline, self._module_path, copies=background is not None)
+        write = partial(save, checkpoint, path, pipeline, names)
+        if background is None:
+            write()
+        else:
+            background.save(write)
+
+    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint; a training that goes on from it draws the random numbers that would have come next.
+
+        Of one in parts the weights are read here, as the model is whole by now; each stage reads its own optimizer
+        states later.
+        """
+        self._shards = None
+        if is_sharded(checkpoint_path):
+            checkpoint, self._shards = load(Path(checkpoint_path), ["state_dict"], weights_only)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
+        if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
+            self._seeds = self._seeds or Seeds(0)
+            self._seeds.load_state_dict(state)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Gives each stage the optimizer states of its parameters."""
+        if self._shards is None or self._pipeline is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
+        load_optimizer_states(checkpoint["optimizer_states"], self._shards, self._pipeline)
+
+    def _private_tensors(self) -> list[Tensor]:
+        return self._received
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.lightning_module is not None
+        yield from self.lightning_module.named_parameters(remove_duplicate=False)
+        yield from self.lightning_module.named_buffers(remove_duplicate=False)
 
     def rpc_save_model(self, trainer: Trainer, save_model_fn: Callable[[Trainer, Any], Any], filepath: Any) -> None:
         """Calls ``save_model_fn(trainer, filepath)`` while the model has the weights of every stage.

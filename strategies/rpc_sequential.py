@@ -24,7 +24,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
-from strategies.pipeline_checkpoints import PipelineCheckpoints
+from strategies.pipeline_checkpoints import STATE_DICT_TYPES, PipelineCheckpoints
 from strategies.replicated import ReplicatedStrategy
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
 from strategies.summary import show_stages
@@ -64,6 +64,10 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of once per micro-batch.
         module: Dotted path of the ``nn.Sequential`` within the model.
         data_parallel_size: Number of replicas of the pipeline, which divide ``devices`` and the data among them.
+        state_dict_type: ``"full"``: a checkpoint is one file, gathered stage by stage and written by this process.
+            ``"sharded"``: it is a directory, into which every stage writes its own part; ``python -m
+            strategies.consolidate`` makes one file of it.
+        async_save: Go on training while a checkpoint is written, from a copy in host memory.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's
             strategies; usually left to the Trainer.
 
@@ -84,6 +88,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         deferred_batch_norm: bool = False,
         module: str = "sequential_module",
         data_parallel_size: int = 1,
+        state_dict_type: str = "full",
+        async_save: bool = False,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -107,12 +113,17 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             raise MisconfigurationException(
                 f"data_parallel_size must be a whole number of at least 1, got {data_parallel_size!r}."
             )
+        if state_dict_type not in STATE_DICT_TYPES:
+            raise MisconfigurationException(
+                f"Unknown state_dict_type {state_dict_type!r}{did_you_mean(str(state_dict_type), STATE_DICT_TYPES)}"
+            )
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
         self.balance = balance
         self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
+        self._state_dict_type, self._async_save, self._received = state_dict_type, async_save, []
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
 
@@ -252,6 +263,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
 
     def teardown(self) -> None:
         """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""
+        if self._background is not None:
+            self._background.settle()  # stages may be writing
         for undo in self._undo:
             undo()
         self._undo = []

@@ -11,7 +11,6 @@ any number of processes can read what they need.
 
 import os
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +23,10 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from strategies.atomic import new_directory, remove, replacing, sync_directory
+from strategies.pipeline.channel import with_meta_tensors
+from strategies.pipeline.named import flat, replaced
 
 PARTS = ("state_dict", "optimizer_states")
 """What of a checkpoint is in parts."""
@@ -38,26 +38,6 @@ _SHARDS = "shards-"
 def is_sharded(path: Any) -> bool:
     """Whether there is such a checkpoint at ``path``."""
     return os.path.isfile(os.path.join(str(path), _META))
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors in a nested structure by their names."""
-    leaves, _ = tree_flatten_with_path(tree)
-    return {_name(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-
-
-def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """The structure with other tensors at the names that ``tensors`` has."""
-    result = tree_map_with_path(lambda path, leaf: tensors.get(_name(path, prefix), leaf), tree)
-    if isinstance(tree, OrderedDict):
-        vars(result).update(vars(tree))  # a state dict's versions of modules
-    return result
-
-
-def _name(path: Sequence[Any], prefix: str) -> str:
-    return ".".join(
-        [*([prefix] if prefix else []), *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
-    )
 
 
 def plan(tensors: Mapping[str, Tensor]) -> SavePlan:
@@ -73,6 +53,17 @@ def write(directory: Path, own: SavePlan, tensors: Mapping[str, Tensor]) -> list
     planner.set_up_planner(dict(tensors), is_coordinator=False)
     planner.create_local_plan()
     return dcp.FileSystemWriter(directory).write_data(planner.finish_plan(own), planner).value()
+
+
+def write_of(stage: Any, number: int, directory: Path, own: SavePlan) -> list[WriteResult]:
+    """:func:`write` on the worker of a stage (an ``RRef``), beside what it computes; see ``HostedStage.shelve``."""
+    return write(directory, own, stage.local_value().hosted.shelf.pop(number))
+
+
+def read_of(stage: Any, number: int, shards: Path, tree: Any, prefix: str) -> None:
+    """:func:`fill` on the worker of a stage; what is read stays on the shelf."""
+    bare = with_meta_tensors(tree)
+    stage.local_value().hosted.shelf[number] = replaced(bare, fill(shards, flat(bare, prefix)), prefix)
 
 
 def save(path: Path, checkpoint: Mapping[str, Any], plans: Sequence[SavePlan], write_all: Callable[..., Any]) -> None:
@@ -156,7 +147,8 @@ def _check(shards: Path, wanted: Mapping[str, Tensor]) -> None:
     ]
     missing += [name for name, place in stored.items() if place.relative_path in broken]
     if missing or unexpected:
-        files = f" (without or with incomplete files {', '.join(sorted(broken))})" if broken else ""
+        told = [f"{file}, written by stage {file.lstrip('_').partition('_')[0]}" for file in sorted(broken)]
+        files = f" (absent or too short: {'; '.join(told)})" if told else ""
         raise RuntimeError(
             f"the checkpoint {shards.parent} is not whole{files}, and nothing of it has been loaded: missing "
             f"{missing}, unexpected {unexpected}"

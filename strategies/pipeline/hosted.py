@@ -22,6 +22,7 @@ from strategies.optimizer import (
 from strategies.pipeline.channel import Receiver, Sender, layouts
 from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
+from strategies.pipeline.named import flat
 from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.stage import Pass, Stage
@@ -98,6 +99,8 @@ class HostedStage:
             parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
             self._averaging = Averaging(cargo.replicas.join(cargo.index), lambda: parameters)
             self._averaging.share([*parameters, *self._layers.buffers()])
+        self.shelf: dict[int, Any] = {}
+        """What is on its way to or from a checkpoint in parts."""
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
         self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
@@ -258,6 +261,23 @@ class HostedStage:
         self._layers.load_state_dict(
             state, strict=False
         )  # the driver knows which keys belong and tells what is missing
+
+    def shelve(self, number: int, names: Mapping[str, str], copies: bool) -> None:
+        """Sets tensors aside, to be written as they are now.
+
+        Args:
+            number: Place on the shelf.
+            names: The names under which they will be written, and those which they have here.
+            copies: Whether something may change them before they are written.
+        """
+        states = {k: {"state": self.optimizer_states(k)} for k in range(len(self._optimizers))}
+        own = flat({"state_dict": self.module_state(), "optimizer_states": states})
+        self.shelf[number] = {name: own[here].clone() if copies else own[here] for name, here in names.items()}
+
+    def load_shelved_optimizer_states(self, number: int) -> None:
+        """Loads states of all optimizers that have been put on the shelf."""
+        for k, state in self.shelf.pop(number).items():
+            self.load_optimizer_states(k, state["state"])
 
     def tensors(self) -> dict[str, Tensor]:
         """Every parameter and buffer that there is, also those that ``state_dict`` leaves out, on the CPU."""

@@ -133,6 +133,14 @@ class RemoteStage:
         reply.add_done_callback(lambda reply: self._settle(reply, done))
         return done
 
+    def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls ``function(stage, *arguments)`` on the worker while the stage goes on with its commands.
+
+        Returns:
+            What waits for the result: its ``wait`` raises what went wrong, which is no failure of the stage.
+        """
+        return rpc.rpc_async(self._name, function, args=(self._stage, *arguments), timeout=0)
+
     def result(self, started: "Future[Any]") -> Any:
         """Waits for what :meth:`start` began.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.optimizer import check_optimizer_state, hyperparameters, norms_of_gradients, parameters_of
+from strategies.pipeline.channel import with_meta_tensors
 from strategies.pipeline.remote import RemoteStage
 
 
@@ -148,12 +149,15 @@ class PipelineOptimizers:
         for remote in self._remotes:
             remote.later("clip_grad_values", self._number_of(optimizer), limit)
 
-    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state dict that the optimizer would have if every parameter were here, gathered stage by stage."""
+    def state_dict(self, optimizer: Optimizer, *, values: bool = True) -> dict[str, Any]:
+        """The state dict that the optimizer would have if every parameter were here, gathered stage by stage.
+
+        Without ``values`` the tensors of other stages are on the ``meta`` device.
+        """
         k = self._number_of(optimizer)
         state = type(optimizer).state_dict(optimizer)  # the instance's is this one
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
-            given = remote.call("optimizer_states", k)
+            given = with_meta_tensors(remote.call("optimizer_states" if values else "optimizer_layouts", k))
             if foreign := sorted(given.keys() - set(numbers[k])):
                 raise RuntimeError(
                     f"{remote.description} gave a state of optimizer {k} that is not that of its parameters: "

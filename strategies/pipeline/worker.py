@@ -73,6 +73,12 @@ class Host:
         self._queue.put((number, commands, future))
         return future
 
+    @property
+    def hosted(self) -> HostedStage:
+        """The stage, for what needs no order among the commands."""
+        assert self._stage is not None
+        return self._stage
+
     def progress(self) -> tuple[int, str]:
         """How many things the stage has done so far, and what it is doing."""
         return self._stage.progress if self._stage is not None else (0, "unpacking its layers")

@@ -1,0 +1,28 @@
+"""The tensors in a nested structure, by names that are put together from the keys on the way to them."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors in a nested structure by their names."""
+    leaves, _ = tree_flatten_with_path(tree)
+    return {_name(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
+    """The structure with other tensors at the names that ``tensors`` has."""
+    result = tree_map_with_path(lambda path, leaf: tensors.get(_name(path, prefix), leaf), tree)
+    if isinstance(tree, OrderedDict):
+        result.__dict__.update(tree.__dict__)  # a state dict's versions of modules
+    return result
+
+
+def _name(path: Sequence[Any], prefix: str) -> str:
+    return ".".join(
+        [*([prefix] if prefix else []), *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
+    )
