@@ -5,14 +5,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from checkpoint_job import Resumed, fit, pipeline, single
 from harness import run
 from parity_trainers import alike
-
-from strategies import RPCSequentialStrategy
-from strategies.consolidate import consolidate
 
 
 class Tied(Resumed):
@@ -36,7 +32,11 @@ def in_parts() -> dict[str, Any]:
     subprocess.run(command, check=True, timeout=60, env={"PYTHONPATH": str(Path(__file__).parents[1])})
     seen.append(fit(single(), 3, ckpt_path=third))
     losses = [loss for each in seen for loss in each["losses"]]
-    return {"last": {**seen[-1], "losses": losses}, "whole": fit(single(), 3), "file": torch.load(third, weights_only=True)}
+    return {
+        "last": {**seen[-1], "losses": losses},
+        "whole": fit(single(), 3),
+        "file": torch.load(third, weights_only=True),
+    }
 
 
 def saver(path: Path) -> Any:

@@ -154,8 +154,9 @@ def main(directory: str, rank: int) -> None:
     # A process that the driver forked (a data loader's) may hold the other end open after the driver's death.
     while os.getppid() == session.driver_pid and not select.select([sys.stdin], [], [], _PARENT_CHECK_SECONDS)[0]:
         pass
-    if os.getppid() != session.driver_pid:
-        shutil.rmtree(directory, ignore_errors=True)  # nobody else is left to do it
+    # If the driver was killed nobody else is left to do it. Its end closes standard input before it makes this process
+    # an orphan, so the two cannot be told apart here; a driver that lives does the same.
+    shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # without waiting for a compute thread that may wait for a neighbour
 
 
