@@ -91,13 +91,11 @@ class StateOfStages:
         for i, layers in enumerate(self._stages):
             own = {n: v for n, v in here.items() if n[len(prefix) :].partition(".")[0] in layers._modules}
             if i < len(self._remotes):
-                given = self._given(
-                    i, [n for n, _ in layers.named_parameters(remove_duplicate=False) if prefix + n in own]
-                )
-                # What has values here is a tied parameter that the driver owns.
-                state.update(
-                    {prefix + n: v if _is_elsewhere(own.get(prefix + n)) else own[prefix + n] for n, v in given.items()}
-                )
+                parameters = dict(layers.named_parameters(remove_duplicate=False))
+                given = self._given(i, [name for name in parameters if prefix + name in own])
+                state.update({prefix + name: value for name, value in given.items()})
+                owned_here = [prefix + name for name, p in parameters.items() if not p.is_meta]  # tied ones
+                state.update({name: own[name] for name in owned_here if name in own})
             else:
                 state.update(own)
         first: dict[nn.Parameter, str] = {}
@@ -136,7 +134,3 @@ class StateOfStages:
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:
                     state[prefix + name] = state[prefix + name].to("meta")
-
-
-def _is_elsewhere(value: Any) -> bool:
-    return not isinstance(value, Tensor) or value.is_meta
