@@ -12,9 +12,11 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.plugins import CheckpointIO
@@ -29,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from strategies import shards
 from strategies.checkpoint_async import Background, snapshot
-from strategies.checkpoint_fit import Place, check_fit, nowhere
-from strategies.checkpoint_io import AtomicCheckpointIO
+from strategies.checkpoint_fit import check_fit
+from strategies.checkpoint_io import AtomicCheckpointIO, local_path
 from strategies.optimizer import check_optimizer_states
 
 
@@ -137,9 +139,16 @@ class StrategyPlugin(Strategy):
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, a file or one in parts, as every process needs it."""
-        if shards.is_sharded(checkpoint_path):
-            return shards.load(Path(checkpoint_path), weights_only=weights_only)[0]
+        if self._background is not None:
+            self._background.wait()  # it may be the one that is being written
+        local = local_path(checkpoint_path)
+        if local is not None and shards.is_sharded(local):
+            return self._load_in_parts(local, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _load_in_parts(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read a checkpoint in parts."""
+        return shards.load(path, weights_only=weights_only)[0]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint, all of them or none, in the precision in which the model trains.
@@ -147,10 +156,8 @@ class StrategyPlugin(Strategy):
         Raises:
             RuntimeError: If names or shapes are not those of the model; it is as it was then.
         """
-        model = self.lightning_module
-        assert model is not None
         _convert(self)
-        check_fit(model, checkpoint["state_dict"], strict=strict, place=self._place())
+        self._check_weights(checkpoint["state_dict"], strict)
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -162,9 +169,10 @@ class StrategyPlugin(Strategy):
         check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
         super().load_optimizer_state_dict(checkpoint)
 
-    def _place(self) -> Place:
-        """Says of a name in the model's state dict on which stage it is."""
-        return nowhere
+    def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Refuse weights that are not those of the model."""
+        assert self.lightning_module is not None
+        check_fit(self.lightning_module, state, strict=strict)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -208,5 +216,12 @@ def load_exactly(strategy: Strategy) -> None:
 
 
 def _convert(strategy: Strategy) -> None:
-    if isinstance(strategy.precision_plugin, DoublePrecision) and strategy.lightning_module is not None:
-        strategy.precision_plugin.convert_module(strategy.lightning_module)
+    model = strategy.lightning_module
+    if model is None or not isinstance(strategy.precision_plugin, DoublePrecision):
+        return
+    # In mid-run, where a tuner may load too, it has been done, and cannot be done to layers of other processes.
+    if any(
+        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for tensor in chain(model.parameters(), model.buffers())
+    ):
+        strategy.precision_plugin.convert_module(model)

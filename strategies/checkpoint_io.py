@@ -20,9 +20,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` to ``path``, and return when it is there for good."""
-        filesystem, local = url_to_fs(str(path))
-        if storage_options is not None or not isinstance(filesystem, LocalFileSystem):
+        local = local_path(path)
+        if storage_options is not None or local is None:
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        with replacing(Path(local)) as file:
+        with replacing(local) as file:
             torch.save(checkpoint, file)
+
+
+def local_path(path: str | Any) -> Path | None:
+    """A path or URL as a path on this machine; ``None`` if it is not on it."""
+    filesystem, stripped = url_to_fs(str(path))
+    return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin, unwrapped
 from strategies.checkpoint_async import snapshot
-from strategies.checkpoint_fit import Place, load_whole, nowhere, places
+from strategies.checkpoint_fit import Place, check_fit, load_whole, nowhere, places
+from strategies.checkpoint_io import local_path
 from strategies.optimizer import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.named import flat
 from strategies.pipeline.placement import cut
 from strategies.pipeline.randomness import Seeds
-from strategies.shards import is_sharded, load
+from strategies.shards import load
 from strategies.staged_shards import load_optimizer_states, save, shelve, tensors_of
 
 STATE_DICT_TYPES = ("full", "sharded")
@@ -78,8 +79,10 @@ class PipelineCheckpoints(StrategyPlugin):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is not None:
             raise TypeError('state_dict_type="sharded" takes no storage_options: it does not use the CheckpointIO.')
+        elif (path := local_path(filepath)) is None:
+            raise ValueError(f'state_dict_type="sharded" writes into directories of this machine only, got {filepath}.')
         elif self.is_global_zero:
-            self._save_in_parts(checkpoint, Path(filepath))
+            self._save_in_parts(checkpoint, path)
         self._received = []
 
     def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
@@ -96,20 +99,19 @@ class PipelineCheckpoints(StrategyPlugin):
             background.save(write)
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; a training that goes on from it draws the random numbers that would have come next.
-
-        Of one in parts the weights are read here, as the model is whole by now; each stage reads its own optimizer
-        states later.
-        """
+        """Reads a checkpoint; a training that goes on from it draws the random numbers that would have come next."""
         self._shards = None
-        if is_sharded(checkpoint_path):
-            checkpoint, self._shards = load(Path(checkpoint_path), ["state_dict"], weights_only)
-        else:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
         if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
             self._seeds = self._seeds or Seeds(0)
             self._seeds.load_state_dict(state)
+        return checkpoint
+
+    def _load_in_parts(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        # The model is whole in this process by now, so the weights are read here; each stage reads its own optimizer
+        # states, when it has got its layers.
+        checkpoint, self._shards = load(path, ["state_dict"], weights_only)
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -158,9 +160,13 @@ class PipelineCheckpoints(StrategyPlugin):
 
         return load_whole(model, self._module_path, pipeline.stages, staying_here)
 
-    def _place(self) -> Place:
+    def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
+        if self._pipeline is not None:
+            return  # the model does so itself
         model = self.lightning_module
-        module = attrgetter(self._module_path)(model)
-        if self._given_balance is None or not isinstance(module, nn.Sequential):
-            return nowhere
-        return places(cut(module, self._given_balance), f"{self._module_path}.")
+        assert model is not None
+        module = dict(model.named_modules()).get(self._module_path)
+        place: Place = nowhere
+        if self._given_balance is not None and isinstance(module, nn.Sequential):
+            place = places(cut(module, self._given_balance), f"{self._module_path}.")
+        check_fit(model, state, strict=strict, place=place)

@@ -117,6 +117,10 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             raise MisconfigurationException(
                 f"Unknown state_dict_type {state_dict_type!r}{did_you_mean(str(state_dict_type), STATE_DICT_TYPES)}"
             )
+        if state_dict_type == "sharded" and checkpoint_io is not None:
+            raise MisconfigurationException(
+                f'state_dict_type="sharded" does not write through a CheckpointIO; leave out {checkpoint_io!r}.'
+            )
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
         self.balance = balance

@@ -9,7 +9,6 @@ process (``state_dict.layers.0.weight``, ``optimizer_states.0.state.17.exp_avg``
 any number of processes can read what they need.
 """
 
-import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,9 +34,9 @@ _META = "meta.pt"
 _SHARDS = "shards-"
 
 
-def is_sharded(path: Any) -> bool:
+def is_sharded(path: Path) -> bool:
     """Whether there is such a checkpoint at ``path``."""
-    return os.path.isfile(os.path.join(str(path), _META))
+    return (path / _META).is_file()
 
 
 def plan(tensors: Mapping[str, Tensor]) -> SavePlan:

@@ -196,7 +196,7 @@ def killed_within_a_save(kind: str, moment: float) -> dict[str, Any]:
     assert list(Path().glob(".*.part")) or len(list(Path("last.ckpt").glob("shards-*"))) == 2  # it was within a save
     checkpoints = {}
     for name in ("last.ckpt", "good.ckpt")[: 1 if kind == "async" else 2]:  # the other one may just be being written
-        sharded = shards.is_sharded(name)
+        sharded = shards.is_sharded(Path(name))
         assert sharded == (kind == "sharded")
         checkpoint = shards.load(Path(name))[0] if sharded else torch.load(name, weights_only=True)
         assert checkpoint["state_dict"]["large"].numel() == 3_000_000 and len(
