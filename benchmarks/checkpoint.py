@@ -1,0 +1,158 @@
+"""Time and memory of saving a pipeline of two stages, against ``torch.save`` of the same state by one process.
+
+One training; between its steps the ways to save take turns, so that all of them meet the same machine. What counts is
+how long training pauses, when the checkpoint is on the disk, and by how much each process grows.
+"""
+
+import ctypes
+import logging
+import os
+import platform
+import re
+import statistics
+import tempfile
+import warnings
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from benchmarks.pipeline_step import NUM_LAYERS, WIDTH, make_model
+from strategies import RPCSequentialStrategy
+from strategies.atomic import remove
+from trainer import Trainer
+
+ROWS, LENGTH, ROUNDS = 4, 32, 5
+STEPS_MEANWHILE = 2
+"""How many steps are made while a checkpoint is written in the background."""
+
+WAYS = {
+    "torch.save by one process": None,
+    "the same, and fsync": None,
+    "one file": ("full", False),
+    "in parts": ("sharded", False),
+    "one file, in the background": ("full", True),
+    "in parts, in the background": ("sharded", True),
+}
+
+
+class Model(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = make_model()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.sequential_module(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def memory_mib(pid: int, kind: str) -> float:
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) / 1024
+
+
+class Saving(Callback):
+    """Saves in another way every few steps."""
+
+    def __init__(self, strategy: Any, folder: Path) -> None:
+        self.strategy, self.path = strategy, folder / "a.ckpt"
+        self.background: Any = None
+        self.seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        self.grown: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        self.steps: dict[str, list[float]] = {"alone": [], "beside a save": []}
+        self.state: dict[str, Any] = {}
+        self._step_began = 0.0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._step_began = perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.strategy._pipeline.wait()
+        turn, step = divmod(batch_idx, 1 + STEPS_MEANWHILE)
+        way = list(WAYS)[turn % len(WAYS)]
+        warm, in_background = turn >= 2 * len(WAYS), way.endswith("background")
+        if step == 0:
+            self.begin(trainer, way)
+        elif warm:
+            self.steps["beside a save" if in_background else "alone"].append(perf_counter() - self._step_began)
+        if step == STEPS_MEANWHILE:
+            self.end(way, warm)
+
+    def begin(self, trainer: Any, way: str) -> None:
+        how = WAYS[way]
+        self.background = self.background or self.strategy._background
+        self.strategy._state_dict_type, in_background = how or ("full", False)
+        self.strategy._background = self.background if in_background else None
+        if how is None:
+            self.state = trainer._checkpoint_connector.dump_checkpoint()
+        remove(self.path)
+        os.sync()
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier saves have used must not hide what this one needs
+        self.pids = [os.getpid(), self.strategy._pipeline._workers._processes[0].pid]
+        for pid in self.pids:
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # peaks begin anew
+        self.before = [memory_mib(pid, "VmRSS") for pid in self.pids]
+        began = perf_counter()
+        if how is None:
+            with open(self.path, "wb") as file:
+                torch.save(self.state, file)
+                file.flush()
+                if way.endswith("fsync"):
+                    os.fsync(file.fileno())
+        else:
+            trainer.save_checkpoint(self.path)
+        self.pause = self.written = perf_counter() - began
+        self.state = {}
+        if in_background:
+            self.background._saving.add_done_callback(lambda _: vars(self).update(written=perf_counter() - began))
+
+    def end(self, way: str, warm: bool) -> None:
+        if self.strategy._background is not None:
+            self.background.wait()
+        peaks = [memory_mib(pid, "VmHWM") for pid in self.pids]
+        driver, worker = (peak - before for peak, before in zip(peaks, self.before, strict=True))
+        self.grown[way].append((driver, worker))
+        if warm:
+            self.seconds[way].append((self.pause, self.written))
+
+    def on_train_end(self, *args: Any) -> None:
+        self.strategy._background = self.background  # ended by the strategy
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    strategy = RPCSequentialStrategy([NUM_LAYERS // 2] * 2, microbatches=2, checkpoint="never", async_save=True)
+    num_steps = (ROUNDS + 2) * len(WAYS) * (1 + STEPS_MEANWHILE)
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+        saving = Saving(strategy, Path(folder))
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=strategy, max_steps=num_steps, callbacks=[saving], **quiet
+        )
+        model = Model()
+        trainer.fit(model, DataLoader([torch.randn(ROWS, LENGTH, WIDTH)] * num_steps, batch_size=None))
+    states = trainer.optimizers[0].state.values()
+    tensors = [*model.state_dict().values(), *(value for state in states for value in state.values())]
+    size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)) / 2**20
+    print(f"{size:.0f} MiB of weights and optimizer states, half of them on each of two processes")
+    print(f"torch {torch.__version__}, {platform.machine()}, medians of {ROUNDS} rounds; one thread a process")
+    print(f"{'':<30} pause  written   peak on top, MiB: this process, the other")
+    for way, seconds in saving.seconds.items():
+        pause, written = map(statistics.median, zip(*seconds, strict=True))
+        driver, worker = map(max, zip(*saving.grown[way], strict=True))
+        print(f"{way:<30} {pause:.2f} s   {written:.2f} s {driver:>10.0f} {worker:>10.0f}")
+    for name, steps in saving.steps.items():
+        print(f"step {name:<25} {statistics.median(steps):.2f} s")
+
+
+if __name__ == "__main__":
+    main()
