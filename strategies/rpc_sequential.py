@@ -33,8 +33,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     """Cuts an ``nn.Sequential`` of the model into stages and trains them on one process each.
 
     The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
-    stages live in worker processes, which it starts itself and which run nothing of the script. ``devices`` of the
-    Trainer is the number of stages, times that of replicas.
+    stages live in worker processes, which it starts itself and which run nothing of the script; under torchrun or SLURM
+    they are the other ranks, which leave the script at the first ``fit``. ``devices`` of the Trainer, times
+    ``num_nodes``, is the number of stages, times that of replicas.
 
     What it does at the points of the contract (:class:`~strategies.base.StrategyPlugin`):
 
@@ -116,12 +117,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo: list[Callable[[], Any]] = []
 
     def setup_environment(self) -> None:
-        """Prepares the driver's device; workers are started by ``setup``, when the model is known.
-
-        Raises:
-            MisconfigurationException: If the processes have been started from outside, or are to be on several hosts.
-        """
-        refusals.check_launch(self.cluster_environment, self.num_nodes)
+        """Prepares the driver's device and connects the replicas; workers start in ``setup``, with the model known."""
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -172,6 +168,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 model=model,
                 seeds=self._seeds,
                 replicas=self.replicas(self._settings.rpc_timeout_sec),
+                world=self.world,
             )
             self._pipeline.start()
         holders = holders_of(model, self._module_path)

@@ -25,6 +25,7 @@ from strategies.pipeline.passes import Passes
 from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
 from strategies.pipeline.ports import Ports, connected_ports, ports_of_one_stage
 from strategies.pipeline.randomness import Seeds
+from strategies.pipeline.ranks import Ranks, World
 from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.session import Session, join_data_plane
@@ -52,6 +53,7 @@ class Pipeline:
         model: The model that ``module`` is part of; a layer that refers to it cannot be shipped.
         seeds: Where the layers' random numbers come from; by default the process's own generator.
         replicas: The other pipelines, if there are several.
+        world: The ranks of this run, if somebody else has started the processes.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Pipeline:
         model: nn.Module | None = None,
         seeds: Seeds | None = None,
         replicas: Replicas | None = None,
+        world: World | None = None,
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
@@ -77,10 +80,10 @@ class Pipeline:
         inside = set(module.modules())
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
-        self._seeds, self._replicas = seeds or Seeds.ahead_of_the_process(), replicas
+        self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._averaging: Averaging | None = None
         self._num_averaged = 0
-        self._workers: Workers | None = None
+        self._workers: Workers | Ranks | None = None
         self._stage: Stage | None = None
         self._passes: Passes | None = None
         self._patience: Patience | None = None
@@ -127,7 +130,8 @@ class Pipeline:
 
     def _start(self, blobs: Sequence[bytes]) -> Passes:
         self._threads_before = torch.get_num_threads()
-        threads = share_of_threads(len(self.stages) * (self._replicas.count if self._replicas else 1))
+        num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
+        threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
         self._stage = Stage(
@@ -284,9 +288,10 @@ class Pipeline:
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
-        self._workers = Workers(len(blobs), timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
-        session = self._workers.start()
-        self.remotes.extend(self._ship(i, blob, session, self._workers) for i, blob in enumerate(blobs))
+        workers = Workers(len(blobs)) if self._world is None else Ranks(self._world)
+        self._workers = workers
+        session = workers.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
+        self.remotes.extend(self._ship(i, blob, session, workers) for i, blob in enumerate(blobs))
         last, device = len(blobs), self._devices[-1]
         patience = self._patience = Patience(self.failures)
         group = join_data_plane(session, last)
@@ -294,7 +299,7 @@ class Pipeline:
         named = dict(self.module.named_parameters(remove_duplicate=False))
         return connected_ports(group, device, self._ties, named, patience)
 
-    def _ship(self, i: int, blob: bytes, session: Session, workers: Workers) -> RemoteStage:
+    def _ship(self, i: int, blob: bytes, session: Session, workers: Workers | Ranks) -> RemoteStage:
         name = session.name(i)
         return RemoteStage(
             name,

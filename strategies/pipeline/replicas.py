@@ -9,13 +9,13 @@ A stage averages its gradients when its own backward passes are done, while thos
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from strategies.pipeline.channel import Wait, wait_here
+from strategies.pipeline.meeting import LOOPBACK
 from strategies.pipeline.session import join_group
 
 _BUCKET_BYTES = 25 * 2**20
@@ -29,19 +29,21 @@ class Replicas:
     Attributes:
         number: This one's.
         count: How many.
-        directory: Where processes of the same stage meet; the same for all, and empty before the start.
+        meeting: Where processes of the same stage meet, the same for all; see :mod:`~strategies.pipeline.meeting`.
         timeout_seconds: How long to wait for another replica.
+        towards: An address that all can reach.
     """
 
     number: int
     count: int
-    directory: str
+    meeting: str
     timeout_seconds: float
+    towards: str = LOOPBACK
 
     def join(self, stage: int) -> ProcessGroup:
         """Connects the processes of one stage, and returns when all are there."""
-        path = str(Path(self.directory) / f"stage-{stage}")
-        return join_group(path, self.number, self.count, self.timeout_seconds)
+        url = f"{self.meeting}/stage-{stage}"
+        return join_group(url, self.number, self.count, self.timeout_seconds, self.towards)
 
 
 class Averaging:
