@@ -6,6 +6,7 @@ from typing import Any
 
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.distributed import TCPStore
 
 from strategies.pipeline.ranks import World, become_worker, dismiss
@@ -28,12 +29,23 @@ class RanksLauncher(_Launcher):
         return False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls the function on a driver; on another rank, serves the driver for the rest of its life."""
+        """Calls the function on a driver; on another rank, serves the driver for the rest of its life.
+
+        Raises:
+            MisconfigurationException: If a Trainer before this one has divided the ranks in another way.
+        """
         if not self._world.is_driver:
             become_worker(self._world)
         if self._store is None:
-            self._store = self._world.store()
-            atexit.register(dismiss, self._world, self._store)
+            store = self._world.store()
+            if (before := self._world.divided_into(store)) != self._world.num_stages:
+                raise MisconfigurationException(
+                    f"The {self._world.size} ranks of this run are divided into pipelines of {before} stages, and "
+                    f"those that are no drivers do not come back; got {self._world.num_stages} stages now. Start "
+                    "another run for that."
+                )
+            atexit.register(dismiss, self._world, store)
+            self._store = store
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:

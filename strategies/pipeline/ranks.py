@@ -92,6 +92,10 @@ class World:
         keeps = self.keeps_store
         return dist.TCPStore(self.address, self.port, is_master=keeps, wait_for_workers=False, multi_tenant=keeps)
 
+    def divided_into(self, store: dist.Store) -> int:
+        """The number of stages by which the first one to ask has divided the ranks."""
+        return int(store.compare_set("relay/num_stages", "", str(self.num_stages)))
+
     def next_call(self, store: dist.Store) -> str:
         """The key under which this driver's workers wait for the next thing to do."""
         return call_key(self.driver, store.add(f"relay/sessions/{self.driver}", 1))
