@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
@@ -31,11 +32,11 @@ _ARRIVAL_SECONDS = 1800.0
 """How long a rank may take to come to its first ``fit``; torch waits as long for ranks that do not appear."""
 
 _POLL_SECONDS = 0.02
-_FAREWELL_SECONDS = 5.0
-"""How long to wait at the end for the workers to have heard of it."""
+_FAREWELL_SECONDS = 30.0
+"""How long the end of a driver's process waits for those that have to hear of it through the store."""
 
-_FAREWELL_OF_STORE_SECONDS = 30.0
-"""The same for who keeps the store that the others still use."""
+_FAREWELL_SECONDS_AFTER_ERROR = 2.0
+"""The same where an error ends it: ranks that have died say nothing."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,11 @@ class World:
         return f"relay://{self.address}:{self.port}/relay-{secrets.token_hex(8)}"
 
     def store(self) -> dist.TCPStore:
-        """Connects to the store, or opens it."""
-        keeps = self.keeps_store
-        return dist.TCPStore(self.address, self.port, is_master=keeps, wait_for_workers=False, multi_tenant=keeps)
+        """Connects to the store, or opens it; waits for the rank that does."""
+        keeps, patience = self.keeps_store, timedelta(seconds=_ARRIVAL_SECONDS)
+        return dist.TCPStore(
+            self.address, self.port, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
+        )
 
     def divided_into(self, store: dist.Store) -> int:
         """The number of stages by which the first one to ask has divided the ranks."""
@@ -198,9 +201,11 @@ def dismiss(world: World, store: dist.TCPStore) -> None:
     """At the end of a driver's process: its workers end as well."""
     store.set(world.next_call(store), "")
     store.set(gone_key(world.rank), "")
-    appear(store, [gone_key(rank) for rank in world.workers], _FAREWELL_SECONDS)
-    if world.keeps_store:
-        appear(store, [gone_key(rank) for rank in range(world.size)], _FAREWELL_OF_STORE_SECONDS)
+    listeners = range(world.size) if world.keeps_store else world.workers
+    failed = hasattr(sys, "last_value")  # an exception that nobody has caught
+    appear(
+        store, [gone_key(rank) for rank in listeners], _FAREWELL_SECONDS_AFTER_ERROR if failed else _FAREWELL_SECONDS
+    )
 
 
 def become_worker(world: World, number: int = 1) -> NoReturn:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from strategies.pipeline import worker  # noqa: F401  # what the driver calls by name
 from strategies.pipeline.ranks import World, appear, become_worker, call_key, gone_key, over_key, ready_key
 from strategies.pipeline.session import Session, join_rpc
 
