@@ -8,7 +8,7 @@ worker instead, by ``exec``: the process stays the one that its launcher watches
 Driver and workers talk through the TCP store of the run:
 
     driver:  sessions/3/1 = a session      sessions/3/1/over      sessions/3/2 = another one      ...  sessions/3/N = ""
-    worker:  joins it, says that it has,   execs itself,          joins it, ...                        ends, status 0
+    worker:  joins it                      leaves it              execs itself, joins it               ends, status 0
 """
 
 import json

@@ -24,29 +24,34 @@ _ASK_SECONDS = 2.0
 
 
 def main(world: World, number: int) -> None:
-    """Waits for the driver's session ``number``, serves it, and begins anew; or ends with the driver."""
+    """Waits for the driver's session ``number`` and serves it; the next one is another process's, or there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers itself, with what it wants to keep
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's notice, which Lightning answers on the driver
-    call = call_key(world.driver, number)
-    try:
-        store = world.store()
-        store.wait([call], _FOREVER)
-        order = store.get(call).decode()
-        if not order:
-            store.set(gone_key(world.rank), "")
-    except dist.DistNetworkError:
-        os._exit(0)  # whoever kept the store has ended, and how is its own affair: nothing is lost here
-    if not order:
-        os._exit(0)
+    store = world.store()
+    call, session = _next_session(world, store, number)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs what this process holds
     try:
-        _serve(world, store, call, Session.from_json(order))
+        _serve(world, store, call, session)
     except RuntimeError as error:
         if not _is_over(store, call):
             sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, is gone: {error}\n")
             os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _next_session(world, store, number + 1)  # waits here: a new process might find the store closed
     become_worker(world, number + 1)
+
+
+def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Session]:
+    """Waits for the key and the description of a session; if the driver ends instead, so does this process."""
+    call = call_key(world.driver, number)
+    try:
+        store.wait([call], _FOREVER)
+        if session := store.get(call).decode():
+            return call, Session.from_json(session)
+        store.set(gone_key(world.rank), "")
+    except dist.DistNetworkError:
+        pass  # whoever kept the store has ended, and how is its own affair: nothing is lost here
+    os._exit(0)
 
 
 def _serve(world: World, store: dist.Store, call: str, session: Session) -> None:
