@@ -155,16 +155,16 @@ class Pipeline:
             self.remotes,
             self.failures,
             self._settings,
-            self._seeds,
+            partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
             lambda: self.optimizers.num_steps,
             self._start_again,
         )
         self._hooks = follow_state_dict(self.module, self.stages, self.remotes)
         if self._replicas is not None:
             wait = self._patience or wait_here
-            self._averaging = Averaging(self._replicas.join(last), self._parameters_here, wait=wait)
-            buffers = [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
-            self._averaging.share([*self._parameters_here(), *buffers])
+            here = self._parameters_here, self._buffers_here
+            self._averaging = Averaging(self._replicas.join(last), *here, wait=wait)
+            self._averaging.share()
         return passes
 
     @property
@@ -192,6 +192,9 @@ class Pipeline:
         groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
         own = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
         return [parameter for parameter in own if not parameter.is_meta]
+
+    def _buffers_here(self) -> list[Tensor]:
+        return [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
 
     def interleave(
         self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0

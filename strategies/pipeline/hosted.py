@@ -96,8 +96,10 @@ class HostedStage:
         self._averaging: Averaging | None = None
         if cargo.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
-            self._averaging = Averaging(cargo.replicas.join(cargo.index), lambda: parameters)
-            self._averaging.share([*parameters, *self._layers.buffers()])
+            self._averaging = Averaging(
+                cargo.replicas.join(cargo.index), lambda: parameters, lambda: list(self._layers.buffers())
+            )
+            self._averaging.share()
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
         self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
@@ -175,7 +177,7 @@ class HostedStage:
             parameter.requires_grad_(flag)
 
     def average_grads(self) -> None:
-        """Averages the gradients over the replicas of this stage."""
+        """Averages the gradients over the replicas of this stage; see :meth:`Averaging.average`."""
         assert self._averaging is not None
         self._stage.doing = "averaging gradients"
         self._averaging.average()
