@@ -1,7 +1,7 @@
 """A worker's stage: its layers, its part of the optimizers, and the commands that the driver may send it."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,10 +139,14 @@ class HostedStage:
         """Runs a whole pass; its gradients wait for :meth:`release`."""
         this.context.apply()
         gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
-        with gathered.gathering():
+
+        def bounded() -> Iterator[Action]:
             for action in actions:
-                self._stage.run([action], this)
+                yield action
                 self._input_grads.flush(keep=self._limit)  # the driver has taken those before
+
+        with gathered.gathering():
+            self._stage.run(bounded(), this)
             self._ties.move_gradients(this.number)
 
     def release(self, number: int, factor: float) -> None:
