@@ -42,7 +42,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
       ships their layers together with the user's optimizers, restricted to their parameters.
     * ``pre_backward`` only checks the loss: the backward pass itself leads the stages, or releases the gradients that
-      they have computed. ``post_backward`` averages them over the replicas.
+      they have computed. After it they are averaged over the replicas.
     * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
@@ -175,7 +175,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo = [
             show_stages(trainer, module, self.balance),
             *follow(self._pipeline.optimizers, self._lightning_optimizers, [*holders, module]),
-            *follow_precision(self.precision_plugin, self._pipeline.optimizers),
+            *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
         ]
 
     def model_to_device(self) -> None:
@@ -207,7 +207,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """
         refusals.check_loss(closure_loss)
 
-    def post_backward(self, closure_loss: Tensor) -> None:
+    def _after_backward(self) -> None:
         """Averages gradients over the replicas, unless more are to be accumulated first."""
         if self._averages_gradients:
             self._running().average_grads()

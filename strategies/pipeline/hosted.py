@@ -1,7 +1,7 @@
 """A worker's stage: its layers, its part of the optimizers, and the commands that the driver may send it."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,8 +96,10 @@ class HostedStage:
         self._averaging: Averaging | None = None
         if cargo.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
-            self._averaging = Averaging(cargo.replicas.join(cargo.index), lambda: parameters)
-            self._averaging.share([*parameters, *self._layers.buffers()])
+            self._averaging = Averaging(
+                cargo.replicas.join(cargo.index), lambda: parameters, lambda: list(self._layers.buffers())
+            )
+            self._averaging.share()
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
         self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
@@ -137,10 +139,14 @@ class HostedStage:
         """Runs a whole pass; its gradients wait for :meth:`release`."""
         this.context.apply()
         gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
-        with gathered.gathering():
+
+        def bounded() -> Iterator[Action]:
             for action in actions:
-                self._stage.run([action], this)
+                yield action
                 self._input_grads.flush(keep=self._limit)  # the driver has taken those before
+
+        with gathered.gathering():
+            self._stage.run(bounded(), this)
             self._ties.move_gradients(this.number)
 
     def release(self, number: int, factor: float) -> None:
@@ -175,7 +181,7 @@ class HostedStage:
             parameter.requires_grad_(flag)
 
     def average_grads(self) -> None:
-        """Averages the gradients over the replicas of this stage."""
+        """Averages the gradients over the replicas of this stage; see :meth:`Averaging.average`."""
         assert self._averaging is not None
         self._stage.doing = "averaging gradients"
         self._averaging.average()
