@@ -1,4 +1,7 @@
-"""Time of a training step: one process against a pipeline of two with one thread each, interleaved.
+"""Time of a training step: one process against a pipeline of two with one thread each, in turns.
+
+The pipeline runs under both schedules: gpipe, all forward passes before the first backward pass and one loss for the
+batch, and 1f1b, one loss for each micro-batch. CPU seconds are the driver's; they tell what leading costs it.
 
 Two cores can also be used by one process with two threads, as long as the model fits into it; that is timed beside.
 
@@ -10,12 +13,14 @@ import multiprocessing
 import platform
 import statistics
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.synchronize import Event
-from time import perf_counter
+from time import perf_counter, process_time
 
 import torch
 from torch import nn
 
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.settings import Settings
 
@@ -46,23 +51,34 @@ def one_process_step(x: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def pipeline_step(x: torch.Tensor) -> tuple[Pipeline, Callable[[], None]]:
-    """A step on two processes."""
+def pipeline_steps(x: torch.Tensor) -> tuple[Pipeline, Callable[[], None], Callable[[], None]]:
+    """A step on two processes, under gpipe and under 1f1b."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    settings = Settings(microbatches=MICROBATCHES, checkpoint="never")
+    settings = Settings(microbatches=MICROBATCHES, checkpoint="never", schedule="1f1b")
     half = NUM_LAYERS // 2
     pipeline = Pipeline(model, [half, half], [torch.device("cpu")] * 2, settings, optimizers=[optimizer])
     pipeline.start()
+    parts, weights = x.chunk(MICROBATCHES), [1 / MICROBATCHES] * MICROBATCHES
 
-    def step() -> None:
+    def step(forward: Callable[[], torch.Tensor | None]) -> None:
         optimizer.zero_grad()
         pipeline.optimizers.zero_grad_remotes(optimizer, True)
-        model(x).square().mean().backward()
+        loss = forward()
+        assert loss is not None
+        loss.backward()
         optimizer.step()
         pipeline.optimizers.step_remotes(optimizer)
 
-    return pipeline, step
+    def loss_of(part: torch.Tensor) -> torch.Tensor:
+        return model(part).square().mean()
+
+    def interleaved() -> torch.Tensor | None:
+        codes = [partial(loss_of, part) for part in parts]
+        return pipeline.interleave(codes, weights, PassContext.capture("cpu"))
+
+    # Called as a module, a pipeline of any schedule runs all forward passes first.
+    return pipeline, partial(step, partial(loss_of, x)), partial(step, interleaved)
 
 
 def keep_busy(stop: Event, go: Event, idle: Event) -> None:
@@ -85,31 +101,34 @@ def main() -> None:
     busy = context.Process(target=keep_busy, args=(stop, go, idle), daemon=True)
     busy.start()
     single = one_process_step(x)
-    pipeline, piped = pipeline_step(x)
+    pipeline, gpipe, one_f_one_b = pipeline_steps(x)
     steps = {
         "one process": single,
         "one process with two threads": single,
         "one process beside a busy one": single,
-        "pipeline of two": piped,
+        "pipeline of two, gpipe": gpipe,
+        "pipeline of two, 1f1b": one_f_one_b,
     }
     times: dict[str, list[float]] = {name: [] for name in steps}
+    cpu_times: dict[str, list[float]] = {name: [] for name in steps}
     try:
         for round_number in range(ROUNDS + 2):
             for name, step in steps.items():
                 torch.set_num_threads(2 if name.endswith("two threads") else 1)
                 if name.endswith("busy one"):
                     go.set()
-                started = perf_counter()
+                started, cpu_started = perf_counter(), process_time()
                 step()
-                if name == "pipeline of two":
+                if name.startswith("pipeline"):
                     pipeline.wait()
-                seconds = perf_counter() - started
+                seconds, cpu_seconds = perf_counter() - started, process_time() - cpu_started
                 if go.is_set():
                     go.clear()
                     idle.clear()
                     idle.wait()
                 if round_number >= 2:
                     times[name].append(seconds)
+                    cpu_times[name].append(cpu_seconds)
     finally:
         stop.set()
         pipeline.finish()
@@ -117,7 +136,8 @@ def main() -> None:
     print(f"{NUM_LAYERS} layers of width {WIDTH}, {ROWS} rows of {LENGTH}, {MICROBATCHES} micro-batches, AdamW")
     print(f"torch {torch.__version__}, {platform.machine()}, {ROUNDS} rounds; one thread a process but where said")
     for name, seconds in times.items():
-        print(f"{name:<30} median {statistics.median(seconds):.3f} s   {min(seconds):.3f} to {max(seconds):.3f}")
+        span, cpu = f"{min(seconds):.3f} to {max(seconds):.3f}", statistics.median(cpu_times[name])
+        print(f"{name:<30} median {statistics.median(seconds):.3f} s   {span}   CPU {cpu:.3f} s")
     bound = (MICROBATCHES + 1) / MICROBATCHES / 2
     limit = statistics.median(times["one process beside a busy one"]) * bound
     print(f"limit of GPipe without overhead       {limit:.3f} s   ({bound:.4f} of the line above it: the bubble)")

@@ -13,14 +13,28 @@ from strategies.following import replaced
 from strategies.pipeline.update import PipelineOptimizers
 
 
-def follow_precision(precision: Any, optimizers: PipelineOptimizers) -> list[Callable[[], Any]]:
+def follow_precision(
+    precision: Any, optimizers: PipelineOptimizers, after_backward: Callable[[], None]
+) -> list[Callable[[], Any]]:
     """Makes clipping and the gradient scaler of a precision plug-in reach the other stages.
+
+    Args:
+        precision: The plug-in.
+        optimizers: The optimizers over all stages.
+        after_backward: Called after each backward pass, ahead of the hook ``on_after_backward``.
 
     Returns:
         Functions that end this.
     """
     by_norm, by_value = optimizers.clip_grad_norm, optimizers.clip_grad_value
+    backward = precision.backward
+
+    def backward_and_after(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        after_backward()
+
     undo = [
+        replaced(precision, "backward", backward_and_after),
         replaced(precision, "clip_grad_by_norm", lambda optimizer, clip_val: by_norm(unwrapped(optimizer), clip_val)),
         replaced(precision, "clip_grad_by_value", lambda optimizer, clip_val: by_value(unwrapped(optimizer), clip_val)),
     ]

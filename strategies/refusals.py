@@ -14,22 +14,42 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 
 
-def check_launch(environment: ClusterEnvironment | None, num_nodes: int) -> None:
-    """Checks that this is the only process of the run.
+def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:
+    """Checks that the processes that are there, or will be, are those that the Trainer's arguments say.
+
+    Args:
+        environment: Tells of processes that have been started from outside.
+        num_devices: Those of each host.
+        num_nodes: Number of hosts.
+        num_replicas: Among how many pipelines they are to be divided.
 
     Raises:
-        MisconfigurationException: If processes have been started from outside, or are to be on several hosts.
+        MisconfigurationException: If they are not, or cannot be divided.
     """
-    processes = 1
-    ours = isinstance(environment, LightningEnvironment)  # a replica's process looks like one from outside
-    if environment is not None and not ours and environment.creates_processes_externally:
-        processes = environment.world_size()
-    if num_nodes > 1 or processes > 1:
+    number = num_devices * num_nodes
+    if is_external(environment):
+        if environment.world_size() != number:
+            raise MisconfigurationException(
+                f"{type(environment).__name__} has started {environment.world_size()} processes, but the Trainer's "
+                f"devices={num_devices} on each of num_nodes={num_nodes} hosts make {number}; set devices to the "
+                "number of processes on each host, and num_nodes to that of hosts."
+            )
+    elif num_nodes > 1:
         raise MisconfigurationException(
-            "RPCSequentialStrategy starts its processes itself, on one host; got "
-            f"num_nodes={num_nodes} and {processes} processes started from outside ({type(environment).__name__}). Run "
-            "a single process with num_nodes=1: torchrun, SLURM and several hosts are not supported yet."
+            f"RPCSequentialStrategy starts processes on its own host only, got num_nodes={num_nodes}. Start the ranks "
+            f"of all hosts with torchrun (--nnodes={num_nodes} --nproc-per-node={num_devices}) or SLURM."
         )
+    if number % num_replicas:
+        raise MisconfigurationException(
+            f"data_parallel_size={num_replicas} replicas cannot divide {number} devices evenly among them; set "
+            f"devices to {num_replicas} times the number of stages."
+        )
+
+
+def is_external(environment: ClusterEnvironment) -> bool:
+    """Whether several processes have been started from outside, by torchrun for instance."""
+    ours = isinstance(environment, LightningEnvironment)  # a replica's process looks like one from outside
+    return not ours and environment.creates_processes_externally and environment.world_size() > 1
 
 
 def check_callbacks(trainer: Any) -> None:

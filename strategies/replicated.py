@@ -16,17 +16,20 @@ from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.strategies.strategy import TBroadcast
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
+from strategies.launcher import RanksLauncher
 from strategies.lifeline import Lifeline
+from strategies.pipeline.ranks import World
 from strategies.pipeline.replicas import Replicas
+from strategies.refusals import check_launch, is_external
 
 
 class ReplicatedStrategy(ParallelStrategy):
     """Lets Lightning start one process for each replica, and answers it for their world.
 
-    With one replica there is nothing to start, and no process group.
+    With one replica there is nothing to start, and no process group. Where torchrun, SLURM or the like have started the
+    processes, there is one for each device of each replica, and its first one is what Lightning sees.
 
     Args:
         num_replicas: How many there are.
@@ -38,8 +41,8 @@ class ReplicatedStrategy(ParallelStrategy):
         self._num_replicas = num_replicas
         self._lifeline: Lifeline | None = None
         self._meeting_place: str | None = None
-
-    num_nodes = 1  # the Trainer writes what the user gave
+        self.num_nodes = 1  # the Trainer writes what the user gave
+        self.world: World | None = None
 
     @property
     def is_distributed(self) -> bool:
@@ -52,22 +55,37 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
+        """The number of this replica."""
+        if self.world is not None:
+            return self.world.rank // self.world.num_stages
         return super().global_rank if self.is_distributed else 0
 
     @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the driver of the first replica."""
+        return self.global_rank == 0 and (self.world is None or self.world.is_driver)
+
+    @property
     def local_rank(self) -> int:
-        return super().local_rank if self.is_distributed else 0
+        """The number of this replica among those whose drivers are on this host."""
+        if self.world is not None and self.world.is_driver:
+            return self.global_rank - -(-self.node_rank * self.world.num_local // self.world.num_stages)
+        return super().local_rank if self.is_distributed or self.world is not None else 0
 
     @property
     def node_rank(self) -> int:
-        return super().node_rank if self.is_distributed else 0
+        return super().node_rank if self.is_distributed or self.world is not None else 0
 
     @property
     def devices(self) -> list[torch.device]:
-        """Those of this replica, one for each stage; the last one is this process's."""
+        """Those of this replica, one for each stage; the last one is this process's.
+
+        The driver has the first one of its replica's, as Lightning's users expect, and the stages of workers follow.
+        """
         assert self.parallel_devices is not None
-        number = len(self.parallel_devices) // self._num_replicas
-        return self.parallel_devices[self.local_rank * number :][:number]
+        local, number = self.parallel_devices, len(self.parallel_devices) * self.num_nodes // self._num_replicas
+        own = [local[(self.global_rank * number + place) % len(local)] for place in range(number)]
+        return [*own[1:], own[0]]
 
     @property
     def root_device(self) -> torch.device:
@@ -80,15 +98,21 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         # Called when the Trainer is built: the devices are known, and no process has been started.
-        number = len(self.parallel_devices or ())
-        if number % self._num_replicas:
-            raise MisconfigurationException(
-                f"data_parallel_size={self._num_replicas} replicas cannot divide {number} devices evenly among them; "
-                f"set devices to {self._num_replicas} times the number of stages."
+        environment, num_local = self.cluster_environment, len(self.parallel_devices or ())
+        assert environment is not None
+        check_launch(environment, num_local, self.num_nodes, self._num_replicas)
+        if is_external(environment):
+            self.world = World(
+                address=environment.main_address,
+                port=environment.main_port,
+                rank=environment.global_rank(),
+                size=environment.world_size(),
+                num_stages=num_local * self.num_nodes // self._num_replicas,
+                num_local=num_local,
             )
-        if self.is_distributed:
-            assert self.cluster_environment is not None
-            self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self._num_replicas, self.num_nodes)
+            self._launcher = RanksLauncher(self.world)
+        elif self.is_distributed:
+            self._launcher = _SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Connects the replicas; from then on they end with the first."""
@@ -97,19 +121,23 @@ class ReplicatedStrategy(ParallelStrategy):
             return
         assert self.cluster_environment is not None
         reset_seed()
-        self.cluster_environment.set_global_rank(self.node_rank * self._num_replicas + self.local_rank)
-        self.cluster_environment.set_world_size(self._num_replicas)
+        if self.world is None:
+            self.cluster_environment.set_global_rank(self.local_rank)
+            self.cluster_environment.set_world_size(self._num_replicas)
         cast(Any, rank_zero_only).rank = self.global_rank
-        _init_dist_connection(self.cluster_environment, "gloo")
+        _init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
         self._lifeline = Lifeline(self.broadcast(f"relay/lifeline/{uuid.uuid4().hex}"))
 
     def replicas(self, timeout_seconds: float) -> Replicas | None:
         """What the stages need to know of the other replicas; every replica asks at the same time."""
         if not self.is_distributed:
             return None
+        if self.world is not None:
+            meeting = self.broadcast(self.world.meeting())
+            return Replicas(self.global_rank, self.world_size, meeting, timeout_seconds, self.world.address)
         self._meeting_place = self.broadcast(mkdtemp(prefix="relay-") if self.is_global_zero else None)
-        assert self._meeting_place is not None
-        return Replicas(self.global_rank, self.world_size, self._meeting_place, timeout_seconds)
+        meeting = f"file://{self._meeting_place}"
+        return Replicas(self.global_rank, self.world_size, meeting, timeout_seconds)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all replicas."""

@@ -34,15 +34,16 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
     """Cuts an ``nn.Sequential`` of the model into stages and trains them on one process each.
 
     The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
-    stages live in worker processes, which it starts itself and which run nothing of the script. ``devices`` of the
-    Trainer is the number of stages, times that of replicas.
+    stages live in worker processes, which it starts itself and which run nothing of the script; under torchrun or SLURM
+    they are the other ranks, which leave the script at the first ``fit``. ``devices`` of the Trainer, times
+    ``num_nodes``, is the number of stages, times that of replicas.
 
     What it does at the points of the contract (:class:`~strategies.base.StrategyPlugin`):
 
     * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
       ships their layers together with the user's optimizers, restricted to their parameters.
     * ``pre_backward`` only checks the loss: the backward pass itself leads the stages, or releases the gradients that
-      they have computed. ``post_backward`` averages them over the replicas.
+      they have computed. After it they are averaged over the replicas.
     * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
@@ -132,12 +133,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._undo: list[Callable[[], Any]] = []
 
     def setup_environment(self) -> None:
-        """Prepares the driver's device; workers are started by ``setup``, when the model is known.
-
-        Raises:
-            MisconfigurationException: If the processes have been started from outside, or are to be on several hosts.
-        """
-        refusals.check_launch(self.cluster_environment, self.num_nodes)
+        """Prepares the driver's device and connects the replicas; workers start in ``setup``, with the model known."""
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
@@ -189,13 +185,14 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 model=model,
                 seeds=self._seeds,
                 replicas=self.replicas(self._settings.rpc_timeout_sec),
+                world=self.world,
             )
             self._pipeline.start()
         holders = holders_of(model, self._module_path)
         self._undo = [
             show_stages(trainer, module, self.balance),
             *follow(self._pipeline.optimizers, self._lightning_optimizers, [*holders, module]),
-            *follow_precision(self.precision_plugin, self._pipeline.optimizers),
+            *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
             *self._load_whole(self._pipeline),
         ]
 
@@ -228,7 +225,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         """
         refusals.check_loss(closure_loss)
 
-    def post_backward(self, closure_loss: Tensor) -> None:
+    def _after_backward(self) -> None:
         """Averages gradients over the replicas, unless more are to be accumulated first."""
         if self._averages_gradients:
             self._running().average_grads()

@@ -116,8 +116,8 @@ def fit(make: Any, strategy: Any, devices: int, **settings: Any) -> tuple[Any, T
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
-    own = {"use_distributed_sampler": False} | settings
-    trainer = Trainer(devices=devices, strategy=strategy, **QUIET, **own)
+    own = {**QUIET, "use_distributed_sampler": False, **settings}
+    trainer = Trainer(devices=devices, strategy=strategy, **own)
     trainer.fit(model)
     return model, trainer
 

@@ -54,6 +54,9 @@ class Logs(Small):
         assert list(outputs) == ["loss", "mean", "y", "number", "rows", "text", "index"]
         self.losses += [outputs["loss"].item(), outputs["mean"].item(), *outputs["y"].flatten().tolist()]
         assert outputs["number"] == pytest.approx(2.0) and outputs["text"] == "kept"
+        num_rows = len(batch[0])
+        last = num_rows // min(num_rows, 3) if isinstance(self.trainer.strategy, RPCSequentialStrategy) else num_rows
+        assert outputs["rows"] == [last]  # of the last micro-batch
         step = {name: value for name, value in self.trainer.callback_metrics.items() if not name.endswith("_epoch")}
         self.losses += [value.item() for value in step.values()]
         shown = self.trainer.progress_bar_callback.get_metrics(self.trainer, self) if batch_idx else {"loss_step": 0}

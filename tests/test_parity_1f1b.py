@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, batches, check
+from parity import WIDTH, Small, batches, check, compare, fit
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
 
 ALWAYS = {"schedule": "1f1b", "microbatches": 4, "checkpoint": "always"}
 EXCEPT_LAST = {"schedule": "1f1b", "microbatches": 3, "checkpoint": "except_last"}
@@ -225,3 +227,43 @@ def tied() -> None:
 @pytest.mark.slow
 def test_tied_parameters() -> None:
     run(tied, timeout_seconds=170)
+
+
+class BatchWide(Once):
+    """Its loss is no mean over samples: the spread of the outputs counts too. So does precision, if it is mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        y = self.after(self(self.before(batch[0]).tanh()))
+        loss = mse_loss(y, batch[1]) + (y - y.mean(0)).square().mean().sqrt()
+        self.log("loss", loss, on_step=False, on_epoch=True)
+        return loss
+
+
+ACCUMULATED = 4
+
+
+def accumulated() -> None:
+    def small() -> Any:
+        return DataLoader(
+            [part for batch in batches((8, 8, 8)) for part in zip(*[t.split(2) for t in batch], strict=True)], None
+        )
+
+    for precision, tolerance in (("64-true", 1e-9), ("bf16-mixed", 1e-5)):
+        arguments = {"precision": precision, "gradient_clip_val": 0.5}
+        single = fit(BatchWide, "auto", 1, train=small, accumulate_grad_batches=ACCUMULATED, **arguments)
+        groups = [single.losses[k : k + ACCUMULATED] for k in range(0, len(single.losses), ACCUMULATED)]
+        single.losses = [sum(group) for group in groups]  # Lightning has divided them by their number
+        for stages, mode in ((1, "never"), (2, "except_last"), (3, "always")):
+            options = {"schedule": "1f1b", "microbatches": ACCUMULATED, "checkpoint": mode}
+            strategy = RPCSequentialStrategy([6 // stages] * stages, **options)
+            train = lambda: batches((8, 8, 8))  # noqa: E731
+            compare(fit(BatchWide, strategy, stages, train=train, **arguments), single, tolerance)
+
+
+@pytest.mark.slow
+def test_one_process_that_accumulates_the_gradients_of_the_micro_batches() -> None:
+    run(accumulated, timeout_seconds=150)

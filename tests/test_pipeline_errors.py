@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
@@ -417,19 +419,46 @@ def test_batch_norm_that_is_not_there() -> None:
         fit(Model(), deferred_batch_norm=True)
 
 
-def test_processes_that_somebody_else_started(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 of two on a single host."""
     for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a run"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "1")
-    with pytest.raises(MisconfigurationException, match=r"2 processes started from outside \(TorchElastic"):
-        fit(Model())
+    for name, value in {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_other_devices_than_ranks() -> None:
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"TorchElasticEnvironment has started 2 processes, but the Trainer's devices=3 .* hosts make 3",
+    ):
+        Trainer(accelerator="cpu", devices=3, strategy="rpc_sequential", logger=False)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_ranks_are_divided_once() -> None:
+    one_stage = RPCSequentialStrategy(data_parallel_size=2)
+    world = Trainer(accelerator="cpu", devices=2, strategy=one_stage, logger=False).strategy.world
+    store = world.store()  # in which the Trainer before this one has divided them
+    assert world.divided_into(store) == 1
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="rpc_sequential", logger=False)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"The 2 ranks of this run are divided into pipelines of 1 stages, .* 2 stages now",
+    ):
+        trainer.fit(Model(), DataLoader(torch.ones(16, 4), batch_size=8))
 
 
 def test_several_hosts() -> None:
-    trainer = Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="rpc_sequential", logger=False)
-    with pytest.raises(MisconfigurationException, match="got num_nodes=2 and 1 processes started from outside"):
-        trainer.fit(Model(), DataLoader(torch.ones(16, 4), batch_size=8))
+    with pytest.raises(
+        MisconfigurationException, match=r"got num_nodes=2\. Start .* torchrun \(--nnodes=2 --nproc-per-node=2\)"
+    ):
+        Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="rpc_sequential", logger=False)
 
 
 # What is only seen in a run; one stage starts no process
@@ -515,7 +544,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers
         executable.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(executable.resolve()))
         monkeypatch.setattr(launch, "subprocess", subprocess)
-        made.append(Workers(2, timeout_seconds=0.2, threads=1))
+        made.append(Workers(2))
         return made[-1]
 
     yield make
@@ -525,19 +554,19 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers
 
 def test_a_worker_that_ends_at_once(workers: Callable[[str], Workers]) -> None:
     with pytest.raises(RuntimeError, match=r"worker of stage \d could not start: process \d+ ended with status 3; see"):
-        workers("exit 3").start()
+        workers("exit 3").start(timeout_seconds=0.2, threads=1)
 
 
 def test_a_worker_that_is_killed_at_once(workers: Callable[[str], Workers]) -> None:
     with pytest.raises(RuntimeError, match=r"worker of stage [01] could not start: process \d+ was killed by signal 9"):
-        workers("kill -9 $$").start()
+        workers("kill -9 $$").start(timeout_seconds=0.2, threads=1)
 
 
 def test_workers_that_never_come(workers: Callable[[str], Workers], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_START_SECONDS", 0.1)
     one = workers("exec sleep 60")
     with pytest.raises(RuntimeError, match=r"the workers of stages \[0, 1\] did not start in time"):
-        one.start()
+        one.start(timeout_seconds=0.2, threads=1)
     pids = [process.pid for process in one._processes]
     one.stop(grace_seconds=0.0)
     one.stop(grace_seconds=0.0)
@@ -547,7 +576,7 @@ def test_workers_that_never_come(workers: Callable[[str], Workers], monkeypatch:
 
 
 def test_rpc_that_somebody_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.rpc.api, "_is_current_rpc_agent_set", lambda: True)
+    monkeypatch.setattr(rpc.api, "_is_current_rpc_agent_set", lambda: True)
     model = Model()
     with pytest.raises(RuntimeError, match=r"torch.distributed.rpc is already initialised .*end the other one"):
         fit(model, balance=[1, 2])

@@ -32,10 +32,15 @@ def test_devices_that_do_not_divide() -> None:
         Trainer(accelerator="cpu", devices=3, strategy=RPCSequentialStrategy(data_parallel_size=2))
 
 
+def environment() -> dict[str, str]:
+    """In which a script finds what it imports."""
+    path = [str(Path(strategies.__file__).parents[1]), str(Path(replicas_job.__file__).parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-W", "ignore", replicas_job.__file__, *arguments]
-    path = [str(Path(strategies.__file__).parents[1]), str(Path(replicas_job.__file__).parent)]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(path)}, text=True, **kwargs)
+    return subprocess.Popen(command, env=environment(), text=True, **kwargs)
 
 
 def launch() -> dict[str, Any]:

@@ -11,6 +11,7 @@ Whatever goes wrong later is no mistake in the configuration, and keeps its trac
 
 import os
 import sys
+import time
 import traceback
 from typing import NoReturn
 
@@ -24,6 +25,9 @@ from strategies.names import PLUGINS
 from trainer.config import SaveConfigBesideCheckpoints
 from trainer.parser import ConstructorRaised, Parser
 from trainer.trainer import Trainer, resolve_strategy
+
+_HEAD_START_SECONDS = 1.0
+"""torchrun ends all ranks when one has ended: before others do, rank 0 has said why."""
 
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric")
 
@@ -126,6 +130,8 @@ def _end(mistake: Exception) -> NoReturn:
     # Every rank has the same configuration and refuses it alike; one line is enough.
     if getattr(rank_zero_only, "rank", 0) == 0:
         sys.stderr.write(f"error: {_one_line(mistake)}\n")
+    else:
+        time.sleep(_HEAD_START_SECONDS)
     raise SystemExit(2) from mistake
 
 

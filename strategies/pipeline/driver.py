@@ -7,7 +7,6 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -15,15 +14,17 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from strategies.optimizer import numbers_of, restricted, taken_apart
+from strategies.pipeline.averages import GradientAverages
+from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import wait_here
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.hosted import Cargo
 from strategies.pipeline.interleaved import Code, interleave
 from strategies.pipeline.launch import Workers, share_of_threads
 from strategies.pipeline.passes import Passes
-from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled
+from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled, tensors_here
 from strategies.pipeline.ports import Ports, connected_ports, ports_of_one_stage
 from strategies.pipeline.randomness import Seeds
+from strategies.pipeline.ranks import Ranks, World
 from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.session import Session, join_data_plane
@@ -51,6 +52,7 @@ class Pipeline:
         model: The model that ``module`` is part of; a layer that refers to it cannot be shipped.
         seeds: Where the layers' random numbers come from; by default the process's own generator.
         replicas: The other pipelines, if there are several.
+        world: The ranks of this run, if somebody else has started the processes.
     """
 
     def __init__(
@@ -64,22 +66,22 @@ class Pipeline:
         model: nn.Module | None = None,
         seeds: Seeds | None = None,
         replicas: Replicas | None = None,
+        world: World | None = None,
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
         self.remotes: list[RemoteStage] = []
         self.optimizers = PipelineOptimizers(
-            list(optimizers), self.remotes, partial(locate, self.stages, model), self._average_if_needed
+            list(optimizers), self.remotes, partial(locate, self.stages, model), self._complete_grads
         )
         self.failures = Failures()
         self._devices, self._settings, self._model = list(devices), settings, model
         inside = set(module.modules())
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
-        self._seeds, self._replicas = seeds or Seeds.ahead_of_the_process(), replicas
-        self._averaging: Averaging | None = None
-        self._num_averaged = 0
-        self._workers: Workers | None = None
+        self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
+        self._averages: GradientAverages | None = None
+        self._workers: Workers | Ranks | None = None
         self._stage: Stage | None = None
         self._passes: Passes | None = None
         self._patience: Patience | None = None
@@ -98,9 +100,8 @@ class Pipeline:
         """
         cargos = [self._cargo(i) for i in range(len(self.stages) - 1)]
         self.optimizers.numbers = [cargo.numbers for cargo in cargos]
-        blobs = [pickled(cargo, cargo.layers, self._model) for cargo in cargos]
         try:
-            return self._start(blobs)
+            return self._start([pickled(cargo, cargo.layers, self._model) for cargo in cargos])
         except BaseException:
             self._end()
             raise
@@ -127,7 +128,8 @@ class Pipeline:
 
     def _start(self, blobs: Sequence[bytes]) -> Passes:
         self._threads_before = torch.get_num_threads()
-        threads = share_of_threads(len(self.stages) * (self._replicas.count if self._replicas else 1))
+        num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
+        threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
         self._stage = Stage(
@@ -155,16 +157,16 @@ class Pipeline:
             self.remotes,
             self.failures,
             self._settings,
-            self._seeds,
+            partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
             lambda: self.optimizers.num_steps,
             self._start_again,
         )
         self.state = StateOfStages(self.module, self.stages, self.remotes)
         if self._replicas is not None:
-            wait = self._patience or wait_here
-            self._averaging = Averaging(self._replicas.join(last), self._parameters_here, wait=wait)
-            buffers = [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
-            self._averaging.share([*self._parameters_here(), *buffers])
+            group, wait = self._replicas.join(last), self._patience or wait_here
+            averaging = Averaging(group, lambda: self._here()[0], lambda: self._here()[1], wait=wait)
+            averaging.share()
+            self._averages = GradientAverages(averaging, self.remotes, passes)
         return passes
 
     @property
@@ -174,24 +176,15 @@ class Pipeline:
 
     def average_grads(self) -> None:
         """Averages the gradients of every stage over the replicas, if there are several."""
-        if self._averaging is None:
-            return
-        assert self._passes is not None
-        self._num_averaged = self._passes.num_backward
-        for remote in self.remotes:
-            remote.start("average_grads")
-        with self._passes.explained():
-            self._averaging.average()
+        if self._averages is not None:
+            self._averages.average()
 
-    def _average_if_needed(self) -> None:
-        if self._passes is not None and self._passes.num_backward > self._num_averaged:
-            self.average_grads()
+    def _complete_grads(self) -> None:
+        if self._averages is not None:
+            self._averages.complete()
 
-    def _parameters_here(self) -> list[nn.Parameter]:
-        """Every parameter that has its values in this process, also those that only an optimizer knows."""
-        groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
-        own = dict.fromkeys(chain((self._model or self.module).parameters(), *groups))
-        return [parameter for parameter in own if not parameter.is_meta]
+    def _here(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        return tensors_here(self._model or self.module, self.optimizers.optimizers)
 
     def interleave(
         self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
@@ -200,7 +193,7 @@ class Pipeline:
         if self.failures.raised:
             self._start_again()
         assert self._passes is not None
-        return interleave(self._passes, self._parameters_here(), codes, weights, scale, context)
+        return interleave(self._passes, self._here()[0], codes, weights, scale, context)
 
     def wait(self) -> None:
         """Returns when every stage has done what it was told; passes and steps themselves do not wait for all."""
@@ -254,7 +247,7 @@ class Pipeline:
         if self._passes is not None:
             self._passes.steps.close()
             self._passes = None
-        self._averaging, self._num_averaged = None, 0
+        self._averages = None
         if self._patience is not None:
             self._patience.end()
             self._patience = None
@@ -284,9 +277,10 @@ class Pipeline:
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
-        self._workers = Workers(len(blobs), timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
-        session = self._workers.start()
-        self.remotes.extend(self._ship(i, blob, session, self._workers) for i, blob in enumerate(blobs))
+        workers = Workers(len(blobs)) if self._world is None else Ranks(self._world)
+        self._workers = workers
+        session = workers.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
+        self.remotes.extend(self._ship(i, blob, session, workers) for i, blob in enumerate(blobs))
         last, device = len(blobs), self._devices[-1]
         patience = self._patience = Patience(self.failures)
         group = join_data_plane(session, last)
@@ -294,7 +288,7 @@ class Pipeline:
         named = dict(self.module.named_parameters(remove_duplicate=False))
         return connected_ports(group, device, self._ties, named, patience)
 
-    def _ship(self, i: int, blob: bytes, session: Session, workers: Workers) -> RemoteStage:
+    def _ship(self, i: int, blob: bytes, session: Session, workers: Workers | Ranks) -> RemoteStage:
         name = session.name(i)
         return RemoteStage(
             name,

@@ -1,15 +1,13 @@
 """A worker's stage: its layers, its part of the optimizers, and the commands that the driver may send it."""
 
 import pickle
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from strategies.optimizer import (
@@ -19,45 +17,19 @@ from strategies.optimizer import (
     put_together,
     set_hyperparameters,
 )
+from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import Receiver, Sender, layouts
 from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
 from strategies.pipeline.named import flat
-from strategies.pipeline.replicas import Averaging, Replicas
+from strategies.pipeline.replicas import Averaging
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.stage import Pass, Stage
-from strategies.pipeline.ties import Tie, TiedParameters
+from strategies.pipeline.ties import TiedParameters
 from strategies.pipeline.words import describe
 
 FEED_TAG = 2
 """Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
-
-
-@dataclass
-class Cargo:
-    """What is shipped to a worker, pickled as one object so that what is shared stays shared.
-
-    Attributes:
-        index: The stage's number.
-        layers: The stage's layers, named as in the whole module.
-        first_layer: The first one's place in the whole module.
-        device: Where they are to live.
-        deferred_batch_norm: See :class:`~strategies.pipeline.stage.Stage`.
-        optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
-        numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
-        ties: The parameters that several stages share.
-        replicas: The other pipelines, if there are several.
-    """
-
-    index: int
-    layers: nn.Sequential
-    first_layer: int
-    device: str
-    deferred_batch_norm: bool
-    optimizers: list[tuple[type[Optimizer], dict[str, Any]]]
-    numbers: list[list[int]]
-    ties: list[Tie]
-    replicas: Replicas | None
 
 
 class HostedStage:
@@ -97,8 +69,10 @@ class HostedStage:
         self._averaging: Averaging | None = None
         if cargo.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
-            self._averaging = Averaging(cargo.replicas.join(cargo.index), lambda: parameters)
-            self._averaging.share([*parameters, *self._layers.buffers()])
+            self._averaging = Averaging(
+                cargo.replicas.join(cargo.index), lambda: parameters, lambda: list(self._layers.buffers())
+            )
+            self._averaging.share()
         self.shelf: dict[int, Any] = {}
         """What is on its way to or from a checkpoint in parts."""
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
@@ -140,10 +114,14 @@ class HostedStage:
         """Runs a whole pass; its gradients wait for :meth:`release`."""
         this.context.apply()
         gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
-        with gathered.gathering():
+
+        def bounded() -> Iterator[Action]:
             for action in actions:
-                self._stage.run([action], this)
+                yield action
                 self._input_grads.flush(keep=self._limit)  # the driver has taken those before
+
+        with gathered.gathering():
+            self._stage.run(bounded(), this)
             self._ties.move_gradients(this.number)
 
     def release(self, number: int, factor: float) -> None:
@@ -178,7 +156,7 @@ class HostedStage:
             parameter.requires_grad_(flag)
 
     def average_grads(self) -> None:
-        """Averages the gradients over the replicas of this stage."""
+        """Averages the gradients over the replicas of this stage; see :meth:`Averaging.average`."""
         assert self._averaging is not None
         self._stage.doing = "averaging gradients"
         self._averaging.average()

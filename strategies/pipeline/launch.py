@@ -7,14 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch.distributed import rpc
 
-from strategies.pipeline.session import Session, join_rpc, rpc_sessions
+from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc, rpc_sessions
 
 _START_SECONDS = 120.0
 """How long a worker may take to import torch, at least; a loaded machine takes many times its usual second."""
@@ -25,41 +23,39 @@ class Workers:
 
     Args:
         count: How many workers; their ranks are ``0 .. count - 1``, the driver's is ``count``.
-        timeout_seconds: How long to wait for another process.
-        threads: Number of threads that each process computes with.
     """
 
-    def __init__(self, count: int, *, timeout_seconds: float, threads: int) -> None:
-        self._count, self._timeout_seconds, self._threads = count, timeout_seconds, threads
+    def __init__(self, count: int) -> None:
+        self._count = count
         self._processes: list[subprocess.Popen] = []
         self._directory = ""
         self._joined = False
 
-    def start(self) -> Session:
+    def start(self, *, timeout_seconds: float, threads: int) -> Session:
         """Starts the processes and returns when all have joined the session.
+
+        Args:
+            timeout_seconds: How long to wait for another process.
+            threads: Number of threads that each process computes with.
 
         Raises:
             RuntimeError: If this process already takes part in RPC, or if a worker ends or does not appear in time.
         """
-        if rpc.api._is_current_rpc_agent_set():
-            raise RuntimeError(
-                "torch.distributed.rpc is already initialised in this process, which can only take part in one RPC "
-                "session at a time; end the other one (rpc.shutdown, or the teardown of the other pipeline) first"
-            )
+        refuse_other_rpc()
         self._directory = tempfile.mkdtemp(prefix="relay-")
         session = Session(
-            directory=self._directory,
+            meeting=f"file://{self._directory}",
             token=secrets.token_hex(4),
             size=self._count + 1,
-            timeout_seconds=self._timeout_seconds,
+            timeout_seconds=timeout_seconds,
             rpc_sessions=rpc_sessions(),
-            threads=self._threads,
+            threads=threads,
             paths=[os.path.abspath(path) if path == "" else path for path in sys.path],
             driver_pid=os.getpid(),
         )
-        session.save()
+        (Path(self._directory) / "session.json").write_text(session.to_json())
         self._processes = [self._spawn(session, rank) for rank in range(self._count)]
-        self._wait_until_ready()
+        self._wait_until_ready(max(_START_SECONDS, timeout_seconds))
         self._joined = True
         join_rpc(session, self._count)
         return session
@@ -80,9 +76,8 @@ class Workers:
     def stop(self, *, grace_seconds: float) -> None:
         """Ends the session: waits for the workers to end by themselves, then kills them. Safe at any time."""
         try:
-            if self._joined and rpc.api._is_current_rpc_agent_set():
-                with _without_lines(b"RPC agent for relay-"):
-                    rpc.shutdown(graceful=False)
+            if self._joined:
+                leave_rpc()
             self._joined = False
             for process in self._processes:
                 assert process.stdin is not None
@@ -101,22 +96,12 @@ class Workers:
                 self._directory = ""
 
     def _spawn(self, session: Session, rank: int) -> subprocess.Popen:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(session.paths),
-            "OMP_NUM_THREADS": str(self._threads),
-            # A pass allocates and frees the same large blocks again and again: keep them instead of faulting them in
-            # anew each time (2 to 4 % of a step).
-            "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-            "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
-            "MALLOC_ARENA_MAX": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # the end of a session is no warning
-        }
-        command = [sys.executable, "-m", "strategies.pipeline.worker", session.directory, str(rank)]
+        environment = environment_of_worker(session.paths) | {"OMP_NUM_THREADS": str(session.threads)}
+        command = [sys.executable, "-m", "strategies.pipeline.worker", self._directory, str(rank)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
-    def _wait_until_ready(self) -> None:
-        deadline = time.monotonic() + max(_START_SECONDS, self._timeout_seconds)
+    def _wait_until_ready(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         waiting = set(range(self._count))
         while waiting:
             for rank in sorted(waiting):
@@ -129,24 +114,22 @@ class Workers:
             time.sleep(0.005)
 
 
-@contextmanager
-def _without_lines(part: bytes) -> Iterator[None]:
-    """Keeps lines that contain ``part`` from standard error, whichever library writes them.
+def environment_of_worker(paths: Sequence[str]) -> dict[str, str]:
+    """This process's environment, as a worker needs it.
 
-    RPC warns of each connection that closes, and its C++ logger has no level that could be set at run time.
+    Args:
+        paths: The worker's ``sys.path``.
     """
-    with tempfile.TemporaryFile() as file:
-        sys.stderr.flush()
-        saved = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(saved, 2)
-            os.close(saved)
-            file.seek(0)
-            os.write(2, b"".join(line for line in file if part not in line))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
+        # A pass allocates and frees the same large blocks again and again: keep them instead of faulting them in anew
+        # each time (2 to 4 % of a step).
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+        "MALLOC_ARENA_MAX": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the end of a session is no warning
+    }
 
 
 def share_of_threads(processes: int) -> int:

@@ -22,7 +22,6 @@ from strategies.pipeline.microbatch import merge, split
 from strategies.pipeline.mirror import Mirror
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.ports import Ports
-from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.recompute import num_recomputed
 from strategies.pipeline.remote import Failures, RemoteStage
 from strategies.pipeline.schedule import SCHEDULES, Action
@@ -84,7 +83,7 @@ class Passes:
         remotes: The other stages, in order.
         failures: What went wrong with them.
         settings: How to run.
-        seeds: Gives each pass the seed of its random numbers.
+        next_seed: Gives a pass the seed of its random numbers, told whether it trains.
         num_steps: Tells how often optimizers have stepped.
         start_again: Replaces a pipeline in which something failed by a new one; returns what leads that.
     """
@@ -98,12 +97,12 @@ class Passes:
         remotes: Sequence[RemoteStage],
         failures: Failures,
         settings: Settings,
-        seeds: Seeds,
+        next_seed: Callable[[bool], int],
         num_steps: Callable[[], int],
         start_again: Callable[[], "Passes"],
     ) -> None:
         self._module, self._stages, self.stage, self.ports = module, stages, stage, ports
-        self.remotes, self._failures, self._settings, self._seeds = remotes, failures, settings, seeds
+        self.remotes, self._failures, self._settings, self._next_seed = remotes, failures, settings, next_seed
         self._num_steps, self._start_again = num_steps, start_again
         self._shared = num_steps(), ports.ties.versions
         self._num_passes = 0
@@ -209,7 +208,7 @@ class Passes:
             grad=grad,
             recomputed=num_recomputed(self._settings.checkpoint, microbatches) if grad else 0,
             at_once=not self._settings.pipelined_backward,
-            seed=self._seeds.next(grad),
+            seed=self._next_seed(grad),
             context=context or PassContext.capture(self.stage.device.type),
         )
         self._share_ties(number)

@@ -6,9 +6,9 @@ are on the ``meta`` device. Parameters keep their identity (optimizers and users
 
 import io
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import cloudpickle
@@ -154,6 +154,13 @@ def _fails(layer: nn.Module) -> bool:
     except Exception:  # as above
         return True
     return False
+
+
+def tensors_here(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Every parameter that has its values in this process, also those that only an optimizer knows; every buffer."""
+    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
+    parameters = dict.fromkeys(chain(model.parameters(), *groups))
+    return [p for p in parameters if not p.is_meta], [buffer for buffer in model.buffers() if not buffer.is_meta]
 
 
 def move_to_meta(

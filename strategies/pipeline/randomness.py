@@ -32,13 +32,13 @@ class Seeds:
         generator.set_state(torch.get_rng_state())
         return cls(int(torch.randint(2**62, (), generator=generator)))
 
-    def next(self, training: bool) -> int:
-        """The seed of the next pass."""
+    def next(self, training: bool, replica: int = 0) -> int:
+        """The seed of the next pass, which is another one in each replica."""
         if training:
             self._num_training += 1
-            return _hashed(self._base, 1, self._num_training)
+            return _hashed(self._base, 1, self._num_training, replica)
         self._num_others += 1
-        return _hashed(self._base, 0, self._num_others)
+        return _hashed(self._base, 0, self._num_others, replica)
 
     def state_dict(self) -> dict[str, int]:
         """Where both sequences stand, as plain numbers."""

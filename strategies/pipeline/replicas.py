@@ -9,17 +9,20 @@ A stage averages its gradients when its own backward passes are done, while thos
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup, ReduceOp, Work
 
 from strategies.pipeline.channel import Wait, wait_here
+from strategies.pipeline.meeting import LOOPBACK
 from strategies.pipeline.session import join_group
 
 _BUCKET_BYTES = 25 * 2**20
 """As in DistributedDataParallel: large enough to use the network well, and so that little memory is taken twice."""
+
+_ALONE_BYTES = 2**20
+"""A gradient of this size or more travels as it is, without being copied together with others."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +32,21 @@ class Replicas:
     Attributes:
         number: This one's.
         count: How many.
-        directory: Where processes of the same stage meet; the same for all, and empty before the start.
+        meeting: Where processes of the same stage meet, the same for all; see :mod:`~strategies.pipeline.meeting`.
         timeout_seconds: How long to wait for another replica.
+        towards: An address that all can reach.
     """
 
     number: int
     count: int
-    directory: str
+    meeting: str
     timeout_seconds: float
+    towards: str = LOOPBACK
 
     def join(self, stage: int) -> ProcessGroup:
         """Connects the processes of one stage, and returns when all are there."""
-        path = str(Path(self.directory) / f"stage-{stage}")
-        return join_group(path, self.number, self.count, self.timeout_seconds)
+        url = f"{self.meeting}/stage-{stage}"
+        return join_group(url, self.number, self.count, self.timeout_seconds, self.towards)
 
 
 class Averaging:
@@ -50,60 +55,101 @@ class Averaging:
     Args:
         group: The processes of the stage.
         parameters: Gives the parameters that live in this process, in the same order in all replicas.
+        buffers: The same for buffers.
         wait: Calls what waits for the others.
     """
 
     def __init__(
-        self, group: ProcessGroup, parameters: Callable[[], Sequence[nn.Parameter]], *, wait: Wait = wait_here
+        self,
+        group: ProcessGroup,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        buffers: Callable[[], Sequence[Tensor]],
+        *,
+        wait: Wait = wait_here,
     ) -> None:
-        self._group, self._parameters, self._wait = group, parameters, wait
+        self._group, self._parameters, self._buffers, self._wait = group, parameters, buffers, wait
         self._count = group.size()
 
-    @torch.no_grad()
-    def share(self, tensors: Iterable[Tensor]) -> None:
-        """Gives tensors the values that they have in replica 0."""
-        for tensor in tensors:
-            value = tensor.detach().cpu().contiguous()
-            self._finish([self._group.broadcast(value, 0)])
-            tensor.copy_(value)
+    def share(self) -> None:
+        """Gives parameters and buffers the values that they have in replica 0."""
+        self._share([*self._parameters(), *self._buffers()])
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replaces each gradient by its mean over the replicas; where a replica has none, it counts as zero."""
-        parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
-        have = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        """Replaces each gradient by its mean over the replicas; where a replica has none, it counts as zero.
+
+        Buffers become those of replica 0, as in DistributedDataParallel, so that all go on with the same statistics.
+        """
+        parameters = self._parameters()
+        self._agree(parameters)
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for grad in grads:
+            grad.div_(self._count)  # first: the sum might be too large for float16
+        buckets = [(bucket, _message(bucket)) for bucket in _buckets(grads)]
+        self._finish([self._group.allreduce([message]) for _, message in buckets])
+        for bucket, message in buckets:
+            parts = [message] if len(bucket) == 1 else message.split([grad.numel() for grad in bucket])
+            for grad, mean in zip(bucket, parts, strict=True):
+                if mean is not grad:
+                    grad.copy_(mean.view(grad.shape) if mean.shape != grad.shape else mean)
+        self._share(self._buffers())
+
+    def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Lets a parameter that has a gradient in some replica have one in this one too, and of the same layout."""
+        layouts = [None if parameter.grad is None else parameter.grad.layout for parameter in parameters]
+        kinds = (torch.strided, torch.sparse_coo)
+        found = torch.tensor([[layout == kind for kind in kinds] for layout in layouts], dtype=torch.uint8)
         if not parameters:
             return
-        self._finish([self._group.allreduce([have])])
-        wanted = [parameter for parameter, number in zip(parameters, have.tolist(), strict=True) if number]
-        for parameter in wanted:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        grads = [parameter.grad for parameter in wanted if parameter.grad is not None]
-        buckets = [(bucket, torch.cat([grad.flatten().cpu() for grad in bucket])) for bucket in _buckets(grads)]
-        self._finish([self._group.allreduce([flat]) for _, flat in buckets])
-        for bucket, flat in buckets:
-            flat.div_(self._count)
-            for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-                grad.copy_(mean.view_as(grad))
+        self._finish([self._group.allreduce([found], ReduceOp.MAX)])
+        for parameter, (dense, sparse) in zip(parameters, found.tolist(), strict=True):
+            grad = parameter.grad
+            if grad is None and (dense or sparse):
+                zeros = torch.zeros_like(parameter)
+                parameter.grad = zeros if dense else zeros.to_sparse(1)
+            elif grad is not None and grad.is_sparse and dense:
+                parameter.grad = grad.to_dense()
+
+    @torch.no_grad()
+    def _share(self, tensors: Sequence[Tensor]) -> None:
+        for bucket in _filled(tensors):
+            message = torch.cat([tensor.detach().cpu().flatten().view(torch.uint8) for tensor in bucket])
+            self._finish([self._group.broadcast(message, 0)])
+            for tensor, value in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
+                tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # a copy is where its type may be
 
     def _finish(self, works: Sequence[Work]) -> None:
-        for work in works:
-            self._wait(work.wait)
+        self._wait(lambda: [work.wait() for work in works])
 
 
-def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Gradients of one type each, in order, and of about the size that travels best."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+def _message(bucket: Sequence[Tensor]) -> Tensor:
+    """What travels for a bucket: its only tensor if that can, otherwise a copy of all."""
+    if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
+        return bucket[0].cpu()
+    return torch.cat([grad.flatten().cpu() for grad in bucket])
+
+
+def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Large gradients and sparse ones by themselves; of the others some of one type each, in order."""
+    small: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
-        by_dtype.setdefault(grad.dtype, []).append(grad)
-    for same in by_dtype.values():
-        bucket, size_bytes = [], 0
-        for grad in same:
-            bucket.append(grad)
-            size_bytes += grad.nbytes
-            if size_bytes >= _BUCKET_BYTES:
-                yield bucket
-                bucket, size_bytes = [], 0
-        if bucket:
+        if grad.is_sparse or grad.nbytes >= _ALONE_BYTES:
+            yield [grad]
+        else:
+            small.setdefault(grad.dtype, []).append(grad)
+    for same in small.values():
+        yield from _filled(same)
+
+
+def _filled(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups of about the size that travels best."""
+    bucket: list[Tensor] = []
+    size_bytes = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        size_bytes += tensor.nbytes
+        if size_bytes >= _BUCKET_BYTES:
             yield bucket
+            bucket, size_bytes = [], 0
+    if bucket:
+        yield bucket

@@ -1,14 +1,12 @@
 """One run's processes and how they find each other: RPC for control, a gloo group for activations and gradients.
 
-A session lasts from the start of the workers to their end; a process may have many, one after another. Everything it
-needs lies in one directory that only its user can read: the description of the session, and the files by which the
-processes meet (no port is agreed on, and nothing listens beyond the loopback interface).
+A session lasts from the start of the workers to their end; a process may have many, one after another.
 """
 
 import json
 import os
-import socket
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,13 +19,15 @@ import torch
 from torch import distributed as dist
 from torch.distributed import rpc
 
+from strategies.pipeline.meeting import LOOPBACK, interface_towards, store_at
+
 
 @dataclass(frozen=True)
 class Session:
     """What every process of a session knows.
 
     Attributes:
-        directory: Where the processes meet.
+        meeting: Where the processes meet; see :mod:`~strategies.pipeline.meeting`.
         token: Makes the RPC names of this session unlike those of any other.
         size: Number of processes, which is that of stages; a rank is a stage's number, the driver's is the last.
         timeout_seconds: How long to wait for another process.
@@ -35,10 +35,11 @@ class Session:
             processes meet, so every process must agree on it.
         threads: Number of threads that each process computes with.
         paths: The driver's ``sys.path``.
-        driver_pid: The driver's process id; workers end when it has gone.
+        driver_pid: The driver's process id; workers that it has started itself end when it has gone.
+        towards: An address that all can reach; each process listens on the interface that leads there.
     """
 
-    directory: str
+    meeting: str
     token: str
     size: int
     timeout_seconds: float
@@ -46,19 +47,33 @@ class Session:
     threads: int
     paths: list[str]
     driver_pid: int
+    towards: str = LOOPBACK
 
     def name(self, rank: int) -> str:
         """The RPC name of a process."""
         return f"relay-{self.token}-{rank}"
 
-    def save(self) -> None:
-        """Writes the description into the session's directory."""
-        (Path(self.directory) / "session.json").write_text(json.dumps(asdict(self)))
+    def to_json(self) -> str:
+        """The description as text."""
+        return json.dumps(asdict(self))
 
     @classmethod
-    def load(cls, directory: str) -> "Session":
-        """Reads what :meth:`save` wrote."""
-        return cls(**json.loads((Path(directory) / "session.json").read_text()))
+    def from_json(cls, text: str) -> "Session":
+        """Reads what :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def refuse_other_rpc() -> None:
+    """Checks that this process takes part in no RPC session.
+
+    Raises:
+        RuntimeError: If it does.
+    """
+    if rpc.api._is_current_rpc_agent_set():
+        raise RuntimeError(
+            "torch.distributed.rpc is already initialised in this process, which can only take part in one RPC session "
+            "at a time; end the other one (rpc.shutdown, or the teardown of the other pipeline) first"
+        )
 
 
 def join_rpc(session: Session, rank: int) -> None:
@@ -78,31 +93,40 @@ def join_rpc(session: Session, rank: int) -> None:
         _transports=["uv"],  # the default on one machine, "shm", polls without pause: a core a process, for nothing
         _channels=["basic"],  # others open dozens of listening sockets, for tensors that do not travel this way
         rpc_timeout=session.timeout_seconds,
-        init_method=f"file://{session.directory}/rpc",
+        init_method=f"{session.meeting}/rpc",
     )
-    loopback = _loopback_interface()
-    with _environment(TP_SOCKET_IFNAME=loopback, GLOO_SOCKET_IFNAME=loopback), warnings.catch_warnings():
+    _, name = interface_towards(session.towards)
+    interface = {"TP_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name} if name else {}
+    with _environment(**interface), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")  # init_rpc's own use of gloo
         rpc.init_rpc(session.name(rank), rank=number, world_size=session.size, rpc_backend_options=options)
 
 
+def leave_rpc() -> None:
+    """Ends this process's part in RPC, without waiting for anybody."""
+    if rpc.api._is_current_rpc_agent_set():
+        with _without_lines(b"RPC agent for relay-"):
+            rpc.shutdown(graceful=False)
+
+
 def join_data_plane(session: Session, rank: int) -> dist.ProcessGroup:
     """Connects the data plane and returns when every process of the session has."""
-    group = join_group(f"{session.directory}/data", rank, session.size, session.timeout_seconds)
+    group = join_group(f"{session.meeting}/data", rank, session.size, session.timeout_seconds, session.towards)
     _let_computing_go_first("gloo_tcp_loop")
     return group
 
 
-def join_group(path: str, rank: int, size: int, timeout_seconds: float) -> dist.ProcessGroup:
-    """Connects ``size`` processes that meet at a file of this host, and returns when all are there.
+def join_group(url: str, rank: int, size: int, timeout_seconds: float, towards: str) -> dist.ProcessGroup:
+    """Connects ``size`` processes that meet at ``url``, and returns when all are there.
 
     The group is private: torch's default group, which metrics and loggers look at, stays what it was.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
     options = gloo._Options()
     options._timeout = timedelta(seconds=timeout_seconds)
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
-    store = dist.FileStore(path, size)
+    address, name = interface_towards(towards)
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)]
+    store = store_at(url, size)
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     backend = gloo(dist.PrefixStore("gloo/", store), rank, size, options)
@@ -129,8 +153,24 @@ def rpc_sessions() -> int:
     return rpc._init_counter
 
 
-def _loopback_interface() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+@contextmanager
+def _without_lines(part: bytes) -> Iterator[None]:
+    """Keeps lines that contain ``part`` from standard error, whichever library writes them.
+
+    RPC warns of each connection that closes, and its C++ logger has no level that could be set at run time.
+    """
+    with tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            os.write(2, b"".join(line for line in file if part not in line))
 
 
 @contextmanager

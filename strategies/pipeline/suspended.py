@@ -70,7 +70,8 @@ class Step:
                 set_random_state(self._random_state, self._device)
             self._to_step.put((go_on, output))
             error = self._to_lead.get()
-            self._random_state, self._default_dtype = random_state(self._device), torch.get_default_dtype()
+            if not self._ended:
+                self._random_state, self._default_dtype = random_state(self._device), torch.get_default_dtype()
         if error is not None:
             raise error
 

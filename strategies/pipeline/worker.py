@@ -143,7 +143,7 @@ def _die_with_parent(enabled: bool) -> None:
 def main(directory: str, rank: int) -> None:
     """Joins the session and serves it until the driver closes this process's standard input or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends its workers itself
-    session = Session.load(directory)
+    session = Session.from_json((Path(directory) / "session.json").read_text())
     _die_with_parent(True)  # joining waits in C++, for half an hour if the driver dies meanwhile
     sys.path[:] = session.paths
     torch.set_num_threads(session.threads)

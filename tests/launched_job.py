@@ -1,0 +1,82 @@
+"""A user's script for four ranks that torchrun or SLURM starts: several Trainers one after another.
+
+Run as ``launched_job.py RESULTS LAYOUT NUM_NODES``; what comes after the first ``fit`` is done by drivers only.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from replicas_job import Net, fit
+from torch import Tensor, nn
+
+from strategies import RPCSequentialStrategy
+
+RANKS = 4
+LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
+    "four stages": {"gpipe": {"balance": [1, 2, 1, 2]}},
+    "two replicas": {"gpipe": {"balance": [3, 3]}, "1f1b": {"balance": [2, 4], "schedule": "1f1b"}},
+}
+REPLICAS = {"four stages": 1, "two replicas": 2}
+
+
+class Fails(nn.Linear):
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training:
+            raise ArithmeticError("a layer of the user's")
+        return super().forward(rows)
+
+
+class FailingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[0] = Fails(6, 6)
+
+
+class KilledNet(Net):
+    """Kills a process of its run in mid-fit."""
+
+    victim = "worker"
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 2:
+            workers = self.trainer.strategy._pipeline._workers._processes
+            os.kill(workers[1][1] if self.victim == "worker" else os.getpid(), signal.SIGKILL)
+
+
+class KilledDriverNet(KilledNet):
+    victim = "driver"
+
+
+ENDS = {"failing": FailingNet, "killed worker": KilledNet, "killed driver": KilledDriverNet}
+
+
+def job(layout: str, num_nodes: int) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for name, options in LAYOUTS[layout].items():
+        strategy = RPCSequentialStrategy(microbatches=3, data_parallel_size=REPLICAS[layout], **options)
+        model, trainer = fit(Net, strategy, RANKS // num_nodes, num_nodes=num_nodes)
+        assert trainer.world_size == REPLICAS[layout]
+        weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        seen[name] = {"losses": model.losses, "weights": weights, "validated": trainer.validate(model, verbose=False)}
+    seen["is_global_zero"] = trainer.is_global_zero
+    return seen
+
+
+def main(results: Path, layout: str, num_nodes: int) -> None:
+    if layout in ENDS:
+        strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3)
+        fit(ENDS[layout], strategy, RANKS // num_nodes, num_nodes=num_nodes)
+    seen = job(layout, num_nodes)
+    if seen.pop("is_global_zero"):
+        torch.save(seen, results)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    print("a script has ended")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
