@@ -132,7 +132,7 @@ def main() -> None:
     torch.set_num_threads(1)
     strategy = RPCSequentialStrategy([NUM_LAYERS // 2] * 2, microbatches=2, checkpoint="never", async_save=True)
     num_steps = (ROUNDS + 2) * len(WAYS) * (1 + STEPS_MEANWHILE)
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         saving = Saving(strategy, Path(folder))
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = Trainer(

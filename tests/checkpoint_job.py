@@ -1,7 +1,8 @@
 """One training that can be taken up again under any strategy: a script for DDP, and what the tests call themselves.
 
-Run as ``python checkpoint_job.py RESULTS CKPT_PATH UNTIL INTO`` it goes on from a checkpoint under DDP on two processes
-up to an epoch, saves INTO, and writes what it came to. Lightning starts the second process by running it once more.
+Run as ``python checkpoint_job.py KIND RESULTS CKPT_PATH UNTIL INTO`` it goes on from a checkpoint up to an epoch, saves
+INTO, and writes what it came to: under DDP on two processes (``ddp``), or as two pipelines of two stages that save in
+parts (``2x2``). Lightning starts the second process by running it once more.
 """
 
 import logging
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from parity import WIDTH, Small
-from pytorch_lightning import seed_everything
+from pytorch_lightning import Callback, seed_everything
 from pytorch_lightning.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -106,9 +107,24 @@ def fit(
     }
 
 
+class Saves(Callback):
+    """Saves while every stage is in its place."""
+
+    def __init__(self, path: Any) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 if __name__ == "__main__":
-    results, start, until, into = sys.argv[1:]
-    seen = fit({"strategy": DDPStrategy(), "devices": 2}, int(until), Path(into), ckpt_path=start)
+    kind, results, start, until, into = sys.argv[1:]
+    two_by_two = RPCSequentialStrategy(BALANCES[2], 3, data_parallel_size=2, state_dict_type="sharded", async_save=True)
+    setting: dict[str, Any] = {
+        "ddp": {"strategy": DDPStrategy(async_save=True), "devices": 2},
+        "2x2": {"strategy": two_by_two, "devices": 4},
+    }[kind]
+    seen = fit(setting, int(until), callbacks=[Saves(into)], ckpt_path=start)
     if torch.distributed.get_rank() == 0:
         torch.save(seen, results)
     torch.distributed.destroy_process_group()

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness import run
 from parity_trainers import alike
 
 import strategies
+from strategies import shards
 
 LOADS_WITHOUT_RELAY = """
 import sys
@@ -37,9 +39,9 @@ for path in sys.argv[1:]:
 """
 
 
-def ddp(start: Path, until: int, into: Path) -> dict[str, Any]:
+def job(kind: str, start: Path, until: int, into: Path) -> dict[str, Any]:
     results = into.with_suffix(".pt")
-    command = [sys.executable, "-W", "ignore", checkpoint_job.__file__, str(results), str(start), str(until), str(into)]
+    command = [sys.executable, "-W", "ignore", checkpoint_job.__file__, kind, *map(str, (results, start, until, into))]
     path = [str(Path(strategies.__file__).parents[1]), str(Path(checkpoint_job.__file__).parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     assert subprocess.run(command, env=environment, timeout=100).returncode == 0
@@ -72,14 +74,23 @@ def signature(value: Any) -> Any:
 
 def check_checkpoints(folder: Path) -> None:
     paths = sorted(folder.glob("*.ckpt"))
-    checkpoints = {path.stem: torch.load(path, weights_only=True) for path in paths}
+    checkpoints = {
+        path.stem: shards.load(path)[0] if path.is_dir() else torch.load(path, weights_only=True) for path in paths
+    }
     whole = checkpoints.pop("whole")
     for name, checkpoint in checkpoints.items():
         assert set(checkpoint) - {"relay"} == set(whole), name
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "hyper_parameters"):
             for ours, theirs in zip(signature(checkpoint[part]), signature(whole[part]), strict=True):
                 assert ours == theirs, (name, part, ours, theirs)
-    command = [sys.executable, "-W", "ignore", "-c", LOADS_WITHOUT_RELAY, *map(str, paths)]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        LOADS_WITHOUT_RELAY,
+        *(str(path) for path in paths if path.is_file()),
+    ]
     assert subprocess.run(command, timeout=60).returncode == 0
 
 
@@ -92,7 +103,9 @@ def over_stages(number_of_stages: tuple[int, ...]) -> list[dict[str, Any]]:
 
 def over_strategies() -> list[dict[str, Any]]:
     folder = Path.cwd()
-    seen = chain([pipeline(2), ddp, single(), pipeline(3, checkpoint="always")], folder)
+    seen = chain(
+        [pipeline(2), partial(job, "ddp"), single(), partial(job, "2x2"), pipeline(3, checkpoint="always")], folder
+    )
     check_checkpoints(folder)
     return seen
 
@@ -110,6 +123,7 @@ def test_one_two_three_one() -> None:
 
 
 @pytest.mark.slow
-def test_pipeline_ddp_single_pipeline() -> None:
-    *_, last, whole = run(over_strategies)
+@pytest.mark.timeout(400)
+def test_pipeline_ddp_single_replicas_pipeline() -> None:
+    *_, last, whole = run(over_strategies, timeout_seconds=350)
     alike(last, whole)

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_job import Resumed, fit, pipeline, single
+from checkpoint_job import Resumed, Saves, fit, pipeline, single
 from harness import run
 from parity_trainers import alike
-from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -90,16 +89,6 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureF
     torch.save(bare, path / "meta.pt")
     with pytest.raises(RuntimeError, match=r"missing \['state_dict.more'\], unexpected \['state_dict.0.weight'\]"):
         shards.load(path)
-
-
-class Saves(Callback):
-    """Saves while every stage is in its place."""
-
-    def __init__(self, path: Any) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, *args: Any) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 class Drops(Resumed):
