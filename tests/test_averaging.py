@@ -20,7 +20,7 @@ def averaged(folder: Path, stages: list[tuple[list[nn.Parameter], list[Tensor]]]
 
     def one(number: int) -> None:
         parameters, buffers = stages[number]
-        group = join_group(str(folder / "stage"), number, len(stages), 30)
+        group = join_group(f"{folder.as_uri()}/stage", number, len(stages), 30)
         Averaging(group, lambda: parameters, lambda: buffers).average()
 
     with ThreadPoolExecutor(len(stages)) as threads:

@@ -116,7 +116,7 @@ def join_data_plane(session: Session, rank: int) -> dist.ProcessGroup:
     return group
 
 
-def join_group(url: str, rank: int, size: int, timeout_seconds: float, towards: str) -> dist.ProcessGroup:
+def join_group(url: str, rank: int, size: int, timeout_seconds: float, towards: str = LOOPBACK) -> dist.ProcessGroup:
     """Connects ``size`` processes that meet at ``url``, and returns when all are there.
 
     The group is private: torch's default group, which metrics and loggers look at, stays what it was.
