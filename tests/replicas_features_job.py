@@ -80,10 +80,7 @@ class Unused(Net):
 
 
 class Frozen(Net):
-    """The first stage has nothing to train, until it is thawed in the second epoch, and the last one freezes.
-
-    Gradients are clipped by hand, by a norm of its own.
-    """
+    """Only the last stage trains, in the second epoch only the first; clipped by hand, by a norm of its own."""
 
     def __init__(self) -> None:
         super().__init__()
