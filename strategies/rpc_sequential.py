@@ -277,7 +277,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         Where the layers' random numbers stand goes under its key ``relay``, unless it holds weights only.
         """
         if self._seeds is not None and "optimizer_states" in checkpoint:
-            checkpoint["relay"] = {"seeds": self._seeds.state_dict()}
+            checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:

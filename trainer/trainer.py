@@ -11,6 +11,7 @@ from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 
 import strategies
 from strategies.names import PLUGINS, did_you_mean
+from trainer.resume import ResumingCheckpointConnector, ResumingEpochLoop, ResumingFitLoop
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -43,6 +44,12 @@ class Trainer(pl.Trainer):
         if isinstance(kwargs.get("strategy"), str):
             kwargs["strategy"] = resolve_strategy(kwargs["strategy"])
         super().__init__(**kwargs)
+        lightnings = self.fit_loop
+        self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
+        self.fit_loop.epoch_loop = ResumingEpochLoop(
+            self, min_steps=lightnings.epoch_loop.min_steps, max_steps=lightnings.epoch_loop.max_steps
+        )
+        self._checkpoint_connector = ResumingCheckpointConnector(self)
 
 
 def resolve_strategy(name: str) -> Strategy | str:

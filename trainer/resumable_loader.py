@@ -1,0 +1,103 @@
+"""All loaders of the training loop together: where they are at the batch that training has come to."""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
+from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from trainer.random_state import plain, random_state, set_random_state
+from trainer.tracked_loader import TrackedLoader
+
+_MOST_AHEAD = 2  # Lightning reads one batch ahead if it does not know how many there are; another may be in training
+
+
+class ResumableLoader(CombinedLoader):
+    """A ``CombinedLoader`` that goes on where a checkpoint was written.
+
+    To users and to Lightning it holds their own loaders; only what it iterates over is wrapped.
+    """
+
+    def __init__(self, iterables: Any, mode: Any) -> None:
+        super().__init__(iterables, mode)
+        self._tracked: list[TrackedLoader] = []
+        self._history: deque[dict[str, Any]] = deque(maxlen=_MOST_AHEAD)
+        self._saved: dict[str, Any] | None = None
+        self.waits = False
+
+    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool) -> None:
+        """Lets the next pass be the one that :meth:`state` saw; or lets it wait for the ``iter`` after the next.
+
+        Raises:
+            MisconfigurationException: If it is about other loaders.
+        """
+        self._track()
+        if len(saved["loaders"]) != len(self._tracked):
+            raise MisconfigurationException(
+                f"The checkpoint was written with {len(saved['loaders'])} loaders for training, now there are "
+                f"{len(self._tracked)}. Resume with the loaders of that run."
+            )
+        for tracked, state in zip(self._tracked, saved["loaders"], strict=True):
+            tracked.resume(state, in_mid_epoch=in_mid_epoch)
+        self._saved, self.waits = (saved, False) if in_mid_epoch else (None, True)
+
+    def state(self, num_ahead: int) -> dict[str, Any]:
+        """Where the loaders are, as plain types and tensors.
+
+        Args:
+            num_ahead: How many batches have been taken from them that will have to be taken again.
+        """
+        position = self._history[-num_ahead] if num_ahead else self._position()
+        loaders = zip(self._tracked, position["loaders"], strict=True)
+        return plain(position) | {"loaders": [tracked.to_save(place) for tracked, place in loaders]}
+
+    def random_state_of_batch(self, num_ahead: int) -> dict[str, Any]:
+        """The random state in which one of the last batches was taken."""
+        state: dict[str, Any] = self._history[-num_ahead]["random"]
+        return state
+
+    def __iter__(self) -> "ResumableLoader":
+        self._track()
+        self._history.clear()
+        self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self._tracked, self._limits)
+        if self.waits:
+            return self
+        iter(self._iterator)
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            self._iterator._idx = saved["index"]
+            if saved["consumed"] is not None:
+                self._iterator._consumed = list(saved["consumed"])
+            if saved["random"] is not None:
+                set_random_state(saved["random"])
+        return self
+
+    def __next__(self) -> Any:
+        if self.waits:
+            raise StopIteration
+        self._history.append(self._position() | {"random": random_state()})
+        return super().__next__()
+
+    def reset(self) -> None:
+        super().reset()
+        for tracked in self._tracked:
+            tracked.release()
+
+    def _track(self) -> None:
+        if len(self._tracked) != len(self.flattened) or any(
+            tracked.loader is not loader for tracked, loader in zip(self._tracked, self.flattened, strict=True)
+        ):
+            self._tracked = [TrackedLoader(loader) for loader in self.flattened]
+
+    def _position(self) -> dict[str, Any]:
+        reads_ahead = sized_len(self) is None
+        consumed = getattr(self._iterator, "_consumed", None)
+        return {
+            "loaders": [tracked.position() for tracked in self._tracked],
+            "index": getattr(self._iterator, "_idx", 0),
+            "consumed": None if consumed is None else list(consumed),
+            "random": None,
+        }
