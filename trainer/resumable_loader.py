@@ -27,6 +27,7 @@ class ResumableLoader(CombinedLoader):
         self._history: deque[dict[str, Any]] = deque(maxlen=_MOST_AHEAD)
         self._saved: dict[str, Any] | None = None
         self.waits = False
+        self.random_at_last_batch: dict[str, Any] = {}
 
     def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool) -> None:
         """Lets the next pass be the one that :meth:`state` saw; or lets it wait for the ``iter`` after the next.
@@ -52,12 +53,17 @@ class ResumableLoader(CombinedLoader):
         """
         position = self._history[-num_ahead] if num_ahead else self._position()
         loaders = zip(self._tracked, position["loaders"], strict=True)
-        return plain(position) | {"loaders": [tracked.to_save(place) for tracked, place in loaders]}
+        return {
+            "loaders": [tracked.to_save(place) for tracked, place in loaders],
+            "index": position["index"],
+            "consumed": position["consumed"],
+            "random": plain(position["random"]),
+        }
 
-    def random_state_of_batch(self, num_ahead: int) -> dict[str, Any]:
-        """The random state in which one of the last batches was taken."""
-        state: dict[str, Any] = self._history[-num_ahead]["random"]
-        return state
+    def states_of_stateful(self, num_ahead: int) -> list[dict[str, Any]]:
+        """What the loaders with ``state_dict`` gave, as Lightning saves it, but ahead of what has been read too early."""
+        states = self._history[-num_ahead]["stateful"] if num_ahead else None
+        return self._state_dicts() if states is None else states
 
     def __iter__(self) -> "ResumableLoader":
         self._track()
@@ -78,8 +84,11 @@ class ResumableLoader(CombinedLoader):
     def __next__(self) -> Any:
         if self.waits:
             raise StopIteration
-        self._history.append(self._position() | {"random": random_state()})
-        return super().__next__()
+        self.random_at_last_batch = random_state()
+        position = self._position() | {"random": self.random_at_last_batch}
+        batch = super().__next__()
+        self._history.append(position)
+        return batch
 
     def reset(self) -> None:
         super().reset()
@@ -93,11 +102,11 @@ class ResumableLoader(CombinedLoader):
             self._tracked = [TrackedLoader(loader) for loader in self.flattened]
 
     def _position(self) -> dict[str, Any]:
-        reads_ahead = sized_len(self) is None
         consumed = getattr(self._iterator, "_consumed", None)
         return {
             "loaders": [tracked.position() for tracked in self._tracked],
             "index": getattr(self._iterator, "_idx", 0),
             "consumed": None if consumed is None else list(consumed),
             "random": None,
+            "stateful": self._state_dicts() if sized_len(self) is None else None,
         }

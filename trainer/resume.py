@@ -47,19 +47,27 @@ class ResumingFitLoop(_FitLoop):
         self._data_source = _ResumableSource(None, "train_dataloader")
         self._saved: dict[str, Any] | None = None
         self._loaders_at_end: dict[str, Any] | None = None
-        self._finishes_epoch = False
+        self._stateful_at_end: list[dict[str, Any]] = []
+        self._resumed = self._finishes_epoch = False
 
     def state_of_process(self) -> dict[str, Any]:
         """The random state of this process, where its loaders are, and the metrics that schedulers look at."""
         in_training = self._num_in_training()
         loader = self._loader()
-        random = random_state() if loader is None or not in_training else loader.random_state_of_batch(in_training)
+        random = random_state() if loader is None or not in_training else loader.random_at_last_batch
         return {
             "random": plain(random),
             "cuda": cuda_random_state(),
             "loaders": self._loaders_at_end if self._data_fetcher is None else self._state_of_loaders(),
+            "loaded_in_epoch": self._last_train_dl_reload_epoch,
             "metrics": {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()},
         }
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().on_save_checkpoint()
+        if state.get("combined_loader") and self._loader() is not None:
+            state["combined_loader"] = self._stateful_at_end if self._data_fetcher is None else self._states_of_stateful()
+        return state
 
     def resume_process(self, saved: dict[str, Any] | None) -> None:
         """Lets the next run go on from what :meth:`state_of_process` saw; ``None`` lets it start."""
@@ -74,6 +82,8 @@ class ResumingFitLoop(_FitLoop):
         if batches.current.ready == batches.current.processed > batches.current.completed:
             batches.increment_completed()
             self.epoch_loop.finishes_batch = True
+        if batches.current.ready > batches.current.processed:
+            batches.is_last_batch = False  # it has to be trained on again
         batches.total.reset_on_restart()
         if self._iteration_based_training() and not batches.is_last_batch and batches.current.ready:
             # max_steps ended the epoch: it goes on.
@@ -96,12 +106,15 @@ class ResumingFitLoop(_FitLoop):
 
     def _load_combined_loader_states(self) -> None:
         # Called by setup_data, when the loaders are known and right before they are iterated over.
-        super()._load_combined_loader_states()
         loader = self._loader()
-        if loader is not None and self._saved is not None and self._saved["loaders"] is not None:
-            progress = self.epoch_loop.batch_progress
-            in_mid_epoch = not progress.is_last_batch and (self.epoch_loop.restarting or progress.current.ready == 0)
-            loader.resume(self._saved["loaders"], in_mid_epoch=in_mid_epoch)
+        if loader is None or self._saved is None or self._saved["loaders"] is None:
+            super()._load_combined_loader_states()
+            return
+        progress = self.epoch_loop.batch_progress
+        in_mid_epoch = not progress.is_last_batch and (self.epoch_loop.restarting or progress.current.ready == 0)
+        if in_mid_epoch:
+            super()._load_combined_loader_states()
+        loader.resume(self._saved["loaders"], in_mid_epoch=in_mid_epoch)
 
     def on_advance_start(self) -> None:
         saved, self._saved = self._saved, None
@@ -109,13 +122,15 @@ class ResumingFitLoop(_FitLoop):
         if saved is not None:
             set_random_state(saved["random"])
             set_cuda_random_state(saved["cuda"])
+            self._last_train_dl_reload_epoch = saved["loaded_in_epoch"]
         super().on_advance_start()
 
     def advance(self) -> None:
         loader = self._loader()
-        if loader is not None and loader.waits:
+        if loader is not None and self._resumed:
+            begins = loader.waits or self.trainer.current_epoch > 0
             loader.waits = False
-            if not self.epoch_loop.restarting:
+            if begins and not self.epoch_loop.restarting:
                 iter(self._data_fetcher)
         super().advance()
 
@@ -126,7 +141,7 @@ class ResumingFitLoop(_FitLoop):
 
     def teardown(self) -> None:
         if self._data_fetcher is not None:
-            self._loaders_at_end = self._state_of_loaders()
+            self._loaders_at_end, self._stateful_at_end = self._state_of_loaders(), self._states_of_stateful()
         super().teardown()
 
     def _loader(self) -> ResumableLoader | None:
@@ -134,10 +149,15 @@ class ResumingFitLoop(_FitLoop):
 
     def _state_of_loaders(self) -> dict[str, Any] | None:
         loader = self._loader()
-        if loader is None:
-            return None
+        return None if loader is None else loader.state(self._num_ahead())
+
+    def _states_of_stateful(self) -> list[dict[str, Any]]:
+        loader = self._loader()
+        return [] if loader is None else loader.states_of_stateful(self._num_ahead())
+
+    def _num_ahead(self) -> int:
         num_read_ahead = len(self._data_fetcher.batches) if isinstance(self._data_fetcher, _PrefetchDataFetcher) else 0
-        return loader.state(num_read_ahead + self._num_in_training())
+        return num_read_ahead + self._num_in_training()
 
     def _num_in_training(self) -> int:
         """1 if the checkpoint is being written in the middle of a batch, which will then be trained on again."""

@@ -52,10 +52,6 @@ class TrackedLoader(Iterator[Any]):
             with preserved_random_state():
                 self._go_on(saved)
         else:
-            self._source.set_state_of_owners(saved["owners"])
-            self._reports = dict(enumerate(saved["workers"]))
-            if self._dataset is not None and "dataset" in saved:
-                self._dataset.load_state_dict(saved["dataset"])
             self._begin(resumed=True)
         return self
 
@@ -82,7 +78,7 @@ class TrackedLoader(Iterator[Any]):
             "num_yielded": position["num_yielded"],
             **plain(position["record"]),
             "owners": plain(self._source.state_of_owners()),
-            "workers": [read_report(report) if isinstance(report, bytes) else report for report in reports],
+            "workers": [None if report is None else read_report(report) for report in reports],
             "shape": self._shape(),
         }
         return saved | {name: position[name] for name in ("dataset",) if name in position}
@@ -100,6 +96,11 @@ class TrackedLoader(Iterator[Any]):
                 "left out or trained on twice. Resume with the loader of that run, or from the end of an epoch."
             )
         self._saved, self._in_mid_epoch = saved, in_mid_epoch
+        if not in_mid_epoch:
+            self._source.set_state_of_owners(saved["owners"])
+            self._reports = dict(enumerate(saved["workers"]))
+            if self._dataset is not None and "dataset" in saved:
+                self._dataset.load_state_dict(saved["dataset"])
 
     def release(self) -> None:
         """Lets go of the iterator, and so of its workers."""
@@ -118,7 +119,7 @@ class TrackedLoader(Iterator[Any]):
             self._iterator = self._iterator_over_indices()
         else:
             if not (self._num_workers and self.loader.persistent_workers):
-                self._reports = {}
+                self._reports, self._shift = {}, 0
             self._source.prepare()
             self._iterator = self._iterator_over_indices()
 
@@ -145,8 +146,8 @@ class TrackedLoader(Iterator[Any]):
         replaced: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": self._source}
         if self._num_workers:
             replaced["collate_fn"] = CollateAndReport(loader.collate_fn)
-        states = {role: state for role, state in self._reports.items() if isinstance(state, dict)}
-        if self._shift or states:
+        if self._shift or self._reports:
+            states = {role: read_report(report) for role, report in self._reports.items() if report is not None}
             replaced["worker_init_fn"] = StartWorker(loader.worker_init_fn, self._shift, self._num_workers, states)
         attributes = vars(loader)  # DataLoader refuses to have its samplers assigned
         own = {name: attributes[name] for name in replaced}

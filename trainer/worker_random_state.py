@@ -34,8 +34,10 @@ class CollateAndReport:
         return batch, report
 
 
-def read_report(report: bytes) -> dict[str, Any]:
-    """The random state of a report, as plain types and tensors."""
+def read_report(report: bytes | dict[str, Any]) -> dict[str, Any]:
+    """The random state of a report as plain types and tensors; one out of a checkpoint is that already."""
+    if isinstance(report, dict):
+        return report
     state = pickle.loads(report)
     return plain({**state, "torch": torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8)})
 
