@@ -1,0 +1,290 @@
+"""Trainings that save checkpoints on their way and are resumed from each of them; under DDP and replicas as a script.
+
+Run as ``python resume_job.py RESULTS ddp|replicas``. Lightning starts the other processes by running it once more.
+"""
+
+import logging
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from parity_parts import Doubled
+from pytorch_lightning import Callback, seed_everything
+from torch import Tensor, nn
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+
+from strategies import RPCSequentialStrategy
+from trainer import Trainer
+
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+class Rows(Dataset):
+    """Rows with their number, and with noise out of all three generators."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = (torch.randn(number, width, generator=generator).double() for width in (4, 1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        noise = torch.rand(4).double() + random.random() + np.random.rand()
+        return self.x[index] + 0.1 * noise, self.y[index], index
+
+
+class Stream(IterableDataset):
+    """Shuffled rows, a share of them in each worker."""
+
+    def __init__(self, number: int) -> None:
+        self.rows = Rows(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        share, shares = (0, 1) if info is None else (info.id, info.num_workers)
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(torch.initial_seed()))
+        for index in order[share::shares].tolist():
+            yield self.rows[index]
+
+
+class StatefulStream(IterableDataset):
+    """Rows in an order of its own, from where it is; counts what it has read."""
+
+    def __init__(self, number: int) -> None:
+        self.rows, self.epoch, self.place, self.num_read = Rows(number), 0, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.place < len(order):
+            self.place += 1
+            self.num_read += 1
+            yield self.rows[order[self.place - 1]]
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class StatefulLoader:
+    """No DataLoader, without a length, and says where it is."""
+
+    def __init__(self, number: int) -> None:
+        self.rows, self.place = Rows(number), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = self.place if self.place < len(self.rows) else 0
+        while self.place < len(self.rows):
+            self.place += 4
+            rows = [self.rows[index] for index in range(self.place - 4, min(self.place, len(self.rows)))]
+            yield torch.utils.data.default_collate(rows)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Draws(Sampler):
+    """A sampler with a generator of its own, drawn from when the pass begins."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.own = number, np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own.permutation(self.number).tolist())
+
+    def __len__(self) -> int:
+        return self.number
+
+
+class DrawsBatches:
+    """A batch sampler that is no ``BatchSampler``; it draws while it goes, and counts its passes."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.own, self.passes = number, random.Random(3), 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        left = list(range(self.passes % 2, self.number))
+        while left:
+            yield [left.pop(self.own.randrange(len(left))) for _ in range(min(4, len(left)))]
+
+    def __len__(self) -> int:
+        return -(-self.number // 4)
+
+
+class Net(Doubled, pl.LightningModule):
+    """Has dropout; ``seen`` holds (epoch, batch, sample ids, loss) of every step, ``validated`` every validation."""
+
+    def __init__(self, *, plateau: bool = False) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+        self.plateau = plateau
+        self.seen: list[tuple[int, int, list[int], float]] = []
+        self.validated: list[tuple[int, int, float]] = []
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(torch.initial_seed() + 100 * self.trainer.global_rank)
+
+    def loss(self, batch: Any) -> Tensor:
+        return (self.sequential_module(batch[0]) - batch[1]).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(list(batch.values())[0] if isinstance(batch, dict) else batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        ids = [row for part in (batch.values() if isinstance(batch, dict) else [batch]) for row in part[2].tolist()]
+        self.seen.append((self.trainer.current_epoch, batch_idx, ids, outputs["loss"].item()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("validation", loss)
+        if not self.trainer.sanity_checking:
+            self.validated.append((self.trainer.current_epoch, self.trainer.global_step, loss.item()))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), lr=1e-2)
+        if self.plateau:
+            scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=10.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "validation"}}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": StepLR(optimizer, 3, 0.9), "interval": "step"}}
+
+
+class Saves(Callback):
+    """Saves wherever ``places`` says: a hook and how many calls of it there have been.
+
+    ``before`` holds how many steps and validations there had been then.
+    """
+
+    def __init__(self, folder: Path, places: list[tuple[str, int]]) -> None:
+        self._folder, self._places, self._calls = folder, places, dict.fromkeys((hook for hook, _ in places), 0)
+        self.before: dict[Path, tuple[int, int]] = {}
+
+    def _save(self, trainer: Trainer, model: Net, hook: str) -> None:
+        if hook not in self._calls or trainer.sanity_checking:
+            return
+        self._calls[hook] += 1
+        if (hook, self._calls[hook]) in self._places:
+            path = self._folder / f"{hook}-{self._calls[hook]}.ckpt"
+            # The model's own hook, which notes the step, comes after the callbacks'.
+            self.before[path] = (len(model.seen) + (hook == "on_train_batch_end"), len(model.validated))
+            trainer.save_checkpoint(path)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "on_train_epoch_start")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self._save(trainer, pl_module, "on_train_batch_start")
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self._save(trainer, pl_module, "on_train_batch_end")
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "on_validation_end")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "on_train_epoch_end")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._save(trainer, pl_module, "on_train_end")
+
+
+def fit(
+    loaders: Callable[[], Any],
+    *,
+    seed: int,
+    strategy: Callable[[], Any] | str = "single_device",
+    devices: int = 1,
+    checkpoint: Path | None = None,
+    callbacks: list[Callback] | None = None,
+    plateau: bool = False,
+    trainer: type[pl.Trainer] = Trainer,
+    **arguments: Any,
+) -> tuple[Net, pl.Trainer]:
+    """One run in "another process": model, loaders, trainer and random state are new."""
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    seed_everything(seed, verbose=False)
+    model = Net(plateau=plateau)
+    settings = {"max_epochs": 3, **QUIET, **arguments}
+    made = trainer(
+        strategy=strategy if isinstance(strategy, str) else strategy(), devices=devices, callbacks=callbacks, **settings
+    )
+    made.fit(model, loaders(), DataLoader(Rows(8), batch_size=4), ckpt_path=checkpoint, weights_only=True)
+    return model, made
+
+
+def assert_resumable(
+    folder: Path, loaders: Callable[[], Any], places: list[tuple[str, int]], **arguments: Any
+) -> None:
+    """Asserts that a run resumed from each place sees the samples, losses and validations that the whole run saw."""
+    saves = Saves(folder, places)
+    whole, whole_trainer = fit(loaders, seed=3, callbacks=[saves], **arguments)
+    assert len(saves.before) == len(places)
+    for path, (steps, validations) in saves.before.items():
+        part, trainer = fit(loaders, seed=5, checkpoint=path, **arguments)
+        assert [step[2] for step in part.seen] == [step[2] for step in whole.seen[steps:]], path.name
+        assert [step[:2] for step in part.seen] == [step[:2] for step in whole.seen[steps:]], path.name
+        alike([step[3] for step in part.seen], [step[3] for step in whole.seen[steps:]], path.name)
+        assert [v[:2] for v in part.validated] == [v[:2] for v in whole.validated[validations:]], path.name
+        alike([v[2] for v in part.validated], [v[2] for v in whole.validated[validations:]], path.name)
+        assert (trainer.current_epoch, trainer.global_step) == (whole_trainer.current_epoch, whole_trainer.global_step)
+        for name, value in whole.state_dict().items():
+            alike(part.state_dict()[name], value, f"{path.name}: {name}")
+
+
+def alike(actual: Any, expected: Any, where: str) -> None:
+    actual, expected = (torch.as_tensor(value, dtype=torch.float64) for value in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=f"{where}: {{}}".format)
+
+
+def shuffled(number: int, **arguments: Any) -> Callable[[], DataLoader]:
+    return lambda: DataLoader(Rows(number), batch_size=4, shuffle=True, **arguments)
+
+
+ENDS = [("on_train_batch_end", 2), ("on_train_batch_end", 5), ("on_train_epoch_end", 1)]
+"""With three batches an epoch: within the first, within the second, between both."""
+
+
+def job(folder: Path, name: str) -> None:
+    """The same in each of two processes, which have other samples and random numbers."""
+    strategy: Any = "ddp"
+    devices = 2
+    if name == "replicas":
+        strategy, devices = partial(RPCSequentialStrategy, [2, 2], microbatches=2, data_parallel_size=2), 4
+    common = {"strategy": strategy, "devices": devices, "max_epochs": 2}
+    assert_resumable(folder, shuffled(22), ENDS, **common)
+    assert_resumable(folder, shuffled(22, num_workers=2), [("on_train_batch_end", 4)], **common)
+    own = {**common, "use_distributed_sampler": False}
+    assert_resumable(folder, lambda: DataLoader(Rows(11), batch_size=4, sampler=Draws(11)), ENDS, **own)
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1])
+    job(results.parent, sys.argv[2])
+    if torch.distributed.get_rank() == 0:
+        results.write_text("done")
+    torch.distributed.destroy_process_group()
