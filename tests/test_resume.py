@@ -74,7 +74,7 @@ EVERYWHERE = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 9}]
+    "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
 )
 @pytest.mark.parametrize("name", ["shuffled", "stream", "stream with state"])
 def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:

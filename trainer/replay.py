@@ -19,7 +19,8 @@ class Replayable(Iterator[Any]):
 
     Args:
         source: What is gone through.
-        owners: Objects whose attributes decide the order: generators, and numbers that change, such as an epoch.
+        owners: Objects whose attributes decide the order: generators, a ``seed``, and numbers that change, such as an
+            epoch.
     """
 
     def __init__(self, source: Iterable[Any], owners: Iterable[Any]) -> None:
@@ -77,7 +78,11 @@ class Replayable(Iterator[Any]):
         return [
             {
                 "generators": {name: generator_state(generator) for name, generator in _generators(owner).items()},
-                "numbers": {name: number for name, number in _numbers(owner).items() if at_first.get(name) != number},
+                "numbers": {
+                    name: number
+                    for name, number in _numbers(owner).items()
+                    if at_first.get(name) != number or name == "seed"
+                },
             }
             for owner, at_first in zip(self._owners, self._at_first, strict=True)
         ]

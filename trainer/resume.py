@@ -85,8 +85,8 @@ class ResumingFitLoop(_FitLoop):
         if batches.current.ready > batches.current.processed:
             batches.is_last_batch = False  # it has to be trained on again
         batches.total.reset_on_restart()
-        if self._iteration_based_training() and not batches.is_last_batch and batches.current.ready:
-            # max_steps ended the epoch: it goes on.
+        if batches.current.ready and not batches.is_last_batch and self.epoch_loop.global_step < self.max_steps:
+            # The end of the epoch came from max_steps, of which there are more now: it goes on.
             for progress in (epochs.total, epochs.current):
                 progress.processed = progress.completed = progress.ready - 1
         if epochs.total.ready > epochs.total.started or epochs.total.started == epochs.total.processed:
