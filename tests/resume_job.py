@@ -1,6 +1,6 @@
 """Trainings that save checkpoints on their way and are resumed from each of them; under DDP and replicas as a script.
 
-Run as ``python resume_job.py RESULTS ddp|replicas``. Lightning starts the other processes by running it once more.
+Run as ``python resume_job.py RESULTS ddp|replicas|between``. Lightning starts the other processes by running it again.
 """
 
 import logging
@@ -153,7 +153,7 @@ class Net(Doubled, pl.LightningModule):
         return (self.sequential_module(batch[0]) - batch[1]).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(list(batch.values())[0] if isinstance(batch, dict) else batch)
+        return self.loss(next(iter(batch.values())) if isinstance(batch, dict) else batch)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         ids = [row for part in (batch.values() if isinstance(batch, dict) else [batch]) for row in part[2].tolist()]
@@ -237,9 +237,7 @@ def fit(
     return model, made
 
 
-def assert_resumable(
-    folder: Path, loaders: Callable[[], Any], places: list[tuple[str, int]], **arguments: Any
-) -> None:
+def assert_resumable(folder: Path, loaders: Callable[[], Any], places: list[tuple[str, int]], **arguments: Any) -> None:
     """Asserts that a run resumed from each place sees the samples, losses and validations that the whole run saw."""
     saves = Saves(folder, places)
     whole, whole_trainer = fit(loaders, seed=3, callbacks=[saves], **arguments)
@@ -269,6 +267,25 @@ ENDS = [("on_train_batch_end", 2), ("on_train_batch_end", 5), ("on_train_epoch_e
 """With three batches an epoch: within the first, within the second, between both."""
 
 
+def between(folder: Path) -> dict[str, Any]:
+    """The samples of each process: in an epoch that one process began, in one of their own, with another sampler."""
+    loaders = partial(DataLoader, Rows(22), batch_size=2, shuffle=True)
+    cases: dict[str, tuple[Any, dict[str, Any]]] = {
+        "taken over": (loaders, {"checkpoint": folder / "one/on_train_batch_end-2.ckpt"}),
+        "begun": (loaders, {}),
+        "drawn": (lambda: DataLoader(Rows(22), 2, sampler=Draws(11)), {"use_distributed_sampler": False}),
+    }
+    seen = {}
+    for name, (make, arguments) in cases.items():
+        (folder / name).mkdir(exist_ok=True)
+        saves = Saves(folder / name, [("on_train_batch_end", 2)])
+        model, _ = fit(make, seed=5, strategy="ddp", devices=2, max_epochs=1, callbacks=[saves], **arguments)
+        ids: list[Any] = [None, None]
+        torch.distributed.all_gather_object(ids, [step[2] for step in model.seen])
+        seen[name] = ids
+    return seen
+
+
 def job(folder: Path, name: str) -> None:
     """The same in each of two processes, which have other samples and random numbers."""
     strategy: Any = "ddp"
@@ -277,6 +294,8 @@ def job(folder: Path, name: str) -> None:
         strategy, devices = partial(RPCSequentialStrategy, [2, 2], microbatches=2, data_parallel_size=2), 4
     common = {"strategy": strategy, "devices": devices, "max_epochs": 2}
     assert_resumable(folder, shuffled(22), ENDS, **common)
+    if name == "replicas":
+        return
     assert_resumable(folder, shuffled(22, num_workers=2), [("on_train_batch_end", 4)], **common)
     own = {**common, "use_distributed_sampler": False}
     assert_resumable(folder, lambda: DataLoader(Rows(11), batch_size=4, sampler=Draws(11)), ENDS, **own)
@@ -284,7 +303,7 @@ def job(folder: Path, name: str) -> None:
 
 if __name__ == "__main__":
     results = Path(sys.argv[1])
-    job(results.parent, sys.argv[2])
+    seen = between(results.parent) if sys.argv[2] == "between" else job(results.parent, sys.argv[2])
     if torch.distributed.get_rank() == 0:
-        results.write_text("done")
+        torch.save(seen, results)
     torch.distributed.destroy_process_group()

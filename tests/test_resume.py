@@ -180,7 +180,10 @@ def test_nothing_is_read_in_vain(tmp_path: Path) -> None:
     ("loaders", "message"),
     [
         (shuffled(30), "after 2 batches of a loader with 3 batches, 4 rows in each, 10 samples, and this one has 8 b"),
-        (lambda: DataLoader(Rows(10), batch_size=5), "this one has 2 batches, 5 rows in each, 10 samples, so some .*end"),
+        (
+            lambda: DataLoader(Rows(10), batch_size=5),
+            "this one has 2 batches, 5 rows in each, 10 samples, so some .*from the end of an",
+        ),
         (LOADERS["several"], "written with 1 loaders for training, now there are 2. Resume with the loaders of that"),
     ],
 )
@@ -247,15 +250,46 @@ def pipeline(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "replicas"])
 def test_two_processes_with_samples_and_random_numbers_of_their_own(name: str) -> None:
-    run(launch, name, timeout_seconds=175)
+    run(two_processes, name, timeout_seconds=175)
 
 
-def launch(name: str) -> None:
+def two_processes(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        launch(Path(folder), name)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_in_the_middle_of_an_epoch() -> None:
+    run(between, timeout_seconds=120)
+
+
+def between() -> None:
+    """From one process to two and back within one epoch: every batch of both has the samples of one's."""
+    one = {"seed": 3, "max_epochs": 1}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "one").mkdir()
+        saves = resume_job.Saves(folder / "one", [("on_train_batch_end", 2)])
+        whole = [step[2] for step in fit(shuffled(22), callbacks=[saves], **one)[0].seen]
+        seen = launch(folder, "between")
+        together = [sorted(first + second) for first, second in zip(*seen["taken over"], strict=True)]
+        assert together == [sorted(ids) for ids in whole[2:]]
+        rest, _ = fit(shuffled(22), checkpoint=folder / "taken over/on_train_batch_end-2.ckpt", **one)
+        assert [step[2] for step in rest.seen] == whole[4:]
+        rest, _ = fit(shuffled(22), checkpoint=folder / "begun/on_train_batch_end-2.ckpt", **one)
+        begun = [row for rank in seen["begun"] for ids in rank[:2] for row in ids]
+        assert sorted(begun + [row for step in rest.seen for row in step[2]]) == list(range(22))
+        drawn = folder / "drawn/on_train_batch_end-2.ckpt"
+        with pytest.raises(
+            MisconfigurationException, match="in 2 processes, of samplers whose order cannot be divided"
+        ):
+            fit(lambda: DataLoader(Rows(22), batch_size=4, sampler=Draws(22)), checkpoint=drawn, **one)
+
+
+def launch(folder: Path, name: str) -> Any:
     """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
     path = [str(Path(strategies.__file__).parents[1]), str(Path(resume_job.__file__).parent)]
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder) / "results"
-        command = [sys.executable, "-W", "ignore", resume_job.__file__, str(results), name]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
-        assert subprocess.run(command, env=environment, timeout=170).returncode == 0
-        assert results.read_text() == "done"
+    command = [sys.executable, "-W", "ignore", resume_job.__file__, str(folder / "results"), name]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    assert subprocess.run(command, env=environment, timeout=170).returncode == 0
+    return torch.load(folder / "results")

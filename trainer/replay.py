@@ -24,26 +24,34 @@ class Replayable(Iterator[Any]):
     """
 
     def __init__(self, source: Iterable[Any], owners: Iterable[Any]) -> None:
-        self._source, self._owners = source, list(owners)
-        self._at_first = [_numbers(owner) for owner in self._owners]
+        self._source, self.owners = source, list(owners)
+        self._at_first = [_numbers(owner) for owner in self.owners]
         self.record: dict[str, Any] = {"begun": [], "first": None}
 
-    def prepare(self, begun: list[Any] | None = None, first: Any = None, num_skipped: int = 0) -> None:
+    def prepare(
+        self,
+        begun: list[Any] | None = None,
+        first: Any = None,
+        num_skipped: int = 0,
+        instead: Iterable[Any] | None = None,
+    ) -> None:
         """Says what the next pass is to be.
 
         Args:
             begun: The random states in which it begins; by default the present ones.
             first: That in which its first element is drawn.
             num_skipped: How many elements it leaves out.
+            instead: What it goes through in place of the source.
         """
         self.record = {"begun": [], "first": None}
         self._begun, self._first, self._num_skipped = begun, first, num_skipped
+        self._instead = instead
 
     def __iter__(self) -> "Replayable":
         if self._begun:
             self.set_state(self._begun[min(len(self.record["begun"]), len(self._begun) - 1)])
         self.record["begun"].append(self.state())
-        self._iterator = iter(self._source)
+        self._iterator = iter(self._source if self._instead is None else self._instead)
         return self
 
     def __next__(self) -> Any:
@@ -84,12 +92,12 @@ class Replayable(Iterator[Any]):
                     if at_first.get(name) != number or name == "seed"
                 },
             }
-            for owner, at_first in zip(self._owners, self._at_first, strict=True)
+            for owner, at_first in zip(self.owners, self._at_first, strict=True)
         ]
 
     def set_state_of_owners(self, states: list[dict[str, Any]]) -> None:
         """Sets what :meth:`state_of_owners` gave, where there is such an attribute."""
-        for owner, state in zip(self._owners, states, strict=False):
+        for owner, state in zip(self.owners, states, strict=False):
             for name, generator in _generators(owner).items():
                 if name in state["generators"]:
                     set_generator_state(generator, state["generators"][name])

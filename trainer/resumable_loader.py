@@ -1,11 +1,9 @@
 """All loaders of the training loop together: where they are at the batch that training has come to."""
 
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
 from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -29,8 +27,14 @@ class ResumableLoader(CombinedLoader):
         self.waits = False
         self.random_at_last_batch: dict[str, Any] = {}
 
-    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool) -> None:
+    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool, num_processes: int, now: tuple[int, int]) -> None:
         """Lets the next pass be the one that :meth:`state` saw; or lets it wait for the ``iter`` after the next.
+
+        Args:
+            saved: What that returned.
+            in_mid_epoch: Which of both.
+            num_processes: How many there were.
+            now: The rank of this process, and how many there are now.
 
         Raises:
             MisconfigurationException: If it is about other loaders.
@@ -42,7 +46,7 @@ class ResumableLoader(CombinedLoader):
                 f"{len(self._tracked)}. Resume with the loaders of that run."
             )
         for tracked, state in zip(self._tracked, saved["loaders"], strict=True):
-            tracked.resume(state, in_mid_epoch=in_mid_epoch)
+            tracked.resume(state, in_mid_epoch=in_mid_epoch, num_processes=num_processes, now=now)
         self._saved, self.waits = (saved, False) if in_mid_epoch else (None, True)
 
     def state(self, num_ahead: int) -> dict[str, Any]:
@@ -61,22 +65,24 @@ class ResumableLoader(CombinedLoader):
         }
 
     def states_of_stateful(self, num_ahead: int) -> list[dict[str, Any]]:
-        """What the loaders with ``state_dict`` gave, as Lightning saves it, but ahead of what has been read too early."""
+        """As Lightning saves them, but ahead of what has been read too early; for the loaders with ``state_dict``."""
         states = self._history[-num_ahead]["stateful"] if num_ahead else None
         return self._state_dicts() if states is None else states
 
     def __iter__(self) -> "ResumableLoader":
         self._track()
         self._history.clear()
-        self._iterator = _SUPPORTED_MODES[self._mode]["iterator"](self._tracked, self._limits)
+        self._iterator = iterator = cast(
+            Any, _SUPPORTED_MODES[self._mode]["iterator"](list(self._tracked), self._limits)
+        )
         if self.waits:
             return self
-        iter(self._iterator)
+        iter(iterator)
         saved, self._saved = self._saved, None
         if saved is not None:
-            self._iterator._idx = saved["index"]
+            iterator._idx = saved["index"]
             if saved["consumed"] is not None:
-                self._iterator._consumed = list(saved["consumed"])
+                iterator._consumed = list(saved["consumed"])
             if saved["random"] is not None:
                 set_random_state(saved["random"])
         return self

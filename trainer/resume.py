@@ -1,7 +1,7 @@
 """Resuming: Lightning's training loop, from the very batch and random state that the checkpoint was written with."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pytorch_lightning import Trainer
@@ -46,6 +46,7 @@ class ResumingFitLoop(_FitLoop):
         super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
         self._data_source = _ResumableSource(None, "train_dataloader")
         self._saved: dict[str, Any] | None = None
+        self._num_processes = 0
         self._loaders_at_end: dict[str, Any] | None = None
         self._stateful_at_end: list[dict[str, Any]] = []
         self._resumed = self._finishes_epoch = False
@@ -66,19 +67,26 @@ class ResumingFitLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
         if state.get("combined_loader") and self._loader() is not None:
-            state["combined_loader"] = self._stateful_at_end if self._data_fetcher is None else self._states_of_stateful()
+            state["combined_loader"] = (
+                self._stateful_at_end if self._data_fetcher is None else self._states_of_stateful()
+            )
         return state
 
-    def resume_process(self, saved: dict[str, Any] | None) -> None:
-        """Lets the next run go on from what :meth:`state_of_process` saw; ``None`` lets it start."""
-        self._saved, self._loaders_at_end = saved, None
+    def resume_processes(self, saved: list[dict[str, Any]]) -> None:
+        """Lets the next run go on from what :meth:`state_of_process` saw in each process; an empty list lets it start.
+
+        A process that there was not takes the state of the last one.
+        """
+        self._saved = saved[min(self.trainer.global_rank, len(saved) - 1)] if saved else None
+        self._num_processes, self._loaders_at_end = len(saved), None
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Loads the counters, and makes those of them consistent that stood between two of their steps."""
         super().load_state_dict(state_dict, prefix)
         if self._saved is None:
             return
-        batches, epochs = self.epoch_loop.batch_progress, self.epoch_progress
+        batches: Any = self.epoch_loop.batch_progress
+        epochs: Any = self.epoch_progress
         if batches.current.ready == batches.current.processed > batches.current.completed:
             batches.increment_completed()
             self.epoch_loop.finishes_batch = True
@@ -95,7 +103,9 @@ class ResumingFitLoop(_FitLoop):
 
     def reset(self) -> None:
         if self._saved is not None:
-            metrics = {name: value.to(self.trainer.strategy.root_device) for name, value in self._saved["metrics"].items()}
+            metrics = {
+                name: value.to(self.trainer.strategy.root_device) for name, value in self._saved["metrics"].items()
+            }
             self.trainer._logger_connector._callback_metrics.update(metrics)
         if self._finishes_epoch:
             if self.epoch_loop._num_ready_batches_reached():
@@ -114,7 +124,12 @@ class ResumingFitLoop(_FitLoop):
         in_mid_epoch = not progress.is_last_batch and (self.epoch_loop.restarting or progress.current.ready == 0)
         if in_mid_epoch:
             super()._load_combined_loader_states()
-        loader.resume(self._saved["loaders"], in_mid_epoch=in_mid_epoch)
+        loader.resume(
+            self._saved["loaders"],
+            in_mid_epoch=in_mid_epoch,
+            num_processes=self._num_processes,
+            now=(self.trainer.global_rank, self.trainer.world_size),
+        )
 
     def on_advance_start(self) -> None:
         saved, self._saved = self._saved, None
@@ -131,7 +146,7 @@ class ResumingFitLoop(_FitLoop):
             begins = loader.waits or self.trainer.current_epoch > 0
             loader.waits = False
             if begins and not self.epoch_loop.restarting:
-                iter(self._data_fetcher)
+                iter(cast(Any, self._data_fetcher))
         super().advance()
 
     def on_advance_end(self) -> None:
@@ -163,8 +178,8 @@ class ResumingFitLoop(_FitLoop):
         """1 if the checkpoint is being written in the middle of a batch, which will then be trained on again."""
         if isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
             return 0
-        progress = self.epoch_loop.batch_progress.current
-        return progress.ready - progress.processed
+        progress: Any = self.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)
 
 
 class ResumingCheckpointConnector(_CheckpointConnector):
@@ -174,16 +189,16 @@ class ResumingCheckpointConnector(_CheckpointConnector):
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
         if not weights_only:
             checkpoint.setdefault("relay", {})["processes"] = _of_every_process(
-                self.trainer, self.trainer.fit_loop.state_of_process()
+                self.trainer, cast(Any, self.trainer.fit_loop).state_of_process()
             )
         return checkpoint
 
     def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
         super()._restore_modules_and_callbacks(*args, **kwargs)
         if self.trainer.state.fn == TrainerFn.FITTING:
-            processes = self._loaded_checkpoint.get("relay", {}).get("processes", [])
-            rank = self.trainer.global_rank
-            self.trainer.fit_loop.resume_process(processes[rank] if rank < len(processes) else None)
+            cast(Any, self.trainer.fit_loop).resume_processes(
+                self._loaded_checkpoint.get("relay", {}).get("processes", [])
+            )
 
 
 @dataclass

@@ -8,10 +8,11 @@ from lightning_fabric.utilities.data import sized_len
 from lightning_fabric.utilities.types import _Stateful
 from pytorch_lightning.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainer.random_state import plain, preserved_random_state
 from trainer.replay import Replayable, owners_of_order
+from trainer.shared_order import describe_order, samples_of_process
 from trainer.worker_random_state import CollateAndReport, StartWorker, read_report
 
 
@@ -39,13 +40,15 @@ class TrackedLoader(Iterator[Any]):
         self._num_yielded = 0
         self._saved: dict[str, Any] | None = None
         self._in_mid_epoch = False
+        self._processes = (0, 1)  # rank, and how many there are
+        self._shared_order: dict[str, Any] | None = None  # of a pass that has begun with another number of processes
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> "TrackedLoader":
         saved, self._saved = self._saved, None
-        self._num_yielded = 0
+        self._num_yielded, self._shared_order = 0, None
         if saved is None:
             self._begin(resumed=False)
         elif self._in_mid_epoch:
@@ -80,27 +83,34 @@ class TrackedLoader(Iterator[Any]):
             "owners": plain(self._source.state_of_owners()),
             "workers": [None if report is None else read_report(report) for report in reports],
             "shape": self._shape(),
+            "order": self._shared_order,
+            "is_shared": self._shared_order is not None,
         }
+        if self._by_index and self._shared_order is None:
+            saved["order"] = describe_order(self.loader, position["record"]["first"], self._source.owners)
         return saved | {name: position[name] for name in ("dataset",) if name in position}
 
-    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool) -> None:
+    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool, num_processes: int, now: tuple[int, int]) -> None:
         """Lets the next pass be the one that :meth:`to_save` saw, or the one after it.
+
+        Args:
+            saved: What that returned.
+            in_mid_epoch: Which of both.
+            num_processes: How many there were.
+            now: The rank of this process, and how many there are now.
 
         Raises:
             MisconfigurationException: If it would go on in the middle of an epoch over other data.
         """
-        if in_mid_epoch and (before := saved["shape"]) != (now := self._shape()):
-            raise MisconfigurationException(
-                f"The checkpoint was written in the middle of an epoch, after {saved['num_yielded']} batches of a "
-                f"loader with {_described(before)}, and this one has {_described(now)}, so some samples would be "
-                "left out or trained on twice. Resume with the loader of that run, or from the end of an epoch."
-            )
-        self._saved, self._in_mid_epoch = saved, in_mid_epoch
-        if not in_mid_epoch:
-            self._source.set_state_of_owners(saved["owners"])
-            self._reports = dict(enumerate(saved["workers"]))
-            if self._dataset is not None and "dataset" in saved:
-                self._dataset.load_state_dict(saved["dataset"])
+        self._saved, self._in_mid_epoch, self._processes = saved, in_mid_epoch, now
+        if in_mid_epoch:
+            saved["is_shared"] |= num_processes != now[1] and saved["order"] is not None
+            self._check(saved, num_processes)
+            return
+        self._source.set_state_of_owners(saved["owners"])
+        self._reports = dict(enumerate(saved["workers"]))
+        if self._dataset is not None and "dataset" in saved:
+            self._dataset.load_state_dict(saved["dataset"])
 
     def release(self) -> None:
         """Lets go of the iterator, and so of its workers."""
@@ -132,7 +142,13 @@ class TrackedLoader(Iterator[Any]):
             self._dataset.load_state_dict(saved["dataset"])
             self._begin(resumed=True)
         else:
-            self._source.prepare(saved["begun"], saved["first"], number)
+            if saved["is_shared"]:
+                self._shared_order = saved["order"]
+                samples = samples_of_process(saved["order"], self.loader, *self._processes)
+                batches = BatchSampler(samples, self.loader.batch_size, self.loader.drop_last)
+                self._source.prepare(num_skipped=number, instead=batches)
+            else:
+                self._source.prepare(saved["begun"], saved["first"], number)
             if self._num_workers == len(saved["workers"]) > 0:
                 self._reports, self._shift = dict(enumerate(saved["workers"])), number % self._num_workers
             self._iterator = self._iterator_over_indices() if self._by_index else iter(self._source)
@@ -156,6 +172,20 @@ class TrackedLoader(Iterator[Any]):
             return iter(loader)
         finally:
             attributes.update(own)
+
+    def _check(self, saved: dict[str, Any], num_processes: int) -> None:
+        before, now = _in_all(saved["shape"], num_processes), _in_all(self._shape(), self._processes[1])
+        problem = None
+        if before != now:
+            problem = f"with {_described(before)}, and this one has {_described(now)}"
+        elif num_processes != self._processes[1] and not saved["is_shared"]:
+            problem = f"in {num_processes} processes, of samplers whose order cannot be divided among others"
+        if problem is not None:
+            raise MisconfigurationException(
+                f"The checkpoint was written in the middle of an epoch, after {saved['num_yielded']} batches of a "
+                f"loader {problem}, so some samples would be left out or trained on twice. Resume as it was trained, "
+                "from the end of an epoch, or with pytorch_lightning.Trainer, which begins the loader anew."
+            )
 
     def _shape(self) -> dict[str, int | None]:
         loader = self.loader
@@ -183,6 +213,12 @@ def _stateful_dataset(loader: Any) -> Any | None:
         return None
     dataset = loader.dataset
     return dataset if isinstance(dataset, IterableDataset) and isinstance(dataset, _Stateful) else None
+
+
+def _in_all(shape: dict[str, int | None], num_processes: int) -> dict[str, int | None]:
+    """The shape with the rows of all processes together."""
+    rows = shape["rows in each"]
+    return {**shape, "rows in each": None if rows is None else rows * num_processes}
 
 
 def _described(shape: dict[str, int | None]) -> str:

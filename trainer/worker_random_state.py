@@ -1,7 +1,7 @@
-"""The random state of a DataLoader's workers: it comes with every batch, and is given to the workers of a resumed run.
+"""The random state of a DataLoader's workers: it comes with every batch, and is given to those of a resumed run.
 
-Batch ``b`` of a pass is made by worker ``b % workers``. A run that is resumed after batch ``k`` starts its workers anew,
-and its first batch, ``k``, again goes to worker 0: so worker ``w`` takes on the role of ``(k + w) % workers``.
+Batch ``b`` of a pass is made by worker ``b % workers``. A run that is resumed after batch ``k`` starts its workers
+anew, and its first batch, ``k``, again goes to worker 0: so worker ``w`` takes on the role of ``(k + w) % workers``.
 """
 
 import pickle
