@@ -6,7 +6,6 @@ Run as ``python resume_job.py RESULTS ddp|replicas|between``. Lightning starts t
 import logging
 import random
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -134,7 +133,10 @@ class DrawsBatches:
 
 
 class Net(Doubled, pl.LightningModule):
-    """Has dropout; ``seen`` holds (epoch, batch, sample ids, loss) of every step, ``validated`` every validation."""
+    """Has dropout; ``seen`` holds (epoch, batch, sample ids, loss) of every step.
+
+    ``validated`` holds every validation, ``means`` the mean of each epoch's losses.
+    """
 
     def __init__(self, *, plateau: bool = False) -> None:
         super().__init__()
@@ -142,6 +144,7 @@ class Net(Doubled, pl.LightningModule):
         self.plateau = plateau
         self.seen: list[tuple[int, int, list[int], float]] = []
         self.validated: list[tuple[int, int, float]] = []
+        self.means: list[float] = []
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch
@@ -153,7 +156,12 @@ class Net(Doubled, pl.LightningModule):
         return (self.sequential_module(batch[0]) - batch[1]).square().mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(next(iter(batch.values())) if isinstance(batch, dict) else batch)
+        loss = self.loss(next(iter(batch.values())) if isinstance(batch, dict) else batch)
+        self.log("training", loss, on_epoch=True, on_step=False, batch_size=4, sync_dist=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.means.append(self.trainer.callback_metrics["training"].item())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         ids = [row for part in (batch.values() if isinstance(batch, dict) else [batch]) for row in part[2].tolist()]
@@ -226,7 +234,6 @@ def fit(
 ) -> tuple[Net, pl.Trainer]:
     """One run in "another process": model, loaders, trainer and random state are new."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     seed_everything(seed, verbose=False)
     model = Net(plateau=plateau)
     settings = {"max_epochs": 3, **QUIET, **arguments}
@@ -249,6 +256,7 @@ def assert_resumable(folder: Path, loaders: Callable[[], Any], places: list[tupl
         alike([step[3] for step in part.seen], [step[3] for step in whole.seen[steps:]], path.name)
         assert [v[:2] for v in part.validated] == [v[:2] for v in whole.validated[validations:]], path.name
         alike([v[2] for v in part.validated], [v[2] for v in whole.validated[validations:]], path.name)
+        alike(part.means, whole.means[len(whole.means) - len(part.means) :], path.name)
         assert (trainer.current_epoch, trainer.global_step) == (whole_trainer.current_epoch, whole_trainer.global_step)
         for name, value in whole.state_dict().items():
             alike(part.state_dict()[name], value, f"{path.name}: {name}")

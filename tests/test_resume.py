@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Weig
 
 import strategies
 from strategies import RPCSequentialStrategy
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": shuffled(10),
@@ -211,6 +214,16 @@ def test_checkpoints_go_from_and_to_lightnings_trainer(tmp_path: Path) -> None:
         # As Lightning does: with the counters that were, in another order.
         assert [step[:2] for step in rest.seen] == [step[:2] for step in whole.seen[2:]]
         assert trainer.current_epoch == 3
+
+
+def test_no_warning_of_what_is_resumed(tmp_path: Path) -> None:
+    fit(shuffled(10), seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_batch_end", 2)])])
+    for trainer in (resume_job.Trainer, pl.Trainer):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(shuffled(10), seed=5, checkpoint=tmp_path / "on_train_batch_end-2.ckpt", trainer=trainer)
+        warned = any("your dataloader is not resumable" in str(warning.message) for warning in caught)
+        assert warned == (trainer is pl.Trainer)
 
 
 def test_weights_alone_hold_no_state(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class ResumableLoader(CombinedLoader):
         self._tracked: list[TrackedLoader] = []
         self._history: deque[dict[str, Any]] = deque(maxlen=_MOST_AHEAD)
         self._saved: dict[str, Any] | None = None
-        self.waits = False
+        self.waits = self._reads_ahead = False
         self.random_at_last_batch: dict[str, Any] = {}
 
     def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool, num_processes: int, now: tuple[int, int]) -> None:
@@ -78,6 +78,7 @@ class ResumableLoader(CombinedLoader):
         if self.waits:
             return self
         iter(iterator)
+        self._reads_ahead = sized_len(self) is None
         saved, self._saved = self._saved, None
         if saved is not None:
             iterator._idx = saved["index"]
@@ -92,6 +93,7 @@ class ResumableLoader(CombinedLoader):
             raise StopIteration
         self.random_at_last_batch = random_state()
         position = self._position() | {"random": self.random_at_last_batch}
+        position["stateful"] = self._state_dicts() if self._reads_ahead else None
         batch = super().__next__()
         self._history.append(position)
         return batch
@@ -114,5 +116,4 @@ class ResumableLoader(CombinedLoader):
             "index": getattr(self._iterator, "_idx", 0),
             "consumed": None if consumed is None else list(consumed),
             "random": None,
-            "stateful": self._state_dicts() if sized_len(self) is None else None,
         }

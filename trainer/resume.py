@@ -1,9 +1,11 @@
 """Resuming: Lightning's training loop, from the very batch and random state that the checkpoint was written with."""
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning import Trainer
 from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 from pytorch_lightning.loops.fit_loop import _FitLoop
@@ -13,6 +15,7 @@ from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSourc
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
+from trainer.epoch_sums import ResumableResults
 from trainer.random_state import cuda_random_state, plain, random_state, set_cuda_random_state, set_random_state
 from trainer.resumable_loader import ResumableLoader
 
@@ -23,7 +26,17 @@ class ResumingEpochLoop(_TrainingEpochLoop):
     A checkpoint is often written in ``on_train_batch_end``. Lightning would then leave out the validation that was due.
     """
 
-    finishes_batch = False
+    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        self._results: ResumableResults = ResumableResults()
+        self.finishes_batch = self.loader_resumes = False
+
+    def reset(self) -> None:
+        with warnings.catch_warnings():
+            if self.loader_resumes:
+                warnings.filterwarnings("ignore", ".*your dataloader is not resumable", PossibleUserWarning)
+            super().reset()
+        self.loader_resumes = False
 
     def advance(self, data_fetcher: _DataFetcher) -> None:
         if not self.finishes_batch:
@@ -61,6 +74,7 @@ class ResumingFitLoop(_FitLoop):
             "cuda": cuda_random_state(),
             "loaders": self._loaders_at_end if self._data_fetcher is None else self._state_of_loaders(),
             "loaded_in_epoch": self._last_train_dl_reload_epoch,
+            "sums": self.epoch_loop._results.state(),
             "metrics": {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()},
         }
 
@@ -107,6 +121,8 @@ class ResumingFitLoop(_FitLoop):
                 name: value.to(self.trainer.strategy.root_device) for name, value in self._saved["metrics"].items()
             }
             self.trainer._logger_connector._callback_metrics.update(metrics)
+            if self.epoch_loop.restarting:
+                self.epoch_loop._results.resume(self._saved["sums"], self.trainer.strategy.reduce)
         if self._finishes_epoch:
             if self.epoch_loop._num_ready_batches_reached():
                 self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
@@ -120,6 +136,7 @@ class ResumingFitLoop(_FitLoop):
         if loader is None or self._saved is None or self._saved["loaders"] is None:
             super()._load_combined_loader_states()
             return
+        self.epoch_loop.loader_resumes = True
         progress = self.epoch_loop.batch_progress
         in_mid_epoch = not progress.is_last_batch and (self.epoch_loop.restarting or progress.current.ready == 0)
         if in_mid_epoch:
@@ -152,11 +169,14 @@ class ResumingFitLoop(_FitLoop):
     def on_advance_end(self) -> None:
         if self._resumed:  # Lightning would not step ReduceLROnPlateau at the end of this epoch
             self._restarting = False
+            self.epoch_loop._results.end_epoch()
         super().on_advance_end()
 
     def teardown(self) -> None:
         if self._data_fetcher is not None:
-            self._loaders_at_end, self._stateful_at_end = self._state_of_loaders(), self._states_of_stateful()
+            self._loaders_at_end = self._state_of_loaders()
+            # After an error the user's loaders are left alone.
+            self._stateful_at_end = [] if self.trainer.interrupted else self._states_of_stateful()
         super().teardown()
 
     def _loader(self) -> ResumableLoader | None:

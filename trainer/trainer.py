@@ -47,7 +47,7 @@ class Trainer(pl.Trainer):
         lightnings = self.fit_loop
         self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = ResumingEpochLoop(
-            self, min_steps=lightnings.epoch_loop.min_steps, max_steps=lightnings.epoch_loop.max_steps
+            self, lightnings.epoch_loop.min_steps, lightnings.epoch_loop.max_steps
         )
         self._checkpoint_connector = ResumingCheckpointConnector(self)
 
