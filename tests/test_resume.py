@@ -31,6 +31,7 @@ from resume_job import (
     shuffled,
 )
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import strategies
 from strategies import RPCSequentialStrategy
@@ -230,6 +231,14 @@ def test_weights_alone_hold_no_state(tmp_path: Path) -> None:
     _, trainer = fit(shuffled(10), seed=3)
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
     assert "relay" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+
+def test_loaders_of_torchdata(tmp_path: Path) -> None:
+    for make in (
+        lambda: StatefulDataLoader(Rows(10), batch_size=4, shuffle=True),
+        lambda: StatefulDataLoader(StatefulStream(10), batch_size=4),
+    ):
+        assert_resumable(tmp_path, make, [*ENDS, ("on_train_batch_end", 3)], max_epochs=2)
 
 
 @pytest.mark.parametrize("trainer", [pl.Trainer, resume_job.Trainer])

@@ -27,6 +27,9 @@ def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init
 class Trainer(pl.Trainer):
     """``pytorch_lightning.Trainer`` with the same arguments, whose ``strategy`` also takes Relay's names.
 
+    A run that is resumed with ``fit(ckpt_path=...)`` goes on with the very batch, random numbers and metrics that would
+    have come next, also in the middle of an epoch: see :mod:`trainer.resume`.
+
     ``strategy`` is one of Relay's names (``"ddp"``, ``"rpc_sequential"``), a name that Lightning knows (``"auto"``,
     ``"fsdp"``, ...), or an instance of a strategy.
 
