@@ -75,7 +75,11 @@ class ResumingFitLoop(_FitLoop):
             "loaders": self._loaders_at_end if self._data_fetcher is None else self._state_of_loaders(),
             "loaded_in_epoch": self._last_train_dl_reload_epoch,
             "sums": self.epoch_loop._results.state(),
-            "metrics": {name: value.detach().cpu() for name, value in self.trainer.callback_metrics.items()},
+            "metrics": {
+                name: value.detach().cpu()
+                for name, value in self.trainer.callback_metrics.items()
+                if isinstance(value, torch.Tensor)  # users write there too
+            },
         }
 
     def on_save_checkpoint(self) -> dict[str, Any]:
@@ -93,6 +97,7 @@ class ResumingFitLoop(_FitLoop):
         """
         self._saved = saved[min(self.trainer.global_rank, len(saved) - 1)] if saved else None
         self._num_processes, self._loaders_at_end = len(saved), None
+        self._finishes_epoch = self.epoch_loop.finishes_batch = False
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Loads the counters, and makes those of them consistent that stood between two of their steps."""
