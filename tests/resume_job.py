@@ -138,9 +138,9 @@ class Net(Doubled, pl.LightningModule):
     ``validated`` holds every validation, ``means`` the mean of each epoch's losses.
     """
 
-    def __init__(self, *, plateau: bool = False) -> None:
+    def __init__(self, *, plateau: bool, dropout: float) -> None:
         super().__init__()
-        self.sequential_module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 1))
+        self.sequential_module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.ReLU(), nn.Linear(8, 1))
         self.plateau = plateau
         self.seen: list[tuple[int, int, list[int], float]] = []
         self.validated: list[tuple[int, int, float]] = []
@@ -229,13 +229,14 @@ def fit(
     checkpoint: Path | None = None,
     callbacks: list[Callback] | None = None,
     plateau: bool = False,
+    dropout: float = 0.3,
     trainer: type[pl.Trainer] = Trainer,
     **arguments: Any,
 ) -> tuple[Net, pl.Trainer]:
     """One run in "another process": model, loaders, trainer and random state are new."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     seed_everything(seed, verbose=False)
-    model = Net(plateau=plateau)
+    model = Net(plateau=plateau, dropout=dropout)
     settings = {"max_epochs": 3, **QUIET, **arguments}
     made = trainer(
         strategy=strategy if isinstance(strategy, str) else strategy(), devices=devices, callbacks=callbacks, **settings

@@ -270,6 +270,28 @@ def pipeline(schedule: str) -> None:
 
 
 @pytest.mark.slow
+def test_from_one_process_to_a_pipeline_and_back_in_one_epoch() -> None:
+    run(to_a_pipeline_and_back, timeout_seconds=120)
+
+
+def to_a_pipeline_and_back() -> None:
+    common: dict[str, Any] = {"dropout": 0.0, "max_epochs": 2}  # masks are drawn per layer there, per process here
+    pipeline = {"strategy": partial(RPCSequentialStrategy, [2, 2], microbatches=2), "devices": 2}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        first, second = (resume_job.Saves(folder, [("on_train_batch_end", calls)]) for calls in (8, 2))
+        whole, _ = fit(shuffled(22), seed=3, callbacks=[first], **common)
+        path = folder / "on_train_batch_end-8.ckpt"
+        part, _ = fit(shuffled(22), seed=5, checkpoint=path, callbacks=[second], **common, **pipeline)
+        rest, _ = fit(shuffled(22), seed=6, checkpoint=folder / "on_train_batch_end-2.ckpt", **common)
+    for model, steps in ((part, 8), (rest, 10)):
+        assert [step[:3] for step in model.seen] == [step[:3] for step in whole.seen[steps:]]
+        resume_job.alike([step[3] for step in model.seen], [step[3] for step in whole.seen[steps:]], "losses")
+        for key, value in whole.state_dict().items():
+            resume_job.alike(model.state_dict()[key], value, key)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ddp", "replicas"])
 def test_two_processes_with_samples_and_random_numbers_of_their_own(name: str) -> None:
     run(two_processes, name, timeout_seconds=175)
