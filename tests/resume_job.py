@@ -4,22 +4,21 @@ Run as ``python resume_job.py RESULTS ddp|replicas|between``. Lightning starts t
 """
 
 import logging
-import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from parity_parts import Doubled
 from pytorch_lightning import Callback, seed_everything
+from resume_parts import Draws, Rows
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
@@ -31,105 +30,6 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
     "enable_checkpointing": False,
 }
-
-
-class Rows(Dataset):
-    """Rows with their number, and with noise out of all three generators."""
-
-    def __init__(self, number: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x, self.y = (torch.randn(number, width, generator=generator).double() for width in (4, 1))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        noise = torch.rand(4).double() + random.random() + np.random.rand()
-        return self.x[index] + 0.1 * noise, self.y[index], index
-
-
-class Stream(IterableDataset):
-    """Shuffled rows, a share of them in each worker."""
-
-    def __init__(self, number: int) -> None:
-        self.rows = Rows(number)
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        share, shares = (0, 1) if info is None else (info.id, info.num_workers)
-        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(torch.initial_seed()))
-        for index in order[share::shares].tolist():
-            yield self.rows[index]
-
-
-class StatefulStream(IterableDataset):
-    """Rows in an order of its own, from where it is; counts what it has read."""
-
-    def __init__(self, number: int) -> None:
-        self.rows, self.epoch, self.place, self.num_read = Rows(number), 0, 0, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        while self.place < len(order):
-            self.place += 1
-            self.num_read += 1
-            yield self.rows[order[self.place - 1]]
-        self.epoch, self.place = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.place = state["epoch"], state["place"]
-
-
-class StatefulLoader:
-    """No DataLoader, without a length, and says where it is."""
-
-    def __init__(self, number: int) -> None:
-        self.rows, self.place = Rows(number), 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.place = self.place if self.place < len(self.rows) else 0
-        while self.place < len(self.rows):
-            self.place += 4
-            rows = [self.rows[index] for index in range(self.place - 4, min(self.place, len(self.rows)))]
-            yield torch.utils.data.default_collate(rows)
-
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
-
-
-class Draws(Sampler):
-    """A sampler with a generator of its own, drawn from when the pass begins."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.own = number, np.random.default_rng(3)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.own.permutation(self.number).tolist())
-
-    def __len__(self) -> int:
-        return self.number
-
-
-class DrawsBatches:
-    """A batch sampler that is no ``BatchSampler``; it draws while it goes, and counts its passes."""
-
-    def __init__(self, number: int) -> None:
-        self.number, self.own, self.passes = number, random.Random(3), 0
-
-    def __iter__(self) -> Iterator[list[int]]:
-        self.passes += 1
-        left = list(range(self.passes % 2, self.number))
-        while left:
-            yield [left.pop(self.own.randrange(len(left))) for _ in range(min(4, len(left)))]
-
-    def __len__(self) -> int:
-        return -(-self.number // 4)
 
 
 class Net(Doubled, pl.LightningModule):
