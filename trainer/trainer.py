@@ -12,6 +12,7 @@ from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 import strategies
 from strategies.base import load_exactly
 from strategies.names import PLUGINS, did_you_mean
+from trainer.resume import ResumingCheckpointConnector, ResumingEpochLoop, ResumingFitLoop
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -26,6 +27,9 @@ def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init
 
 class Trainer(pl.Trainer):
     """``pytorch_lightning.Trainer`` with the same arguments, whose ``strategy`` also takes Relay's names.
+
+    A run that is resumed with ``fit(ckpt_path=...)`` goes on with the very batch, random numbers and metrics that would
+    have come next, also in the middle of an epoch: see :mod:`trainer.resume`.
 
     ``strategy`` is one of Relay's names (``"ddp"``, ``"rpc_sequential"``), a name that Lightning knows (``"auto"``,
     ``"fsdp"``, ...), or an instance of a strategy.
@@ -45,6 +49,12 @@ class Trainer(pl.Trainer):
             kwargs["strategy"] = resolve_strategy(kwargs["strategy"])
         super().__init__(**kwargs)
         load_exactly(self.strategy)
+        lightnings = self.fit_loop
+        self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
+        self.fit_loop.epoch_loop = ResumingEpochLoop(
+            self, lightnings.epoch_loop.min_steps, lightnings.epoch_loop.max_steps
+        )
+        self._checkpoint_connector = ResumingCheckpointConnector(self)
 
 
 def resolve_strategy(name: str) -> Strategy | str:

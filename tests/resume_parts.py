@@ -1,0 +1,109 @@
+"""Data whose order and noise are drawn at random, in as many ways as there are; for the tests of resuming."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+
+
+class Rows(Dataset):
+    """Rows with their number, and with noise out of all three generators."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.x, self.y = (torch.randn(number, width, generator=generator).double() for width in (4, 1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        noise = torch.rand(4).double() + random.random() + np.random.rand()
+        return self.x[index] + 0.1 * noise, self.y[index], index
+
+
+class Stream(IterableDataset):
+    """Shuffled rows, a share of them in each worker."""
+
+    def __init__(self, number: int) -> None:
+        self.rows = Rows(number)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        share, shares = (0, 1) if info is None else (info.id, info.num_workers)
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(torch.initial_seed()))
+        for index in order[share::shares].tolist():
+            yield self.rows[index]
+
+
+class StatefulStream(IterableDataset):
+    """Rows in an order of its own, from where it is; counts what it has read."""
+
+    def __init__(self, number: int) -> None:
+        self.rows, self.epoch, self.place, self.num_read = Rows(number), 0, 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        while self.place < len(order):
+            self.place += 1
+            self.num_read += 1
+            yield self.rows[order[self.place - 1]]
+        self.epoch, self.place = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.place = state["epoch"], state["place"]
+
+
+class StatefulLoader:
+    """No DataLoader, without a length, and says where it is."""
+
+    def __init__(self, number: int) -> None:
+        self.rows, self.place = Rows(number), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.place = self.place if self.place < len(self.rows) else 0
+        while self.place < len(self.rows):
+            self.place += 4
+            rows = [self.rows[index] for index in range(self.place - 4, min(self.place, len(self.rows)))]
+            yield torch.utils.data.default_collate(rows)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class Draws(Sampler):
+    """A sampler with a generator of its own, drawn from when the pass begins."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.own = number, np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.own.permutation(self.number).tolist())
+
+    def __len__(self) -> int:
+        return self.number
+
+
+class DrawsBatches:
+    """A batch sampler that is no ``BatchSampler``; it draws while it goes, and counts its passes."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.own, self.passes = number, random.Random(3), 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.passes += 1
+        left = list(range(self.passes % 2, self.number))
+        while left:
+            yield [left.pop(self.own.randrange(len(left))) for _ in range(min(4, len(left)))]
+
+    def __len__(self) -> int:
+        return -(-self.number // 4)

@@ -1,0 +1,235 @@
+"""Resuming repeats and skips no sample, and equals the run without interruption: in one process."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import resume_job
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities import CombinedLoader
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from resume_job import ENDS, assert_resumable, fit, shuffled
+from resume_parts import Draws, DrawsBatches, Rows, StatefulLoader, StatefulStream, Stream
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled(10),
+    "generator of the loader": lambda: DataLoader(
+        Rows(10), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(9)
+    ),
+    "sampler with a generator": lambda: DataLoader(Rows(10), batch_size=4, sampler=Draws(10)),
+    "batch sampler with a generator": lambda: DataLoader(Rows(10), batch_sampler=DrawsBatches(10)),
+    "weights": lambda: DataLoader(Rows(10), batch_size=4, sampler=WeightedRandomSampler(torch.ones(10), 10)),
+    "replacement": lambda: DataLoader(
+        Rows(90),
+        batch_size=30,
+        sampler=RandomSampler(Rows(90), replacement=True, generator=torch.Generator().manual_seed(9)),
+    ),
+    "distributed": lambda: DataLoader(Rows(20), batch_size=4, sampler=DistributedSampler(Rows(20), 2, 1)),
+    "stream": lambda: DataLoader(Stream(10), batch_size=4),
+    "stream with state": lambda: DataLoader(StatefulStream(10), batch_size=4),
+    "loader with state": lambda: StatefulLoader(10),
+    "several": lambda: {"long": shuffled(10)(), "short": shuffled(5)()},
+    "as many as the shortest": lambda: CombinedLoader({"a": shuffled(12)(), "b": shuffled(10)()}, "min_size"),
+    "several streams": lambda: {"a": DataLoader(Stream(10), batch_size=4), "b": DataLoader(Stream(5), batch_size=4)},
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_no_sample_is_repeated_or_left_out(name: str, tmp_path: Path) -> None:
+    assert_resumable(tmp_path, LOADERS[name], ENDS, max_epochs=2 if name != "distributed" else 3)
+
+
+EVERYWHERE = [
+    *((hook, calls) for hook in ("on_train_batch_start", "on_train_batch_end") for calls in range(1, 10)),
+    *(("on_train_epoch_start", calls) for calls in (1, 2, 3)),
+    *(("on_train_epoch_end", calls) for calls in (1, 2, 3)),
+    *(("on_validation_end", calls) for calls in (1, 2, 3)),
+    ("on_train_end", 1),
+]
+"""For three epochs of three batches, with one validation in each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
+)
+@pytest.mark.parametrize("name", ["shuffled", "stream", "stream with state"])
+def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumable(tmp_path, LOADERS[name], EVERYWHERE, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "places"),
+    [
+        ({"val_check_interval": 2}, [("on_train_batch_end", 2), ("on_validation_end", 1)]),
+        ({"plateau": True}, [("on_train_batch_end", 1), ("on_validation_end", 1), ("on_train_epoch_end", 1)]),
+        ({}, [("on_train_batch_end", 3), ("on_train_batch_start", 3), ("on_train_epoch_start", 2)]),
+        ({"accumulate_grad_batches": 2, "num_rows": 18}, [("on_train_batch_end", 2), ("on_train_batch_end", 9)]),
+        ({"reload_dataloaders_every_n_epochs": 2}, [("on_train_batch_end", 5)]),
+        ({"limit_train_batches": 2}, [("on_train_batch_end", 2), ("on_train_batch_end", 3)]),
+        ({"max_steps": 7, "max_epochs": -1}, [("on_train_batch_end", 6), ("on_train_epoch_end", 2)]),
+    ],
+)
+def test_what_was_left_of_a_step_or_an_epoch_is_done(
+    arguments: dict[str, Any], places: list[tuple[str, int]], tmp_path: Path
+) -> None:
+    loaders = shuffled(arguments.pop("num_rows", 10))
+    assert_resumable(tmp_path, loaders, places, **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        shuffled(22, num_workers=2),
+        shuffled(22, num_workers=3, persistent_workers=True),
+        lambda: DataLoader(Rows(22), batch_sampler=DrawsBatches(22), num_workers=2, persistent_workers=True),
+        lambda: DataLoader(Stream(22), batch_size=4, num_workers=2),
+    ],
+)
+def test_with_workers_whose_random_numbers_go_on(loaders: Callable[[], Any], tmp_path: Path) -> None:
+    places = [("on_train_batch_end", calls) for calls in (1, 3, 8, 12)]
+    assert_resumable(tmp_path, loaders, [*places, ("on_train_batch_start", 3), ("on_train_epoch_end", 1)])
+
+
+def test_a_run_that_max_steps_has_ended_goes_on_in_its_epoch(tmp_path: Path) -> None:
+    whole, _ = fit(shuffled(22), seed=3, max_epochs=2)
+    part, trainer = fit(shuffled(22), seed=3, max_steps=4, max_epochs=-1)
+    trainer.save_checkpoint(tmp_path / "after.ckpt")
+    rest, _ = fit(shuffled(22), seed=5, checkpoint=tmp_path / "after.ckpt", max_steps=12, max_epochs=-1)
+    assert part.seen + rest.seen == whole.seen
+
+
+def test_an_exception_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    class Fails(pl.Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            if trainer.global_step == 7:
+                raise RuntimeError("out of luck")
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trainer.save_checkpoint(tmp_path / "failed.ckpt")
+
+    for loaders in (shuffled(22), LOADERS["stream"]):
+        whole, _ = fit(loaders, seed=3)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            fit(loaders, seed=3, callbacks=[Fails()])
+        rest, _ = fit(loaders, seed=5, checkpoint=tmp_path / "failed.ckpt")
+        assert rest.seen == whole.seen[7:]
+
+
+def test_model_checkpoint_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    every = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="{step}")
+    whole, _ = fit(shuffled(10), seed=3, callbacks=[every], enable_checkpointing=True)
+    same = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_top_k=-1, filename="again-{step}")
+    rest, _ = fit(
+        shuffled(10), seed=5, checkpoint=tmp_path / "step=3.ckpt", callbacks=[same], enable_checkpointing=True
+    )
+    assert rest.seen == whole.seen[3:]
+    assert rest.validated == whole.validated  # the first validation was still to come
+
+
+class Counted(Rows):
+    """Rows that remember which have been read."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+def test_nothing_is_read_in_vain(tmp_path: Path) -> None:
+    fit(shuffled(22), seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_batch_end", 4)])], max_epochs=1)
+    rows = Counted(22)
+    rest, _ = fit(
+        lambda: DataLoader(rows, batch_size=4, shuffle=True),
+        seed=5,
+        checkpoint=tmp_path / "on_train_batch_end-4.ckpt",
+        max_epochs=1,
+    )
+    assert rows.read == [row for step in rest.seen for row in step[2]]
+    assert len(rows.read) == 6
+
+
+@pytest.mark.parametrize(
+    ("loaders", "message"),
+    [
+        (shuffled(30), "after 2 batches of a loader with 3 batches, 4 rows in each, 10 samples, and this one has 8 b"),
+        (
+            lambda: DataLoader(Rows(10), batch_size=5),
+            "this one has 2 batches, 5 rows in each, 10 samples, so some .*from the end of an",
+        ),
+        (LOADERS["several"], "written with 1 loaders for training, now there are 2. Resume with the loaders of that"),
+    ],
+)
+def test_other_data_in_the_middle_of_an_epoch_is_refused(
+    loaders: Callable[[], Any], message: str, tmp_path: Path
+) -> None:
+    fit(shuffled(10), seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_batch_end", 2)])])
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(loaders, seed=5, checkpoint=tmp_path / "on_train_batch_end-2.ckpt")
+
+
+def test_other_data_from_the_end_of_an_epoch(tmp_path: Path) -> None:
+    fit(shuffled(10), seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_epoch_end", 1)])])
+    rest, _ = fit(shuffled(30), seed=5, checkpoint=tmp_path / "on_train_epoch_end-1.ckpt", max_epochs=2)
+    assert sorted(row for step in rest.seen for row in step[2]) == list(range(30))
+
+
+def test_checkpoints_go_from_and_to_lightnings_trainer(tmp_path: Path) -> None:
+    place = [("on_train_batch_end", 2)]
+    path = tmp_path / "on_train_batch_end-2.ckpt"
+    for first, second in ((pl.Trainer, resume_job.Trainer), (resume_job.Trainer, pl.Trainer)):
+        whole, _ = fit(shuffled(10), seed=3, callbacks=[resume_job.Saves(tmp_path, place)], trainer=first)
+        assert ("relay" in torch.load(path, weights_only=True)) == (first is resume_job.Trainer)
+        rest, trainer = fit(shuffled(10), seed=5, checkpoint=path, trainer=second)
+        # As Lightning does: with the counters that were, in another order.
+        assert [step[:2] for step in rest.seen] == [step[:2] for step in whole.seen[2:]]
+        assert trainer.current_epoch == 3
+
+
+def test_no_warning_of_what_is_resumed(tmp_path: Path) -> None:
+    fit(shuffled(10), seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_batch_end", 2)])])
+    for trainer in (resume_job.Trainer, pl.Trainer):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(shuffled(10), seed=5, checkpoint=tmp_path / "on_train_batch_end-2.ckpt", trainer=trainer)
+        warned = any("your dataloader is not resumable" in str(warning.message) for warning in caught)
+        assert warned == (trainer is pl.Trainer)
+
+
+def test_weights_alone_hold_no_state(tmp_path: Path) -> None:
+    _, trainer = fit(shuffled(10), seed=3)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "relay" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+
+def test_loaders_of_torchdata(tmp_path: Path) -> None:
+    for make in (
+        lambda: StatefulDataLoader(Rows(10), batch_size=4, shuffle=True),
+        lambda: StatefulDataLoader(StatefulStream(10), batch_size=4),
+    ):
+        assert_resumable(tmp_path, make, [*ENDS, ("on_train_batch_end", 3)], max_epochs=2)
+
+
+@pytest.mark.parametrize("trainer", [pl.Trainer, resume_job.Trainer])
+def test_a_loader_with_state_under_either_trainer(trainer: type[pl.Trainer], tmp_path: Path) -> None:
+    class Sized(StatefulLoader):  # Lightning reads one batch ahead, and counts it, where there is no length
+        def __len__(self) -> int:
+            return 3
+
+    saves = resume_job.Saves(tmp_path, ENDS)
+    whole, _ = fit(lambda: Sized(10), seed=3, callbacks=[saves], trainer=trainer)
+    for path, (steps, _) in saves.before.items():
+        rest, _ = fit(lambda: Sized(10), seed=5, checkpoint=path, trainer=trainer)
+        assert [step[:3] for step in rest.seen] == [step[:3] for step in whole.seen[steps:]]

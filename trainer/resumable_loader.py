@@ -1,0 +1,119 @@
+"""All loaders of the training loop together: where they are at the batch that training has come to."""
+
+from collections import deque
+from typing import Any, cast
+
+from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from trainer.random_state import plain, random_state, set_random_state
+from trainer.tracked_loader import TrackedLoader
+
+_MOST_AHEAD = 2  # Lightning reads one batch ahead if it does not know how many there are; another may be in training
+
+
+class ResumableLoader(CombinedLoader):
+    """A ``CombinedLoader`` that goes on where a checkpoint was written.
+
+    To users and to Lightning it holds their own loaders; only what it iterates over is wrapped.
+    """
+
+    def __init__(self, iterables: Any, mode: Any) -> None:
+        super().__init__(iterables, mode)
+        self._tracked: list[TrackedLoader] = []
+        self._history: deque[dict[str, Any]] = deque(maxlen=_MOST_AHEAD)
+        self._saved: dict[str, Any] | None = None
+        self.waits = self._reads_ahead = False
+        self.random_at_last_batch: dict[str, Any] = {}
+
+    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool, num_processes: int, now: tuple[int, int]) -> None:
+        """Lets the next pass be the one that :meth:`state` saw; or lets it wait for the ``iter`` after the next.
+
+        Args:
+            saved: What that returned.
+            in_mid_epoch: Which of both.
+            num_processes: How many there were.
+            now: The rank of this process, and how many there are now.
+
+        Raises:
+            MisconfigurationException: If it is about other loaders.
+        """
+        self._track()
+        if len(saved["loaders"]) != len(self._tracked):
+            raise MisconfigurationException(
+                f"The checkpoint was written with {len(saved['loaders'])} loaders for training, now there are "
+                f"{len(self._tracked)}. Resume with the loaders of that run."
+            )
+        for tracked, state in zip(self._tracked, saved["loaders"], strict=True):
+            tracked.resume(state, in_mid_epoch=in_mid_epoch, num_processes=num_processes, now=now)
+        self._saved, self.waits = (saved, False) if in_mid_epoch else (None, True)
+
+    def state(self, num_ahead: int) -> dict[str, Any]:
+        """Where the loaders are, as plain types and tensors.
+
+        Args:
+            num_ahead: How many batches have been taken from them that will have to be taken again.
+        """
+        position = self._history[-num_ahead] if num_ahead else self._position()
+        loaders = zip(self._tracked, position["loaders"], strict=True)
+        return {
+            "loaders": [tracked.to_save(place) for tracked, place in loaders],
+            "index": position["index"],
+            "consumed": position["consumed"],
+            "random": plain(position["random"]),
+        }
+
+    def states_of_stateful(self, num_ahead: int) -> list[dict[str, Any]]:
+        """As Lightning saves them, but ahead of what has been read too early; for the loaders with ``state_dict``."""
+        states = self._history[-num_ahead]["stateful"] if num_ahead else None
+        return self._state_dicts() if states is None else states
+
+    def __iter__(self) -> "ResumableLoader":
+        self._track()
+        self._history.clear()
+        self._iterator = iterator = cast(
+            Any, _SUPPORTED_MODES[self._mode]["iterator"](list(self._tracked), self._limits)
+        )
+        if self.waits:
+            return self
+        iter(iterator)
+        self._reads_ahead = sized_len(self) is None
+        saved, self._saved = self._saved, None
+        if saved is not None:
+            iterator._idx = saved["index"]
+            if saved["consumed"] is not None:
+                iterator._consumed = list(saved["consumed"])
+            if saved["random"] is not None:
+                set_random_state(saved["random"])
+        return self
+
+    def __next__(self) -> Any:
+        if self.waits:
+            raise StopIteration
+        self.random_at_last_batch = random_state()
+        position = self._position() | {"random": self.random_at_last_batch}
+        position["stateful"] = self._state_dicts() if self._reads_ahead else None
+        batch = super().__next__()
+        self._history.append(position)
+        return batch
+
+    def reset(self) -> None:
+        super().reset()
+        for tracked in self._tracked:
+            tracked.release()
+
+    def _track(self) -> None:
+        if len(self._tracked) != len(self.flattened) or any(
+            tracked.loader is not loader for tracked, loader in zip(self._tracked, self.flattened, strict=True)
+        ):
+            self._tracked = [TrackedLoader(loader) for loader in self.flattened]
+
+    def _position(self) -> dict[str, Any]:
+        consumed = getattr(self._iterator, "_consumed", None)
+        return {
+            "loaders": [tracked.position() for tracked in self._tracked],
+            "index": getattr(self._iterator, "_idx", 0),
+            "consumed": None if consumed is None else list(consumed),
+            "random": None,
+        }

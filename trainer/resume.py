@@ -1,0 +1,246 @@
+"""Resuming: Lightning's training loop, from the very batch and random state that the checkpoint was written with."""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
+from pytorch_lightning import Trainer
+from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+
+from trainer.epoch_sums import ResumableResults
+from trainer.random_state import cuda_random_state, plain, random_state, set_cuda_random_state, set_random_state
+from trainer.resumable_loader import ResumableLoader
+
+
+class ResumingEpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch; a resumed run first does what was left of the last batch.
+
+    A checkpoint is often written in ``on_train_batch_end``. Lightning would then leave out the validation that was due.
+    """
+
+    def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        self._results: ResumableResults = ResumableResults()
+        self.finishes_batch = self.loader_resumes = False
+
+    def reset(self) -> None:
+        with warnings.catch_warnings():
+            if self.loader_resumes:
+                warnings.filterwarnings("ignore", ".*your dataloader is not resumable", PossibleUserWarning)
+            super().reset()
+        self.loader_resumes = False
+
+    def advance(self, data_fetcher: _DataFetcher) -> None:
+        if not self.finishes_batch:
+            super().advance(data_fetcher)
+            return
+        self.finishes_batch = False
+        self.val_loop.restarting = False
+
+
+class ResumingFitLoop(_FitLoop):
+    """Lightning's loop over the epochs; it also knows where its loaders are, and where the random state was.
+
+    A resumed run gets the random state back where training goes on: ahead of the hooks of a new epoch, or of the next
+    batch of one that had begun. In the first case its loaders start only then, as they would have.
+    """
+
+    epoch_loop: ResumingEpochLoop
+
+    def __init__(self, trainer: Trainer, min_epochs: int | None, max_epochs: int | None) -> None:
+        super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
+        self._data_source = _ResumableSource(None, "train_dataloader")
+        self._saved: dict[str, Any] | None = None
+        self._num_processes = 0
+        self._loaders_at_end: dict[str, Any] | None = None
+        self._stateful_at_end: list[dict[str, Any]] = []
+        self._resumed = self._finishes_epoch = False
+
+    def state_of_process(self) -> dict[str, Any]:
+        """The random state of this process, where its loaders are, and the metrics that schedulers look at."""
+        in_training = self._num_in_training()
+        loader = self._loader()
+        random = random_state() if loader is None or not in_training else loader.random_at_last_batch
+        return {
+            "random": plain(random),
+            "cuda": cuda_random_state(),
+            "loaders": self._loaders_at_end if self._data_fetcher is None else self._state_of_loaders(),
+            "loaded_in_epoch": self._last_train_dl_reload_epoch,
+            "sums": self.epoch_loop._results.state(),
+            "metrics": {
+                name: value.detach().cpu()
+                for name, value in self.trainer.callback_metrics.items()
+                if isinstance(value, torch.Tensor)  # users write there too
+            },
+        }
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().on_save_checkpoint()
+        if state.get("combined_loader") and self._loader() is not None:
+            state["combined_loader"] = (
+                self._stateful_at_end if self._data_fetcher is None else self._states_of_stateful()
+            )
+        return state
+
+    def resume_processes(self, saved: list[dict[str, Any]]) -> None:
+        """Lets the next run go on from what :meth:`state_of_process` saw in each process; an empty list lets it start.
+
+        A process that there was not takes the state of the last one.
+        """
+        self._saved = saved[min(self.trainer.global_rank, len(saved) - 1)] if saved else None
+        self._num_processes, self._loaders_at_end = len(saved), None
+        self._finishes_epoch = self.epoch_loop.finishes_batch = False
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Loads the counters, and makes those of them consistent that stood between two of their steps."""
+        super().load_state_dict(state_dict, prefix)
+        if self._saved is None:
+            return
+        batches: Any = self.epoch_loop.batch_progress
+        epochs: Any = self.epoch_progress
+        if batches.current.ready == batches.current.processed > batches.current.completed:
+            batches.increment_completed()
+            self.epoch_loop.finishes_batch = True
+        if batches.current.ready > batches.current.processed:
+            batches.is_last_batch = False  # it has to be trained on again
+        batches.total.reset_on_restart()
+        if batches.current.ready and not batches.is_last_batch and self.epoch_loop.global_step < self.max_steps:
+            # The end of the epoch came from max_steps, of which there are more now: it goes on.
+            for progress in (epochs.total, epochs.current):
+                progress.processed = progress.completed = progress.ready - 1
+        if epochs.total.ready > epochs.total.started or epochs.total.started == epochs.total.processed:
+            self.epoch_loop.restarting = False
+            self._finishes_epoch = epochs.total.processed > epochs.total.completed
+
+    def reset(self) -> None:
+        if self._saved is not None:
+            metrics = {
+                name: value.to(self.trainer.strategy.root_device) for name, value in self._saved["metrics"].items()
+            }
+            self.trainer._logger_connector._callback_metrics.update(metrics)
+            if self.epoch_loop.restarting:
+                self.epoch_loop._results.resume(self._saved["sums"], self.trainer.strategy.reduce)
+        if self._finishes_epoch:
+            if self.epoch_loop._num_ready_batches_reached():
+                self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+            self.epoch_progress.increment_completed()
+            self._finishes_epoch = False
+        super().reset()
+
+    def _load_combined_loader_states(self) -> None:
+        # Called by setup_data, when the loaders are known and right before they are iterated over.
+        loader = self._loader()
+        if loader is None or self._saved is None or self._saved["loaders"] is None:
+            super()._load_combined_loader_states()
+            return
+        self.epoch_loop.loader_resumes = True
+        progress = self.epoch_loop.batch_progress
+        in_mid_epoch = not progress.is_last_batch and (self.epoch_loop.restarting or progress.current.ready == 0)
+        if in_mid_epoch:
+            super()._load_combined_loader_states()
+        loader.resume(
+            self._saved["loaders"],
+            in_mid_epoch=in_mid_epoch,
+            num_processes=self._num_processes,
+            now=(self.trainer.global_rank, self.trainer.world_size),
+        )
+
+    def on_advance_start(self) -> None:
+        saved, self._saved = self._saved, None
+        self._resumed = saved is not None
+        if saved is not None:
+            set_random_state(saved["random"])
+            set_cuda_random_state(saved["cuda"])
+            self._last_train_dl_reload_epoch = saved["loaded_in_epoch"]
+        super().on_advance_start()
+
+    def advance(self) -> None:
+        loader = self._loader()
+        if loader is not None and self._resumed:
+            begins = loader.waits or self.trainer.current_epoch > 0
+            loader.waits = False
+            if begins and not self.epoch_loop.restarting:
+                iter(cast(Any, self._data_fetcher))
+        super().advance()
+
+    def on_advance_end(self) -> None:
+        if self._resumed:  # Lightning would not step ReduceLROnPlateau at the end of this epoch
+            self._restarting = False
+            self.epoch_loop._results.end_epoch()
+        super().on_advance_end()
+
+    def teardown(self) -> None:
+        if self._data_fetcher is not None:
+            self._loaders_at_end = self._state_of_loaders()
+            # After an error the user's loaders are left alone.
+            self._stateful_at_end = [] if self.trainer.interrupted else self._states_of_stateful()
+        super().teardown()
+
+    def _loader(self) -> ResumableLoader | None:
+        return self._combined_loader if isinstance(self._combined_loader, ResumableLoader) else None
+
+    def _state_of_loaders(self) -> dict[str, Any] | None:
+        loader = self._loader()
+        return None if loader is None else loader.state(self._num_ahead())
+
+    def _states_of_stateful(self) -> list[dict[str, Any]]:
+        loader = self._loader()
+        return [] if loader is None else loader.states_of_stateful(self._num_ahead())
+
+    def _num_ahead(self) -> int:
+        num_read_ahead = len(self._data_fetcher.batches) if isinstance(self._data_fetcher, _PrefetchDataFetcher) else 0
+        return num_read_ahead + self._num_in_training()
+
+    def _num_in_training(self) -> int:
+        """1 if the checkpoint is being written in the middle of a batch, which will then be trained on again."""
+        if isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+            return 0
+        progress: Any = self.epoch_loop.batch_progress.current
+        return int(progress.ready - progress.processed)
+
+
+class ResumingCheckpointConnector(_CheckpointConnector):
+    """Lightning's, with the state of every process under the key ``relay``, but for checkpoints of weights only."""
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        if not weights_only:
+            checkpoint.setdefault("relay", {})["processes"] = _of_every_process(
+                self.trainer, cast(Any, self.trainer.fit_loop).state_of_process()
+            )
+        return checkpoint
+
+    def _restore_modules_and_callbacks(self, *args: Any, **kwargs: Any) -> None:
+        super()._restore_modules_and_callbacks(*args, **kwargs)
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            cast(Any, self.trainer.fit_loop).resume_processes(
+                self._loaded_checkpoint.get("relay", {}).get("processes", [])
+            )
+
+
+@dataclass
+class _ResumableSource(_DataLoaderSource):
+    """Where the fit loop gets its loaders from."""
+
+    def dataloader(self) -> Any:
+        loaders = super().dataloader()
+        if not isinstance(loaders, CombinedLoader):
+            return ResumableLoader(loaders, "max_size_cycle")
+        return ResumableLoader(loaders.iterables, loaders._mode) if type(loaders) is CombinedLoader else loaders
+
+
+def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str, Any]]:
+    """The states of all ranks, on rank 0; others have no use for them."""
+    if trainer.world_size == 1:
+        return [state]
+    gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
+    torch.distributed.gather_object(state, gathered)
+    return gathered or []
