@@ -10,7 +10,7 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 """
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -206,13 +206,16 @@ def load_exactly(strategy: Strategy) -> None:
 
     Under ``precision="64-true"`` Lightning loads a checkpoint into float32 weights, and makes float64 of them later.
     """
-    load = strategy.load_model_state_dict
+    # Can be pickled, for strategies that spawn.
+    load = partial(type(strategy).load_model_state_dict, strategy)
+    vars(strategy)["load_model_state_dict"] = partial(_convert_and_load, strategy, load)
 
-    def convert_and_load(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        _convert(strategy)
-        load(checkpoint, strict)
 
-    vars(strategy)["load_model_state_dict"] = convert_and_load
+def _convert_and_load(
+    strategy: Strategy, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool = True
+) -> None:
+    _convert(strategy)
+    load(checkpoint, strict)
 
 
 def _convert(strategy: Strategy) -> None:
