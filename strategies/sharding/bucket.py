@@ -4,10 +4,13 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.distributed import ProcessGroup
+
+from strategies.sharding.transfer import Exchange
+
+_LARGE_BYTES = 2**17
+"""What is at least so large travels as it is; the rest is copied into one buffer, since each message costs time."""
 
 
 class Bucket:
@@ -24,13 +27,14 @@ class Bucket:
         self, parameters: Sequence[Tensor], owner: int | None, optimizer: int | None, *, as_view: bool
     ) -> None:
         self.parameters, self.owner, self.optimizer = tuple(parameters), owner, optimizer
+        self._strides = {p: torch.empty_like(p, device="meta").stride() for p in parameters}  # those of dense memory
         self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
         self._set_aside: dict[Tensor, Tensor] = {}
         self._values: Tensor | None = None
         if as_view and owner is not None:
-            self._values = self._packed_values()
+            self._values = self._buffer(self.parameters)
             for parameter, part in self._parts(self._values, self.parameters):
-                parameter.data = part
+                parameter.data = part.copy_(parameter.data)
 
     def release(self) -> None:
         """Gives each parameter memory of its own again."""
@@ -49,83 +53,102 @@ class Bucket:
         self._reduced.pop(parameter, None)
 
     def set_reduced_aside(self, wanted: Sequence[Tensor]) -> None:
-        """Keeps sums that are known from an earlier pass out of the next one."""
+        """Keeps averages that are known from an earlier pass out of the next one."""
         for parameter in filter(self.is_reduced, wanted):
             assert parameter.grad is not None
             self._set_aside[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
-    def take_grads(self, wanted: Sequence[Tensor], factor: float, *, marked: bool) -> Tensor:
-        """Moves the gradients, times ``factor``, into one buffer.
+    def take_grads(self, wanted: Sequence[Tensor], *, marked: bool) -> list[Tensor]:
+        """Moves gradients into buffers.
 
         Args:
             wanted: Which of the parameters; one without a gradient counts as zero.
-            factor: As in DistributedDataParallel, gradients are divided before they are summed.
-            marked: Whether the end of the buffer says which of them have a gradient.
+            marked: Whether the end of the last buffer says which of them have a gradient.
         """
-        flat = wanted[0].new_empty(sum(map(torch.numel, wanted)) + marked * len(wanted))
-        if marked:
-            flat[-len(wanted) :] = torch.tensor([p.grad is not None for p in wanted])
-        for parameter, part in self._parts(flat, wanted):
-            if parameter.grad is None:
-                part.zero_()
-            else:
-                torch.mul(parameter.grad, factor, out=part)
-                parameter.grad = None
-        return flat
+        marks = [p.grad is not None for p in wanted]
+        grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in wanted}
+        for parameter in wanted:
+            parameter.grad = None
+        large, small = _divided(wanted)
+        pieces = [self._flat(parameter, grads.pop(parameter)) for parameter in large]
+        if small or marked:
+            buffer = self._buffer(small, marked * len(marks), like=wanted[0])
+            for parameter, part in self._parts(buffer, small):
+                part.copy_(grads[parameter])
+            if marked:
+                buffer[-len(marks) :] = torch.tensor(marks)
+            pieces.append(buffer)
+        return pieces
 
-    def put_grads(self, flat: Tensor | None, wanted: Sequence[Tensor], *, marked: bool) -> None:
-        """The inverse of :meth:`take_grads`, for the sum over all ranks; ``None`` where that is not kept."""
-        if flat is None:
-            return
-        found = flat[-len(wanted) :].tolist() if marked else [1.0] * len(wanted)
-        for (parameter, grad), number in zip(self._parts(flat, wanted), found, strict=True):
+    def put_grads(self, pieces: Sequence[Tensor], wanted: Sequence[Tensor], *, marked: bool) -> None:
+        """The inverse of :meth:`take_grads`, for averages over all ranks."""
+        found = pieces[-1][-len(wanted) :].tolist() if marked else [1.0] * len(wanted)
+        number = dict(zip(wanted, found, strict=True))
+        for parameter, grad in self._unpacked(pieces, wanted):
             before = self._set_aside.pop(parameter, None)
-            kept = before if not number else grad if before is None else before.add_(grad)
+            kept = before if not number[parameter] else grad if before is None else before.add_(grad)
             if kept is not None:
                 parameter.grad, self._reduced[parameter] = kept, weakref.ref(kept)
 
     @torch.no_grad()
-    def start_sharing(self, group: ProcessGroup) -> Callable[[], None]:
+    def start_sharing(self, exchange: Exchange, number: int, *, mine: bool) -> Callable[[], None]:
         """Sends the owner's values to all ranks.
 
         Returns:
             What waits for them.
         """
         assert self.owner is not None
-        mine = group.rank() == self.owner
-        flat = self._values
-        if flat is None:
-            flat = self._packed_values() if mine else self._no_values()
-        work = dist.broadcast(flat, self.owner, group=group, async_op=True)
+        large, small = _divided(self.parameters)
+        buffer = None
+        if self._values is not None:
+            pieces = [self._values]
+        else:
+            pieces = [self._flat(parameter, parameter.data) for parameter in large]
+            if small:
+                buffer = self._buffer(small)
+                pieces.append(buffer)
+                if mine:
+                    for parameter, part in self._parts(buffer, small):
+                        part.copy_(parameter)
+        wait = exchange.start_broadcast(pieces, self.owner, number)
         if not mine:
             increment_version(self.parameters)  # a graph that still needs an old value says so
 
         def finish() -> None:
-            work.wait()
-            if not mine and self._values is None:
-                with torch.no_grad():
-                    for parameter, part in self._parts(flat, self.parameters):
-                        parameter.data.copy_(part)
+            wait()
+            if buffer is not None and not mine:
+                for parameter, part in self._parts(buffer, small):
+                    parameter.data.copy_(part)
 
         return finish
 
-    def _no_values(self) -> Tensor:
-        return self.parameters[0].new_empty(sum(map(torch.numel, self.parameters)))
+    def _buffer(self, parameters: Sequence[Tensor], more: int = 0, *, like: Tensor | None = None) -> Tensor:
+        return (parameters[0] if like is None else like).detach().new_empty(sum(map(torch.numel, parameters)) + more)
 
-    @torch.no_grad()
-    def _packed_values(self) -> Tensor:
-        flat = self._no_values()
-        for parameter, part in self._parts(flat, self.parameters):
-            part.copy_(parameter)
-        return flat
+    def _flat(self, parameter: Tensor, tensor: Tensor) -> Tensor:
+        """The memory of a parameter or of its gradient in one dimension, the same on all ranks."""
+        if tensor.stride() != self._strides[parameter]:
+            tensor = torch.empty_strided(
+                tensor.shape, self._strides[parameter], dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor)
+        return tensor.detach().as_strided((tensor.numel(),), (1,))
 
-    @staticmethod
-    def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _unpacked(self, pieces: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        large, small = _divided(parameters)
+        alone = [part for p, piece in zip(large, pieces, strict=False) for part in self._parts(piece, [p])]
+        return alone + (self._parts(pieces[-1], small) if small else [])
+
+    def _parts(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Each parameter with its part of a buffer, which has the parameter's shape and order in memory."""
-        parts, start = [], 0
+        parts, start = [], buffer.storage_offset()
         for parameter in parameters:
-            strides = torch.empty_like(parameter, device="meta").stride()
-            parts.append((parameter, flat.detach().as_strided(parameter.shape, strides, start)))
+            parts.append((parameter, buffer.as_strided(parameter.shape, self._strides[parameter], start)))
             start += parameter.numel()
         return parts
+
+
+def _divided(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The large ones and the small ones."""
+    large = [p for p in parameters if p.nbytes >= _LARGE_BYTES]
+    return large, [p for p in parameters if p.nbytes < _LARGE_BYTES]

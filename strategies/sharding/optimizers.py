@@ -21,7 +21,7 @@ from strategies.optimizer import norms_of_gradients, numbers_of, parameters_of, 
 from strategies.sharding.bucket import Bucket
 from strategies.sharding.partition import assign_owners, form_buckets
 from strategies.sharding.reducer import LAG, Reducer
-from strategies.sharding.transfer import InFlight
+from strategies.sharding.transfer import Exchange, InFlight
 
 
 class ShardedOptimizers:
@@ -61,10 +61,10 @@ class ShardedOptimizers:
         self._narrowed: dict[Optimizer, list[list[Tensor]]] = {}
         self._in_backward_of: Optimizer | None = None
         self._stepped: set[Bucket] = set()
-        self._sharing = InFlight(LAG)
+        self._exchange, self._sharing = Exchange(group), InFlight(LAG)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
         self.reducer = Reducer(
-            group,
+            self._exchange,
             whole=whole_gradients,
             find_unused=find_unused_parameters,
             prepare=self._up_to_date_buckets,
@@ -103,7 +103,7 @@ class ShardedOptimizers:
         changed = set(parameters_of(optimizer))
         for bucket in self._buckets:
             if bucket.owner is not None and bucket not in self._stepped and changed.intersection(bucket.parameters):
-                self._sharing.add(bucket.start_sharing(self._group))
+                self._share(bucket)
         self._sharing.drain()
         self._stepped.clear()
 
@@ -149,6 +149,10 @@ class ShardedOptimizers:
     def any_rank(self, found: Tensor) -> None:
         """Replaces a scalar by the largest over all ranks."""
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+
+    def _share(self, bucket: Bucket) -> None:
+        number = self._buckets.index(bucket)
+        self._sharing.add(bucket.start_sharing(self._exchange, number, mine=bucket.owner == self._rank))
 
     # Steps
 
@@ -207,7 +211,7 @@ class ShardedOptimizers:
             part.state = optimizer.state
             part.step()
         self._stepped.add(bucket)
-        self._sharing.add(bucket.start_sharing(self._group))
+        self._share(bucket)
 
     # Owners and buckets
 

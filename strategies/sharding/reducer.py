@@ -13,11 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from strategies.sharding.bucket import Bucket
-from strategies.sharding.transfer import InFlight, start_sum
+from strategies.sharding.transfer import Exchange, InFlight
 
 LAG = 2
 """Buckets whose sums are under way while the next one is filled: hides their time, and what ranks differ."""
@@ -27,7 +26,7 @@ class Reducer:
     """Averages gradients over the ranks.
 
     Args:
-        group: The ranks.
+        exchange: Reaches the other ranks.
         whole: Every rank gets every gradient, as in DistributedDataParallel; otherwise its owner alone does, and the
             others' gradients are gone after the backward pass.
         find_unused: Backward passes may leave out parameters, other ones on each rank.
@@ -38,7 +37,7 @@ class Reducer:
 
     def __init__(
         self,
-        group: ProcessGroup,
+        exchange: Exchange,
         *,
         whole: bool,
         find_unused: bool,
@@ -46,7 +45,7 @@ class Reducer:
         reduced: Callable[[Bucket], None],
         name_of: Callable[[Tensor], str],
     ) -> None:
-        self._group, self._whole, self._find_unused = group, whole, find_unused
+        self._exchange, self._whole, self._find_unused = exchange, whole, find_unused
         self._prepare, self._reduced, self._name_of = prepare, reduced, name_of
         self._buckets: Sequence[Bucket] = ()
         self._bucket_of: dict[Tensor, Bucket] = {}
@@ -130,11 +129,12 @@ class Reducer:
         wanted, marked = self._wanted[bucket], self._marked
         if not wanted:
             return  # frozen for this pass, on every rank
-        flat = bucket.take_grads(wanted, 1 / self._group.size(), marked=marked)
-        wait = start_sum(flat, None if self._whole else bucket.owner, self._group, number)
+        pieces = bucket.take_grads(wanted, marked=marked)
+        wait = self._exchange.start_average(pieces, None if self._whole else bucket.owner, number)
 
         def finish() -> None:
-            bucket.put_grads(wait(), wanted, marked=marked)
+            if wait():
+                bucket.put_grads(pieces, wanted, marked=marked)
             self._reduced(bucket)
 
         self._in_flight.add(finish)
