@@ -21,13 +21,22 @@ class Bucket:
         owner: The rank that steps them; ``None`` if no optimizer has them.
         optimizer: The number of their optimizer.
         as_view: Let the parameters live in one buffer, so that values travel without being copied.
+        packed: Copy all gradients into one buffer, which can be summed in place. (A gradient may share its memory with
+            that of another parameter.) Otherwise large ones travel as they are.
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], owner: int | None, optimizer: int | None, *, as_view: bool
+        self,
+        parameters: Sequence[Tensor],
+        owner: int | None,
+        optimizer: int | None,
+        *,
+        as_view: bool,
+        packed: bool,
     ) -> None:
         self.parameters, self.owner, self.optimizer = tuple(parameters), owner, optimizer
         self._strides = {p: torch.empty_like(p, device="meta").stride() for p in parameters}  # those of dense memory
+        self._packed = packed
         self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
         self._set_aside: dict[Tensor, Tensor] = {}
         self._values: Tensor | None = None
@@ -70,7 +79,7 @@ class Bucket:
         grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in wanted}
         for parameter in wanted:
             parameter.grad = None
-        large, small = _divided(wanted)
+        large, small = _divided(wanted, self._packed)
         pieces = [self._flat(parameter, grads.pop(parameter)) for parameter in large]
         if small or marked:
             buffer = self._buffer(small, marked * len(marks), like=wanted[0])
@@ -99,7 +108,7 @@ class Bucket:
             What waits for them.
         """
         assert self.owner is not None
-        large, small = _divided(self.parameters)
+        large, small = _divided(self.parameters, self.parameters[0].is_cuda)
         buffer = None
         if self._values is not None:
             pieces = [self._values]
@@ -135,7 +144,7 @@ class Bucket:
         return tensor.detach().as_strided((tensor.numel(),), (1,))
 
     def _unpacked(self, pieces: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        large, small = _divided(parameters)
+        large, small = _divided(parameters, self._packed)
         alone = [part for p, piece in zip(large, pieces, strict=False) for part in self._parts(piece, [p])]
         return alone + (self._parts(pieces[-1], small) if small else [])
 
@@ -148,7 +157,7 @@ class Bucket:
         return parts
 
 
-def _divided(parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The large ones and the small ones."""
-    large = [p for p in parameters if p.nbytes >= _LARGE_BYTES]
-    return large, [p for p in parameters if p.nbytes < _LARGE_BYTES]
+def _divided(parameters: Sequence[Tensor], packed: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that travel as they are, and those that are copied."""
+    large = [p for p in parameters if p.nbytes >= _LARGE_BYTES and not packed]
+    return large, [p for p in parameters if p.nbytes < _LARGE_BYTES or packed]

@@ -239,11 +239,13 @@ class ShardedOptimizers:
 
     def _form_buckets(self, parameters: list[Tensor]) -> None:
         """Forms buckets of parameters in the order in which the backward pass is expected to reach them."""
-        for bucket in self._buckets:
-            bucket.release()
+        for before in self._buckets:
+            before.release()
         kinds = [(self._owners.get(p), self._optimizer_of.get(p), p.dtype, p.device) for p in parameters]
-        numbers = form_buckets(kinds, [p.nbytes for p in parameters], self._bucket_bytes)
-        self._buckets = [
-            Bucket([parameters[n] for n in bucket], *kinds[bucket[0]][:2], as_view=self._as_view) for bucket in numbers
-        ]
+        self._buckets = []
+        for numbers in form_buckets(kinds, [p.nbytes for p in parameters], self._bucket_bytes):
+            members = [parameters[number] for number in numbers]
+            owner, optimizer, _, device = kinds[numbers[0]]
+            packed = self._whole or owner is None or device.type == "cuda"  # summed in place by a collective
+            self._buckets.append(Bucket(members, owner, optimizer, as_view=self._as_view, packed=packed))
         self.reducer.watch(self._buckets)

@@ -133,8 +133,9 @@ class Reducer:
         wait = self._exchange.start_average(pieces, None if self._whole else bucket.owner, number)
 
         def finish() -> None:
-            if wait():
-                bucket.put_grads(pieces, wanted, marked=marked)
+            averages = wait()
+            if averages is not None:
+                bucket.put_grads(averages, wanted, marked=marked)
             self._reduced(bucket)
 
         self._in_flight.add(finish)
