@@ -12,6 +12,9 @@ from strategies.sharding.transfer import Exchange
 _LARGE_BYTES = 2**17
 """What is at least so large travels as it is; the rest is copied into one buffer, since each message costs time."""
 
+_ALIGNMENT_BYTES = 64
+"""Of torch's CPU allocator."""
+
 
 class Bucket:
     """Parameters of one type and of one optimizer that one rank owns.
@@ -133,7 +136,7 @@ class Bucket:
         return finish
 
     def _buffer(self, parameters: Sequence[Tensor], more: int = 0, *, like: Tensor | None = None) -> Tensor:
-        return (parameters[0] if like is None else like).detach().new_empty(sum(map(torch.numel, parameters)) + more)
+        return (parameters[0] if like is None else like).detach().new_empty(sum(map(_room, parameters)) + more)
 
     def _flat(self, parameter: Tensor, tensor: Tensor) -> Tensor:
         """The memory of a parameter or of its gradient in one dimension, the same on all ranks."""
@@ -153,8 +156,13 @@ class Bucket:
         parts, start = [], buffer.storage_offset()
         for parameter in parameters:
             parts.append((parameter, buffer.as_strided(parameter.shape, self._strides[parameter], start)))
-            start += parameter.numel()
+            start += _room(parameter)
         return parts
+
+
+def _room(parameter: Tensor) -> int:
+    """Its elements, filled up: a product sums in another order where memory is not aligned as it usually is."""
+    return -(-parameter.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES // parameter.element_size()
 
 
 def _divided(parameters: Sequence[Tensor], packed: bool) -> tuple[list[Tensor], list[Tensor]]:
