@@ -166,6 +166,8 @@ def chain() -> list[dict[str, Any]]:
 def test_resuming_on_other_numbers_of_ranks_and_under_other_strategies() -> None:
     chained, uninterrupted = run(chain, timeout_seconds=400)
     _alike(chained["state_dict"], uninterrupted["state_dict"], 1e-9, "state_dict")
-    _alike(chained["optimizer_states"], uninterrupted["optimizer_states"], 1e-9, "optimizer state")
-    _alike(chained["lr_schedulers"], uninterrupted["lr_schedulers"], 1e-12, "schedulers")
+    (ours,), (plain,) = (checkpoint["optimizer_states"] for checkpoint in (chained, uninterrupted))
+    assert ours["param_groups"] == plain["param_groups"]
+    _alike(ours["state"], plain["state"], 1e-9, "optimizer state")
+    assert chained["lr_schedulers"] == uninterrupted["lr_schedulers"]
     assert chained["global_step"] == uninterrupted["global_step"]

@@ -31,7 +31,7 @@ def test_loads_that_are_there_count() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 def test_state_of_a_transformer_is_divided_evenly(ranks: int) -> None:
     with torch.device("meta"):
-        layer = nn.TransformerEncoderLayer(512, 8, 2048)
+        layer = nn.TransformerEncoderLayer(512, 8, 2048, batch_first=True)
         model = nn.Sequential(nn.Embedding(5000, 512), nn.TransformerEncoder(layer, 12))
     sizes = [p.nbytes for p in model.parameters()]
     owners = assign_owners(sizes, [0] * ranks)
@@ -115,7 +115,7 @@ def test_refused(make: Any, message: str) -> None:
         *[getattr(torch.optim, name) for name in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta")],
         *[getattr(torch.optim, name) for name in ("RMSprop", "Rprop", "ASGD", "Adafactor", "SGD")],
         lambda p: torch.optim.AdamW(p, fused=True, amsgrad=True),
-        lambda p: torch.optim.AdamW(p, foreach=True, lr=torch.tensor(1e-3)),
+        lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3)),
         lambda p: SGD([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}, {"params": []}], momentum=0.9, nesterov=True),
         lambda p: torch.optim.Muon([p[0], p[2]]),
     ],

@@ -99,7 +99,7 @@ def outcome(model: Any, trainer: Trainer, folder: Path) -> dict[str, Any]:
         "values": strategy.all_gather(values),  # [ranks, elements]
         "state_dict": checkpoint["state_dict"],
         "optimizers": checkpoint["optimizer_states"],
-        "state_bytes": strategy.all_gather(torch.stack(sizes)),  # [ranks, optimizers]
+        "state_bytes": strategy.all_gather(torch.stack(sizes)).reshape(-1, len(sizes)),  # [ranks, optimizers]
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "hooks_left": [len(optimizer._optimizer_step_pre_hooks) for optimizer in trainer.optimizers],
         "own_memory": own_memory,

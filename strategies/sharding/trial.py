@@ -91,9 +91,9 @@ def _own(value: Any) -> Any:
 
 
 def _small(value: Any, like: Tensor) -> Any:
-    """The first elements along each dimension of what has the shape of a parameter; a copy of anything else."""
+    """The first elements along each dimension of what has the dimensions of a parameter; a copy of anything else."""
     if not isinstance(value, Tensor):
         return _own(value)
-    corner = tuple(slice(_ELEMENTS) for _ in value.shape) if value.shape == like.shape else ...
+    corner = tuple(slice(_ELEMENTS) for _ in value.shape) if value.ndim == like.ndim else ...
     small = value.detach()[corner].clone()
     return small.requires_grad_() if value is like else small
