@@ -26,7 +26,7 @@ def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init
 class Trainer(pl.Trainer):
     """``pytorch_lightning.Trainer`` with the same arguments, whose ``strategy`` also takes Relay's names.
 
-    ``strategy`` is one of Relay's names (``"ddp"``, ``"rpc_sequential"``), a name that Lightning knows (``"auto"``,
+    ``strategy`` is one of Relay's names (``"ddp"``, ``"zero"``, ...), a name that Lightning knows (``"auto"``,
     ``"fsdp"``, ...), or an instance of a strategy.
 
     Raises:
