@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning_fabric.utilities.optimizer import _optimizers_to_device
+from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.trainer.states import TrainerFn
@@ -119,7 +120,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             return
         model = self.lightning_module
         assert model is not None
-        optimizers = list(dict.fromkeys(map(unwrapped, self.optimizers)))
+        plain = dict.fromkeys(map(unwrapped, self.optimizers))
+        optimizers = [optimizer for optimizer in plain if not isinstance(optimizer, _MockOptimizer)]
         with as_misconfiguration():
             for optimizer in optimizers:
                 check_divisible(optimizer)
@@ -224,7 +226,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         """Take this rank's part of each optimizer's state, whoever saved it and on however many ranks."""
         sharded = self._running()
         for optimizer, state in zip(map(unwrapped, self.optimizers), checkpoint["optimizer_states"], strict=True):
-            sharded.load_state_dict(optimizer, state)
+            if not isinstance(optimizer, _MockOptimizer):
+                sharded.load_state_dict(optimizer, state)
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def save_checkpoint(

@@ -17,6 +17,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import zero_nets as nets
+import zero_odd_nets as odd
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
@@ -71,6 +72,7 @@ CASES = {
     "bf16-mixed": Case(nets.Float32, lambda: {"precision": "bf16-mixed"}),
     "16-mixed": Case(nets.Infinite, scaled),
     "16-mixed, clipped": Case(nets.Infinite, lambda: {**scaled(), "gradient_clip_val": 0.01}),
+    "no optimizer": Case(nets.NoOptimizer),
     "thawed": Case(nets.Thawed, lambda: {"callbacks": [nets.Thaws()]}),
 }
 SOME = {name: list(OPTIONS)[1::4] for name in ("groups and schedulers", "accumulated", "manual")}
@@ -129,9 +131,9 @@ def compared(ranks: int, folder: Path, wanted: Mapping[str, list[str]]) -> dict[
 def watched(ranks: int) -> dict[str, Any]:
     """What a model sees of its gradients."""
     options = {name: OPTIONS[name] for name in ("stage 1", "stage 2", "stage 2, overlap, views")}
-    case = Case(nets.Watching, lambda: {"accumulate_grad_batches": 3, "max_epochs": 1})
+    case = Case(odd.Watching, lambda: {"accumulate_grad_batches": 3, "max_epochs": 1})
     seen = {name: fit(case, ZeROStrategy(**option), ranks)[0].seen for name, option in options.items()}
-    for name, make in {"bare": nets.BareBackward, "known": nets.ManualBackward}.items():
+    for name, make in {"bare": odd.BareBackward, "known": odd.ManualBackward}.items():
         model, _ = fit(Case(make), ZeROStrategy(stage=2), ranks)
         seen[name] = [p.detach() for p in model.parameters()]
     return seen
@@ -140,12 +142,13 @@ def watched(ranks: int) -> dict[str, Any]:
 def refused(ranks: int) -> dict[str, str]:
     """The messages of what cannot be trained."""
     cases: dict[str, Any] = {
-        "LBFGS": partial(nets.Refused, torch.optim.LBFGS),
-        "no gradient": nets.LeavesOut,
-        "reentrant": nets.Reentrant,
-        "sparse": nets.Sparse,
-        "evaluates twice": partial(nets.Refused, nets.EvaluatesTwice),
-        "mixes sums": nets.MixesSums,
+        "LBFGS": partial(odd.Refused, torch.optim.LBFGS),
+        "no gradient": odd.LeavesOut,
+        "reentrant": odd.Reentrant,
+        "sparse": odd.Sparse,
+        "evaluates twice": partial(odd.Refused, odd.EvaluatesTwice),
+        "mixes sums": odd.MixesSums,
+        "which": odd.ClipsWhich,
     }
     said = {}
     for name, make in cases.items():
@@ -174,7 +177,7 @@ if __name__ == "__main__":
     elif what == "refused":
         seen = refused(ranks)
     elif what == "doomed":
-        fit(Case(nets.Doomed), "zero", ranks)
+        fit(Case(odd.Doomed), "zero", ranks)
     else:  # a strategy: resumes RESULTS up to so many epochs, into another file
         made = DDPStrategy() if what == "ddp" else ZeROStrategy(**OPTIONS[what])
         resumed(ranks, made, int(sys.argv[4]), results if results.exists() else None, Path(sys.argv[5]))

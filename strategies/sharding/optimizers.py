@@ -107,10 +107,6 @@ class ShardedOptimizers:
         self._sharing.drain()
         self._stepped.clear()
 
-    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Of this rank's part: parameters are numbered as in one process, others have no state."""
-        return optimizer.state_dict()
-
     def load_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Takes this rank's part of a whole state."""
         mine = set(numbers_of(optimizer, self.owned(optimizer)))
