@@ -31,7 +31,7 @@ from torch.optim import AdamW, Optimizer
 from strategies.sharding.optimizers import ShardedOptimizers
 
 RANKS, NUM_LAYERS, WIDTH, ROWS, LENGTH = 2, 12, 512, 2, 64
-ROUNDS, WARM_UP = 15, 2
+ROUNDS, WARM_UP = 9, 2
 BUCKET_BYTES = 4 * 2**20  # the strategy's default
 LEARNING_RATE = 1e-4
 

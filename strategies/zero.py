@@ -99,7 +99,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         self._lifeline: Lifeline | None = None
-        self._groups: tuple[Any, Any] | None = None
+        self._groups: tuple[Any, Any] | None = None  # for gradients and values; for states, on gloo
         self._sharded: ShardedOptimizers | None = None
         self._communicates, self._buffers_may_differ = True, True
         self._undo: list[Callable[[], Any]] = []
@@ -127,8 +127,9 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                 check_divisible(optimizer)
         check_dense(model)
         if self._groups is None:  # kept for the life of the process group, which outlives a fit
-            timeout = self._timeout
-            self._groups = dist.new_group(timeout=timeout), dist.new_group(timeout=timeout, backend="gloo")
+            on_host = dist.get_backend() == "gloo"
+            gloo = _get_default_group() if on_host else dist.new_group(timeout=self._timeout, backend="gloo")
+            self._groups = dist.new_group(timeout=self._timeout), gloo
         self._sharded = ShardedOptimizers(
             optimizers,
             dict(model.named_parameters()),

@@ -32,7 +32,7 @@ class ShardedOptimizers:
         parameters: All that are trained or may be, by name, in the order in which the model uses them.
         group: The ranks.
         whole_gradients: Every rank gets every gradient (ZeRO's stage 1), or the owner alone does (stage 2).
-        step_in_backward: Step each bucket as soon as its gradients are there, where :meth:`follow` is told to.
+        step_in_backward: Within a step that has a closure, step each bucket as soon as its gradients are there.
         parameters_as_bucket_view: Keep parameters in the buffers that travel.
         find_unused_parameters: Backward passes may leave out parameters.
         bucket_bytes: About so large is what travels at a time.
