@@ -1,6 +1,7 @@
 """Runs every benchmark: ``python -m benchmarks``."""
 
-from benchmarks import checkpoint, pipeline_step
+from benchmarks import checkpoint, pipeline_step, zero
 
 pipeline_step.main()
 checkpoint.main()
+zero.main()

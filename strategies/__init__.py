@@ -11,9 +11,10 @@ _MODULE_OF = {
     "StrategyPlugin": "strategies.base",
     "DDPStrategy": "strategies.ddp",
     "RPCSequentialStrategy": "strategies.rpc_sequential",
+    "ZeROStrategy": "strategies.zero",
 }
 
-__all__ = ["DDPStrategy", "RPCSequentialStrategy", "StrategyPlugin"]
+__all__ = ["DDPStrategy", "RPCSequentialStrategy", "StrategyPlugin", "ZeROStrategy"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 PLUGINS = {
     "ddp": "DDPStrategy",
     "rpc_sequential": "RPCSequentialStrategy",
+    "zero": "ZeROStrategy",
 }
 
 _ALIKE = 0.6  # of difflib's ratio

@@ -65,3 +65,7 @@ def test_the_benchmark() -> None:
     output = command("-m", "benchmarks")
     assert re.search(r"one process +median +\d+\.\d+ s", output)
     assert re.search(r"pipeline of two +median +\d+\.\d+ s", output)
+    shares = {name.strip(): float(share) for name, share in re.findall(r"^([\w+, ]+?)  +\d.* ([\d.]+)%$", output, re.M)}
+    assert shares.pop("DDP + AdamW") == 100.0
+    ours = [share for name, share in shares.items() if name.startswith("ours, stage")]
+    assert len(ours) == 6 and max(ours) <= 52.0

@@ -31,7 +31,7 @@ class Trainer(pl.Trainer):
     A run that is resumed with ``fit(ckpt_path=...)`` goes on with the very batch, random numbers and metrics that would
     have come next, also in the middle of an epoch: see :mod:`trainer.resume`.
 
-    ``strategy`` is one of Relay's names (``"ddp"``, ``"rpc_sequential"``), a name that Lightning knows (``"auto"``,
+    ``strategy`` is one of Relay's names (``"ddp"``, ``"zero"``, ...), a name that Lightning knows (``"auto"``,
     ``"fsdp"``, ...), or an instance of a strategy.
 
     Raises:

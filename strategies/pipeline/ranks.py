@@ -241,4 +241,5 @@ def _runs(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    return True
+    status = Path(f"/proc/{pid}/stat")  # it may have ended, and nobody asked how
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")

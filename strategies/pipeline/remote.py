@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from torch.distributed import rpc
 
-from strategies.pipeline.channel import is_consequence
+from strategies.pipeline.channel import PeerFailed, is_consequence
 from strategies.pipeline.worker import Command, Failure, perform, progress
 
 _DIAGNOSIS_SECONDS = 2.0
@@ -57,7 +57,9 @@ class Failures:
         with self._lock:
             self.raised = True
             causes = [error for error, consequence in self._found if not consequence]
-            raise (causes or [error for error, _ in self._found])[0]
+            # A stage that did not answer has a name, which is more than a neighbour knows of it.
+            consequences = sorted((error for error, _ in self._found), key=lambda e: isinstance(e, PeerFailed))
+            raise (causes or consequences)[0]
 
 
 class Patience:

@@ -1,0 +1,196 @@
+"""Time of a training step and bytes of optimizer state per rank: ZeRO against its peers, interleaved, two processes.
+
+    DDP + AdamW                         every rank has all of the state and makes the whole step
+    DDP + ZeroRedundancyOptimizer       torch's ZeRO, stage 1
+    FSDP2 (fully_shard)                 parameters are divided as well: gathered for each pass of each layer
+    ours, stage 1 and 2                 with each option
+
+All of them train in the same two processes, one step of each in turn, so that whatever slows the machine down slows all
+of them down. Processor time (of all threads of one rank) depends less on what else the machine does than the time of a
+step, but what is won by doing two things at a time does not show in it.
+"""
+
+import argparse
+import multiprocessing
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from strategies.sharding.optimizers import ShardedOptimizers
+
+RANKS, NUM_LAYERS, WIDTH, ROWS, LENGTH = 2, 12, 512, 2, 64
+ROUNDS, WARM_UP = 9, 2
+BUCKET_BYTES = 4 * 2**20  # the strategy's default
+LEARNING_RATE = 1e-4
+
+Step = Callable[[torch.Tensor], None]
+
+
+def make_model() -> nn.Sequential:
+    """Twelve transformer layers, with the same weights on every rank."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer
+    return nn.Sequential(
+        *[layer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True) for _ in range(NUM_LAYERS)]
+    )
+
+
+def plain_step(model: nn.Module, optimizer: Optimizer) -> Step:
+    """A step of a wrapped model."""
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def ddp() -> tuple[nn.Module, Any, Step]:
+    model = DistributedDataParallel(make_model())
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    return model, optimizer, plain_step(model, optimizer)
+
+
+def torchs_zero(*, as_view: bool) -> tuple[nn.Module, Any, Step]:
+    model = DistributedDataParallel(make_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, parameters_as_bucket_view=as_view, lr=LEARNING_RATE)
+    return model, optimizer.optim, plain_step(model, optimizer)
+
+
+def fsdp2() -> tuple[nn.Module, Any, Step]:
+    model = make_model()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    return model, optimizer, plain_step(model, optimizer)
+
+
+def ours(stage: int, *, overlap: bool, as_view: bool) -> tuple[nn.Module, Any, Step]:
+    model = make_model()
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    sharded = ShardedOptimizers(
+        [optimizer],
+        dict(model.named_parameters()),
+        dist.new_group(),
+        whole_gradients=stage == 1,
+        step_in_backward=overlap,
+        parameters_as_bucket_view=as_view,
+        find_unused_parameters=False,
+        bucket_bytes=BUCKET_BYTES,
+    )
+    optimizer.register_step_post_hook(lambda stepped, args, kwargs: sharded.after_step(stepped))
+
+    def step(x: torch.Tensor) -> None:
+        def closure() -> None:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            sharded.reducer.follow(loss, communicate=True)
+            loss.backward()
+
+        optimizer.step(closure)
+
+    return model, optimizer, step
+
+
+VARIANTS: dict[str, Callable[[], tuple[nn.Module, Any, Step]]] = {
+    "DDP + AdamW": ddp,
+    "DDP + ZeroRedundancyOptimizer": lambda: torchs_zero(as_view=False),
+    "DDP + ZeroRedundancyOptimizer, bucket views": lambda: torchs_zero(as_view=True),
+    "FSDP2": fsdp2,
+    "ours, stage 1": lambda: ours(1, overlap=False, as_view=False),
+    "ours, stage 1, bucket views": lambda: ours(1, overlap=False, as_view=True),
+    "ours, stage 1, overlap": lambda: ours(1, overlap=True, as_view=False),
+    "ours, stage 2": lambda: ours(2, overlap=False, as_view=False),
+    "ours, stage 2, overlap": lambda: ours(2, overlap=True, as_view=False),
+    "ours, stage 2, overlap, bucket views": lambda: ours(2, overlap=True, as_view=True),
+}
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Of this rank's moments; step counters are left out."""
+    tensors = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors)
+
+
+def main_of_rank(rank: int, meeting_place: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meeting_place}", rank=rank, world_size=RANKS)
+    torch.manual_seed(rank)
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    made = {name: make() for name, make in VARIANTS.items()}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+    for number in range(rounds + WARM_UP):
+        for name, (_, _, step) in made.items():
+            dist.barrier()
+            started = perf_counter(), process_time()
+            step(x)
+            busy = process_time() - started[1]
+            dist.barrier()
+            if number >= WARM_UP:
+                times[name].append((perf_counter() - started[0], busy))
+    held = {name: torch.tensor(state_bytes(optimizer)) for name, (_, optimizer, _) in made.items()}
+    for size in held.values():
+        dist.all_reduce(size, dist.ReduceOp.MAX)
+    check_equal({name: model for name, (model, _, _) in made.items() if name != "FSDP2"})
+    if rank == 0:
+        report(times, {name: int(size) for name, size in held.items()})
+    dist.destroy_process_group()
+
+
+def check_equal(models: dict[str, nn.Module]) -> None:
+    """All have trained the same."""
+    expected, *others = ([p.detach() for p in model.parameters()] for model in models.values())
+    for other in others:
+        for p, q in zip(expected, other, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=0.1 * LEARNING_RATE)
+
+
+def report(times: dict[str, list[tuple[float, float]]], held: dict[str, int]) -> None:
+    """Prints a line for each variant."""
+    whole, reference = held["DDP + AdamW"], times["DDP + AdamW"]
+    print(f"{NUM_LAYERS} layers of width {WIDTH}, {ROWS} rows of {LENGTH} on each of {RANKS} ranks, one thread each")
+    print(
+        f"torch {torch.__version__}, {platform.machine()}, {len(reference)} interleaved rounds, ratios to DDP + AdamW"
+    )
+    print(f"{'':<44} {'step s':>7} {'ratio':>6} {'CPU s':>7} {'ratio':>6} {'MB of state':>12} {'share':>6}")
+    for name, measured in times.items():
+        columns = []
+        for kind in (0, 1):
+            ratios = [own[kind] / other[kind] for own, other in zip(measured, reference, strict=True)]
+            columns += [statistics.median(one[kind] for one in measured), statistics.median(ratios)]
+        line = "{:<44} {:>7.3f} {:>6.3f} {:>7.3f} {:>6.3f} {:>12.1f} {:>6.1%}"
+        print(line.format(name, *columns, held[name] / 1e6, held[name] / whole))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="ZeRO and its peers: time of a step, bytes of optimizer state")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    rounds = parser.parse_args().rounds
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [context.Process(target=main_of_rank, args=(rank, store, rounds)) for rank in range(RANKS)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    if any(process.exitcode for process in ranks):
+        raise SystemExit("a rank failed; see above")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""The user's optimizers, each of which steps on every rank the parameters that this rank owns.
+
+Within a step the groups of an optimizer hold this rank's parameters only, so that state exists for those only; around
+it they are whole, and so is everything that a scheduler or a loop sees. The new values then go to the other ranks:
+
+    step at the end      backward ─▶ all gradients ─▶ step ─▶ new values
+    step in backward     backward ─▶ bucket ─▶ its step ─▶ its new values
+                              └────▶ bucket ─▶ its step ─▶ its new values
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from strategies.optimizer import norms_of_gradients, numbers_of, parameters_of, restricted, within_a_step
+from strategies.sharding.bucket import Bucket
+from strategies.sharding.partition import assign_owners, form_buckets
+from strategies.sharding.reducer import LAG, Reducer
+from strategies.sharding.transfer import Exchange, InFlight
+
+
+class ShardedOptimizers:
+    """Optimizers whose state is divided over the ranks of a group, and the gradients that they need.
+
+    Args:
+        optimizers: The same ones on every rank.
+        parameters: All that are trained or may be, by name, in the order in which the model uses them.
+        group: The ranks.
+        whole_gradients: Every rank gets every gradient (ZeRO's stage 1), or the owner alone does (stage 2).
+        step_in_backward: Within a step that has a closure, step each bucket as soon as its gradients are there.
+        parameters_as_bucket_view: Keep parameters in the buffers that travel.
+        find_unused_parameters: Backward passes may leave out parameters.
+        bucket_bytes: About so large is what travels at a time.
+    """
+
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        parameters: Mapping[str, Tensor],
+        group: ProcessGroup,
+        *,
+        whole_gradients: bool,
+        step_in_backward: bool,
+        parameters_as_bucket_view: bool,
+        find_unused_parameters: bool,
+        bucket_bytes: int,
+    ) -> None:
+        self.optimizers, self._group = list(optimizers), group
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._whole, self._step_in_backward = whole_gradients, step_in_backward
+        self._as_view, self._bucket_bytes = parameters_as_bucket_view, bucket_bytes
+        self._owners: dict[Tensor, int] = {}
+        self._optimizer_of: dict[Tensor, int] = {}
+        self._trained: dict[Tensor, None] = {}
+        self._buckets: list[Bucket] = []
+        self._narrowed: dict[Optimizer, list[list[Tensor]]] = {}
+        self._in_backward_of: Optimizer | None = None
+        self._stepped: set[Bucket] = set()
+        self._exchange, self._sharing = Exchange(group), InFlight(LAG)
+        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
+        self.reducer = Reducer(
+            self._exchange,
+            whole=whole_gradients,
+            find_unused=find_unused_parameters,
+            prepare=self._up_to_date_buckets,
+            reduced=self._gradients_are_there,
+            name_of=lambda parameter: self._names.get(parameter, "(not of the model)"),
+        )
+        self._up_to_date_buckets()
+        for optimizer in self.optimizers:  # some make their state at once
+            for parameter in [p for p in optimizer.state if self._owners.get(p, self._rank) != self._rank]:
+                del optimizer.state[parameter]
+
+    @property
+    def _rank(self) -> int:
+        return self._group.rank()
+
+    def close(self) -> None:
+        """Leaves optimizers and parameters as they were, but for the state, which stays divided."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self.reducer.close()
+        for optimizer in list(self._narrowed):
+            self._widen(optimizer)
+        for bucket in self._buckets:
+            bucket.release()
+
+    def owned(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters of an optimizer whose state this rank has."""
+        return [p for p in parameters_of(optimizer) if self._owners.get(p) == self._rank]
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """To be called on every rank after each step: brings the new values to all ranks."""
+        if within_a_step(optimizer) or optimizer not in self._narrowed:
+            return
+        self._widen(optimizer)
+        changed = set(parameters_of(optimizer))
+        for bucket in self._buckets:
+            if bucket.owner is not None and bucket not in self._stepped and changed.intersection(bucket.parameters):
+                self._share(bucket)
+        self._sharing.drain()
+        self._stepped.clear()
+
+    def load_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Takes this rank's part of a whole state."""
+        mine = set(numbers_of(optimizer, self.owned(optimizer)))
+        others = set(range(len(parameters_of(optimizer)))) - mine
+        kept = {number: value for number, value in state["state"].items() if number not in others}
+        optimizer.load_state_dict({**state, "state": kept})
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients so that their common norm is at most ``max_norm``.
+
+        Norms of single parameters are put together in the order of ``torch.nn.utils.clip_grad_norm_``, on every rank.
+
+        Returns:
+            The total norm before, a scalar.
+        """
+        self.reducer.complete()
+        parameters = parameters_of(optimizer)
+        if self._whole:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        norms = norms_of_gradients(parameters, norm_type)
+        kind = next((norm for norm in norms if norm is not None), torch.zeros((), device=parameters[0].device))
+        table = torch.zeros(
+            2, len(parameters), dtype=torch.promote_types(kind.dtype, torch.float32), device=kind.device
+        )
+        for number, norm in enumerate(norms):
+            if norm is not None:
+                table[:, number] = torch.stack([norm.to(table), table.new_ones(())])
+        dist.all_reduce(table, group=self._group)
+        total = torch.linalg.vector_norm(table[0, table[1] > 0], norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(factor.to(grad.device))
+        return total
+
+    def any_rank(self, found: Tensor) -> None:
+        """Replaces a scalar by the largest over all ranks."""
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+
+    def _share(self, bucket: Bucket) -> None:
+        number = self._buckets.index(bucket)
+        self._sharing.add(bucket.start_sharing(self._exchange, number, mine=bucket.owner == self._rank))
+
+    # Steps
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if within_a_step(optimizer):
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._narrow(optimizer)
+            return None
+        return args[:1], {**kwargs, "closure": self._once(closure, optimizer)}
+
+    def _once(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """The closure that computes gradients, at the end of which groups are narrowed."""
+        calls = 0
+
+        def called() -> Any:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} evaluates the loss several times within a step, in which each rank "
+                    "changes its own parameters only. Use an optimizer that makes one update from one gradient."
+                )
+            self._in_backward_of = optimizer if self._step_in_backward else None
+            try:
+                result = closure()
+            finally:
+                self._in_backward_of = None
+            self._narrow(optimizer)
+            return result
+
+        return called
+
+    def _narrow(self, optimizer: Optimizer) -> None:
+        self.reducer.complete()
+        self._widen(optimizer)  # after a step that failed
+        done = {parameter for bucket in self._stepped for parameter in bucket.parameters}
+        left = {parameter for parameter in self.owned(optimizer) if parameter not in done}
+        self._narrowed[optimizer] = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in left]
+
+    def _widen(self, optimizer: Optimizer) -> None:
+        whole = self._narrowed.pop(optimizer, [])
+        for group, parameters in zip(optimizer.param_groups, whole, strict=False):
+            group["params"] = parameters
+
+    def _gradients_are_there(self, bucket: Bucket) -> None:
+        optimizer = self._in_backward_of
+        if optimizer is None or bucket.optimizer is None or self.optimizers[bucket.optimizer] is not optimizer:
+            return
+        if bucket.owner == self._rank:
+            # Made anew each time, it has the learning rates and whatever else the user's has at this step.
+            part = restricted(optimizer, bucket.parameters)
+            part.state = optimizer.state
+            part.step()
+        self._stepped.add(bucket)
+        self._share(bucket)
+
+    # Owners and buckets
+
+    def _up_to_date_buckets(self) -> list[Bucket]:
+        """Takes in what has been thawed, or added to an optimizer, since the last backward pass."""
+        for number, optimizer in enumerate(self.optimizers):
+            new = [p for p in parameters_of(optimizer) if p not in self._owners]
+            for trained in (True, False):  # frozen parameters have no state, so they must not count
+                self._assign(number, [p for p in new if p.requires_grad is trained])
+        candidates = dict.fromkeys([*self._names, *self._owners])
+        thawed = [p for p in candidates if p.requires_grad and p not in self._trained]
+        if thawed:
+            self._trained.update(dict.fromkeys(thawed))
+            self._form_buckets([p for p in reversed(candidates) if p in self._trained])
+        return self._buckets
+
+    def _assign(self, number: int, parameters: list[Tensor]) -> None:
+        loads = [0] * self._group.size()
+        for parameter, owner in self._owners.items():
+            # Balanced for each optimizer: one keeps more state for a parameter than another.
+            loads[owner] += parameter.nbytes * (self._optimizer_of[parameter] == number and parameter.requires_grad)
+        owners = assign_owners([parameter.nbytes for parameter in parameters], loads)
+        self._owners.update(zip(parameters, owners, strict=True))
+        self._optimizer_of.update(dict.fromkeys(parameters, number))
+
+    def _form_buckets(self, parameters: list[Tensor]) -> None:
+        """Forms buckets of parameters in the order in which the backward pass is expected to reach them."""
+        for before in self._buckets:
+            before.release()
+        kinds = [(self._owners.get(p), self._optimizer_of.get(p), p.dtype, p.device) for p in parameters]
+        self._buckets = []
+        for numbers in form_buckets(kinds, [p.nbytes for p in parameters], self._bucket_bytes):
+            members = [parameters[number] for number in numbers]
+            owner, optimizer, _, device = kinds[numbers[0]]
+            packed = self._whole or owner is None or device.type == "cuda"  # summed in place by a collective
+            self._buckets.append(Bucket(members, owner, optimizer, as_view=self._as_view, packed=packed))
+        self.reducer.watch(self._buckets)

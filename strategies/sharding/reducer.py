@@ -1,0 +1,172 @@
+"""Gradients to their owners while the backward pass goes on.
+
+    backward pass   ──▶ a gradient is there ──▶ its bucket is complete ──▶ 1 start its sum
+                                                                            │ (at most LAG others under way)
+                                            3 the owner may step it ◀── 2 wait for the oldest sum
+
+Every rank does 1, 2 and 3 in the order of the buckets, so each of the others is waited for at the same point: nobody
+waits for a rank that waits for him. torch's own reducer has no owners, and calls nothing when a bucket is through.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from strategies.sharding.bucket import Bucket
+from strategies.sharding.transfer import Exchange, InFlight
+
+LAG = 2
+"""Buckets whose sums are under way while the next one is filled: hides their time, and what ranks differ."""
+
+
+class Reducer:
+    """Averages gradients over the ranks.
+
+    Args:
+        exchange: Reaches the other ranks.
+        whole: Every rank gets every gradient, as in DistributedDataParallel; otherwise its owner alone does, and the
+            others' gradients are gone after the backward pass.
+        find_unused: Backward passes may leave out parameters, other ones on each rank.
+        prepare: Called at the start of a backward pass; gives the buckets.
+        reduced: Called with each bucket when its gradients are there, on every rank in the same order.
+        name_of: Names a parameter in messages.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        *,
+        whole: bool,
+        find_unused: bool,
+        prepare: Callable[[], Sequence[Bucket]],
+        reduced: Callable[[Bucket], None],
+        name_of: Callable[[Tensor], str],
+    ) -> None:
+        self._exchange, self._whole, self._find_unused = exchange, whole, find_unused
+        self._prepare, self._reduced, self._name_of = prepare, reduced, name_of
+        self._buckets: Sequence[Bucket] = ()
+        self._bucket_of: dict[Tensor, Bucket] = {}
+        self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._wanted: dict[Bucket, list[Tensor]] = {}
+        self._waiting: dict[Bucket, set[Tensor]] = {}
+        self._next = 0
+        self._in_flight = InFlight(LAG)
+        self._pass: int | None = None
+        self._marked = find_unused
+        self.has_local_gradients = False
+        """Whether gradients have been accumulated since that no other rank knows."""
+
+    def watch(self, buckets: Sequence[Bucket]) -> None:
+        """From now on reduces the gradients of these buckets' parameters."""
+        self._buckets = buckets
+        self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
+        for parameter in self._bucket_of:
+            if parameter not in self._hooks:
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+
+    def close(self) -> None:
+        """Lets go of the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def follow(self, loss: Tensor, *, communicate: bool) -> None:
+        """Makes the backward pass of ``loss`` reduce gradients; or, if not ``communicate``, accumulate them only."""
+        if loss.requires_grad:
+            # Runs when that pass begins, and asks autograd to be called when all of it is done.
+            loss.register_hook(lambda _: self._enter_pass() if communicate else self._check_accumulation())
+
+    def complete(self) -> None:
+        """Reduces what backward passes left to each rank itself; afterwards all gradients are averages."""
+        if self.has_local_gradients:
+            self._start(marked=True)
+            self._finish()
+
+    def _enter_pass(self) -> None:
+        this_pass = torch._C._current_graph_task_id()
+        if self._pass == this_pass:
+            return  # two losses, one backward pass
+        self._pass = this_pass
+        self._start(marked=self._find_unused)
+        Variable._execution_engine.queue_callback(self._finish)
+
+    def _start(self, *, marked: bool) -> None:
+        self._in_flight.forget()  # of a pass that failed
+        self._prepare()
+        self._marked, self._next = marked, 0
+        self._wanted = {bucket: [p for p in bucket.parameters if p.requires_grad] for bucket in self._buckets}
+        self._waiting = {bucket: set(wanted) for bucket, wanted in self._wanted.items()}
+        if not self._whole:
+            for bucket, wanted in self._wanted.items():
+                if bucket.owner is not None:
+                    bucket.set_reduced_aside(wanted)
+
+    def _gradient_is_there(self, parameter: Tensor) -> None:
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return
+        if self._pass is None:
+            if not self._whole and bucket.is_reduced(parameter):
+                raise RuntimeError(self._mixed(parameter))
+            self.has_local_gradients = True
+            return
+        if parameter not in self._waiting[bucket]:
+            raise RuntimeError(
+                f"parameter {self._name_of(parameter)} got a gradient twice in one backward pass, and the first one is "
+                "on its way to the other ranks already. Reentrant activation checkpointing does this: use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
+            )
+        self._waiting[bucket].remove(parameter)
+        while self._next < len(self._buckets) and not self._waiting[self._buckets[self._next]]:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        bucket, number = self._buckets[self._next], self._next
+        self._next += 1
+        wanted, marked = self._wanted[bucket], self._marked
+        if not wanted:
+            return  # frozen for this pass, on every rank
+        pieces = bucket.take_grads(wanted, marked=marked)
+        wait = self._exchange.start_average(pieces, None if self._whole else bucket.owner, number)
+
+        def finish() -> None:
+            averages = wait()
+            if averages is not None:
+                bucket.put_grads(averages, wanted, marked=marked)
+            self._reduced(bucket)
+
+        self._in_flight.add(finish)
+
+    def _finish(self) -> None:
+        missing = [parameter for waiting in self._waiting.values() for parameter in waiting]
+        self._pass = None
+        if missing and not self._marked:
+            names = sorted(map(self._name_of, missing))
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise RuntimeError(
+                f"the backward pass gave no gradient to {', '.join(names[:3])}{more}, so their ranks would wait for "
+                "ever. If parameters are left out on purpose, use ZeROStrategy(find_unused_parameters=True)."
+            )
+        while self._next < len(self._buckets):
+            self._start_next()
+        self._in_flight.drain()
+        self.has_local_gradients = False
+
+    def _check_accumulation(self) -> None:
+        """Refuses to add to a sum that the owner alone has, unless that is zero."""
+        if self._whole:
+            return
+        for parameter, bucket in self._bucket_of.items():
+            if bucket.is_reduced(parameter):
+                if parameter.grad is not None and parameter.grad.any():
+                    raise RuntimeError(self._mixed(parameter))
+                bucket.forget_reduced(parameter)
+
+    def _mixed(self, parameter: Tensor) -> str:
+        return (
+            f"a backward pass without communication would add to the gradient of {self._name_of(parameter)}, which is "
+            "an average over all ranks already. Clear gradients first, or use self.manual_backward(loss) for each loss."
+        )

@@ -1,0 +1,136 @@
+"""How tensors travel between ranks, asynchronously; each function returns what waits for its result."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+_Result = TypeVar("_Result")
+
+_PIECES = 2**12
+"""More pieces than a bucket has; messages with one tag arrive in order, but tags are easier to tell apart in a hang."""
+
+
+class InFlight:
+    """Work under way, finished in the order in which it was started: the same on all ranks.
+
+    Args:
+        limit: So much may be under way; one more, and the oldest is waited for.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._finishers: deque[Callable[[], None]] = deque()
+
+    def add(self, finish: Callable[[], None]) -> None:
+        self._finishers.append(finish)
+        if len(self._finishers) > self._limit:
+            self._finishers.popleft()()
+
+    def drain(self) -> None:
+        """Finishes everything."""
+        while self._finishers:
+            self._finishers.popleft()()
+
+    def forget(self) -> None:
+        """After an error: nothing is waited for any more."""
+        self._finishers.clear()
+
+
+class Exchange:
+    """Moves what is in buffers to its owner, and from its owner to all.
+
+    On CPU, buffers go straight from rank to rank: gloo's own reduce sends half as much again as is needed, and took
+    twice as long (8 buffers of 12 MB, two ranks: 80 ms against 38).
+
+    Args:
+        group: The ranks.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group, self._rank, self._size = group, group.rank(), group.size()
+
+    def start_average(
+        self, pieces: Sequence[Tensor], owner: int | None, number: int
+    ) -> Callable[[], Sequence[Tensor] | None]:
+        """Averages buffers over all ranks.
+
+        Args:
+            pieces: One-dimensional, of the same sizes on every rank. Left alone until the end; then they may hold
+                anything if ``owner`` is ``None`` or they are on a GPU, and are as they were otherwise.
+            owner: The rank that gets the averages; ``None`` for all.
+            number: Of this exchange among those that may be under way.
+
+        Returns:
+            What waits, and then gives the averages, or ``None`` where they are not.
+        """
+        if owner is None or pieces[0].is_cuda:
+            return self._start_collective(pieces, owner)
+        if owner == self._rank:
+            return self._start_receiving(pieces, number)
+        works = [self._group.send([p], owner, number * _PIECES + n) for n, p in enumerate(pieces)]
+        return partial(_finished, works, pieces, None)
+
+    def start_broadcast(self, pieces: Sequence[Tensor], owner: int, number: int) -> Callable[[], object]:
+        """Brings the owner's buffers to all ranks, in place.
+
+        Returns:
+            What waits for that.
+        """
+        if pieces[0].is_cuda:
+            collective = [dist.broadcast(p, owner, group=self._group, async_op=True) for p in pieces]
+            return partial(_finished, collective, pieces, None)
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        works = (
+            [self._group.send([p], rank, number * _PIECES + n) for n, p in enumerate(pieces) for rank in others]
+            if owner == self._rank
+            else [self._group.recv([p], owner, number * _PIECES + n) for n, p in enumerate(pieces)]
+        )
+        return partial(_finished, works, pieces, None)
+
+    def _start_collective(self, pieces: Sequence[Tensor], owner: int | None) -> Callable[[], Sequence[Tensor] | None]:
+        works = []
+        for piece in pieces:
+            piece.mul_(1 / self._size)
+            works.append(
+                dist.all_reduce(piece, group=self._group, async_op=True)
+                if owner is None
+                else dist.reduce(piece, owner, group=self._group, async_op=True)
+            )
+        return partial(_finished, works, pieces, pieces if owner in (None, self._rank) else None)
+
+    def _start_receiving(self, pieces: Sequence[Tensor], number: int) -> Callable[[], Sequence[Tensor]]:
+        """The averages arise where the first other rank's share arrives: gradients may share memory with others."""
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        arriving = [[torch.empty_like(piece) for _ in others] for piece in pieces]
+        works = [
+            self._group.recv([buffer], rank, number * _PIECES + n)
+            for n, buffers in enumerate(arriving)
+            for rank, buffer in zip(others, buffers, strict=True)
+        ]
+
+        def add_up() -> Sequence[Tensor]:
+            _finished(works, pieces, None)
+            totals = []
+            for own, arrived in zip(pieces, arriving, strict=True):
+                total, *more = [*arrived, own]
+                if more:
+                    total.mul_(1 / self._size)
+                for summand in more:
+                    total.add_(summand, alpha=1 / self._size)
+                totals.append(total)
+            return totals
+
+        return add_up
+
+
+def _finished(works: Sequence[Work], alive: Sequence[Tensor], result: _Result) -> _Result:
+    """Waits; until then, what travels has to stay alive."""
+    for work in works:
+        work.wait()
+    return result

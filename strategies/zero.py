@@ -1,0 +1,263 @@
+"""ZeRO: data parallelism in which each rank keeps its share of the optimizer state, for any optimizer."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytorch_lightning as pl
+import torch.distributed as dist
+from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning_fabric.utilities.optimizer import _optimizers_to_device
+from pytorch_lightning.core.optimizer import _MockOptimizer
+from pytorch_lightning.overrides.distributed import _sync_module_states
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, device
+from torch.distributed.distributed_c10d import _get_default_group
+from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.optim import Optimizer
+
+from strategies.base import StrategyPlugin, unwrapped
+from strategies.lifeline import Lifeline
+from strategies.sharding.optimizers import ShardedOptimizers
+from strategies.sharding.states import gathered
+from strategies.sharding.trial import check_divisible
+from strategies.stages_of_model import as_misconfiguration
+from strategies.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
+
+
+class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
+    """One copy of the model per process; optimizer state, and the work of the step, are divided among the processes.
+
+    Each rank owns whole parameters, about 1/N of the bytes. The optimizer is the user's own object; it has state for
+    this rank's parameters only, also after ``fit``.
+
+    What it does at each point of the contract: ``setup_environment`` joins the process group, and ties every rank to
+    the life of rank 0; ``setup`` brings every rank to the weights of rank 0 and divides the optimizers that
+    ``configure_optimizers`` returned; ``barrier`` waits for all ranks; ``pre_backward`` has the backward pass reduce
+    gradients, bucket by bucket; ``post_optimizer_step`` sends the new values from their owners to all ranks;
+    ``save_checkpoint`` writes from rank 0, on which ``optimizer_state`` has put the states together; ``teardown`` lets
+    go of parameters and optimizers.
+
+    Args:
+        stage: What is divided. 1: optimizer state. 2: gradients as well: each is reduced to the rank that owns it, and
+            is gone elsewhere after the backward pass.
+        overlap_with_ddp: Step each bucket of parameters as soon as its gradients are reduced, and send the new values,
+            while the backward pass goes on. Where gradients are used in between (clipping, a scaler, manual
+            optimization, an overridden hook such as ``on_before_optimizer_step``) steps wait for the end.
+        parameters_as_bucket_view: Keep parameters in the buffers in which new values travel, which saves copying them.
+        find_unused_parameters: Backward passes may leave out parameters; otherwise that is an error.
+        broadcast_buffers: Bring buffers (such as running statistics) to those of rank 0 before each forward pass.
+        bucket_cap_mb: About so many MiB of gradients travel at a time.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
+            timeout, start_method: As in Lightning's ``DDPStrategy``; usually left as they are.
+
+    Raises:
+        MisconfigurationException: For a setting out of range; at the start of training for an optimizer that cannot be
+            divided.
+    """
+
+    def __init__(
+        self,
+        *,
+        stage: int = 1,
+        overlap_with_ddp: bool = False,
+        parameters_as_bucket_view: bool = False,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float = 4.0,
+        accelerator: Any | None = None,
+        parallel_devices: list[device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = dist.default_pg_timeout,
+        start_method: str = "popen",
+    ) -> None:
+        if stage not in (1, 2):
+            more = " (to divide parameters as well, use Lightning's strategy='fsdp' or ModelParallelStrategy)"
+            raise MisconfigurationException(f"stage must be 1 or 2, got {stage!r}{more if stage == 3 else ''}.")
+        if not bucket_cap_mb > 0:
+            raise MisconfigurationException(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb!r}.")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,  # type: ignore[arg-type]
+        )
+        self.stage = stage
+        self._overlap, self._as_view = overlap_with_ddp, parameters_as_bucket_view
+        self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
+        self._bucket_bytes = int(bucket_cap_mb * 2**20)
+        self._lifeline: Lifeline | None = None
+        self._groups: tuple[Any, Any] | None = None  # for gradients and values; for states, on gloo
+        self._sharded: ShardedOptimizers | None = None
+        self._communicates, self._buffers_may_differ = True, True
+        self._undo: list[Callable[[], Any]] = []
+
+    def setup_environment(self) -> None:
+        """Join the process group, and from then on end with rank 0."""
+        super().setup_environment()
+        self._lifeline = Lifeline(self.broadcast(f"relay/lifeline/{uuid.uuid4().hex}"))
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Bring every rank to the weights of rank 0, and divide the optimizers.
+
+        Raises:
+            MisconfigurationException: If an optimizer needs all parameters at once, or has none.
+        """
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        model = self.lightning_module
+        assert model is not None
+        plain = dict.fromkeys(map(unwrapped, self.optimizers))
+        optimizers = [optimizer for optimizer in plain if not isinstance(optimizer, _MockOptimizer)]
+        with as_misconfiguration():
+            for optimizer in optimizers:
+                check_divisible(optimizer)
+        check_dense(model)
+        if self._groups is None:  # kept for the life of the process group, which outlives a fit
+            on_host = dist.get_backend() == "gloo"
+            gloo = _get_default_group() if on_host else dist.new_group(timeout=self._timeout, backend="gloo")
+            self._groups = dist.new_group(timeout=self._timeout), gloo
+        self._sharded = ShardedOptimizers(
+            optimizers,
+            dict(model.named_parameters()),
+            self._groups[0],
+            whole_gradients=self.stage == 1,
+            step_in_backward=self._overlap and steps_may_run_in_backward(trainer, model, self.precision_plugin),
+            parameters_as_bucket_view=self._as_view,
+            find_unused_parameters=self._find_unused,
+            bucket_bytes=self._bucket_bytes,
+        )
+        self._undo = [self._sharded.close]
+        if self.stage == 2:
+            self._undo += follow_precision(self.precision_plugin, self._sharded)
+            if hooks := gradient_hooks(trainer, model):
+                rank_zero_warn(
+                    f"{', '.join(hooks)}: under stage=2 each rank has the gradients of its own parameters only; the "
+                    "others are None. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
+                )
+
+    def configure_ddp(self) -> None:
+        """Instead of wrapping the model: check that it is the same everywhere, and start from rank 0's values."""
+        assert self.model is not None
+        _verify_param_shape_across_processes(_get_default_group(), list(self.model.parameters()))
+        _sync_module_states(self.model)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        super().barrier(name)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step of the model, from the same buffers on every rank."""
+        self._share_buffers()
+        self._buffers_may_differ = self._communicates
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step of the model, from the same buffers on every rank."""
+        self._share_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Have the backward pass of this loss reduce gradients, unless more are to be accumulated first."""
+        self._running().reducer.follow(closure_loss, communicate=self._communicates)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within this, gradients stay each rank's own."""
+        self._communicates = False
+        try:
+            yield
+        finally:
+            self._communicates = True
+
+    def post_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Send the new values of the parameters from their owners to all ranks."""
+        if self._sharded is not None:
+            self._sharded.after_step(optimizer)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Scale the gradients of all ranks so that their common norm is at most ``max_norm``.
+
+        For an overridden ``configure_gradient_clipping``; what ``torch.nn.utils.clip_grad_norm_`` is in one process.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm; may be ``inf``.
+            optimizer: Whose parameters; may be left out if there is only one.
+
+        Returns:
+            The total norm before clipping, a scalar.
+
+        Raises:
+            MisconfigurationException: If it is not clear which optimizer is meant.
+        """
+        sharded = self._running()
+        if optimizer is None:
+            if (number := len(sharded.optimizers)) != 1:
+                raise MisconfigurationException(
+                    f"There are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
+                )
+            optimizer = sharded.optimizers[0]
+        return sharded.clip_grad_norm(unwrapped(optimizer), float(max_norm), float(norm_type))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """On rank 0 the whole state, put together from all ranks; on the others nothing. Every rank calls it."""
+        plain = unwrapped(optimizer)
+        if self._sharded is None or plain not in self._sharded.optimizers:
+            return super().optimizer_state(optimizer)
+        assert self._groups is not None
+        state = plain.state_dict()
+        state["state"] = gathered(state["state"], self._groups[1])
+        return state if self.is_global_zero else {}
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Take this rank's part of each optimizer's state, whoever saved it and on however many ranks."""
+        sharded = self._running()
+        for optimizer, state in zip(map(unwrapped, self.optimizers), checkpoint["optimizer_states"], strict=True):
+            if not isinstance(optimizer, _MockOptimizer):
+                sharded.load_state_dict(optimizer, state)
+        _optimizers_to_device(self.optimizers, self.root_device)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
+    ) -> None:
+        """Write from rank 0, which has got the state of the others by :meth:`optimizer_state`."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def teardown(self) -> None:
+        """Let go of parameters and optimizers. Who owns what stays known, for a checkpoint after ``fit``."""
+        if self._lifeline is not None:
+            self._lifeline.end()
+            self._lifeline = None
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        super().teardown()
+
+    def _running(self) -> ShardedOptimizers:
+        if self._sharded is None:
+            raise RuntimeError("optimizers are divided only within fit")
+        return self._sharded
+
+    def _share_buffers(self) -> None:
+        """As DistributedDataParallel does: once before whatever follows a step that communicates."""
+        model = self.lightning_module
+        if self._broadcast_buffers and self._buffers_may_differ and self._sharded is not None and model is not None:
+            buffers = list(model.buffers())
+            assert self._groups is not None
+            if buffers:
+                dist._broadcast_coalesced(self._groups[0], buffers, 250 * 2**20, 0)
+        self._buffers_may_differ = False

@@ -1,0 +1,248 @@
+"""Small models for the tests of ZeRO, each with something that could go wrong when state is divided."""
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BaseFinetuning
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+WIDTH, STEPS_PER_EPOCH, EPOCHS = 128, 10, 2
+
+
+class Net(pl.LightningModule):
+    """A regression in float64, with parameters that travel by themselves (128 KiB) and others that travel together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.second = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen, self.last = nn.Linear(WIDTH, 8).requires_grad_(False), nn.Linear(8, 1)
+        self.double()
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x)).tanh()
+        return self.last(self.frozen(x + self.second(x)))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def train_dataloader(self) -> DataLoader:
+        """Other batches on each rank, the last one of another size on each."""
+        return DataLoader(self.batches(self.trainer.global_rank), batch_size=None)
+
+    def batches(self, rank: int) -> list[list[Tensor]]:
+        generator, dtype = torch.Generator().manual_seed(rank), self.first.weight.dtype
+        sizes = [6] * (STEPS_PER_EPOCH - 1) + [5 - rank]
+        return [[torch.randn(n, width, generator=generator).to(dtype) for width in (WIDTH, 1)] for n in sizes]
+
+    def configure_optimizers(self) -> Any:
+        return AdamW(self.parameters(), lr=3e-3)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.steps = self.trainer.global_step
+
+
+class Groups(Net):
+    """Groups with settings of their own, the learning rate and betas of which change at every step."""
+
+    def configure_optimizers(self) -> Any:
+        matrices = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim < 2]
+        optimizer = AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 1e-3}], lr=3e-3)
+        rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS_PER_EPOCH * EPOCHS)
+        return [optimizer], [{"scheduler": rates, "interval": "step"}]
+
+
+class Float32(Net):
+    """Under an optimizer that does not amplify rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.float()
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class MixedTypes(Net):
+    """Parameters of three types under one optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.float()
+        self.last.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.first(x.float()).double()).tanh()
+        return self.last(self.frozen(x + self.second(x)).bfloat16())
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return mse_loss(self(batch[0]).double(), batch[1].double())
+
+
+class Leaky(Net):
+    """Each rank leaves out other layers at other steps, and all of them one layer always."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)]).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        step = self.trainer.fit_loop.total_batch_idx
+        if step % 4 != 3:
+            x = self.branches[(step + self.trainer.global_rank) % 2](x)
+        return super().forward(x)
+
+
+class OverriddenZeroGrad(Net):
+    """Gradients are zeroed instead of dropped, which accumulation must not take for averages."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class OwnClipping(Net):
+    def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+        strategy = self.trainer.strategy
+        if hasattr(strategy, "clip_grad_norm_"):
+            strategy.clip_grad_norm_(0.01, norm_type=3.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01, norm_type=3.0)
+
+
+class Normalised(Net):
+    """With running statistics, which differ from rank to rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.batch_norm(x))
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    val_dataloader = Net.train_dataloader
+
+
+class Manual(Net):
+    """Two optimizers of two kinds: several backward passes for one step, a step with a closure, clipping, toggling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        wrapped, bare = self.optimizers()[0], self.optimizers(use_pl_optimizer=False)[1]
+        self.toggle_optimizer(wrapped)
+        wrapped.zero_grad()
+        self.manual_backward(self.loss(batch))
+        self.manual_backward(0.5 * self.loss(batch).square())
+        self.clip_gradients(wrapped, 0.05, "norm")
+        wrapped.step()
+        self.untoggle_optimizer(wrapped)
+
+        def closure() -> Tensor:
+            bare.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        bare.step(closure)
+
+    def configure_optimizers(self) -> Any:
+        ours = [*self.first.parameters(), *self.norm.parameters()]
+        theirs = [*self.second.parameters(), *self.last.parameters()]
+        return AdamW(ours, lr=3e-3), SGD(theirs, lr=0.01, momentum=0.9, nesterov=True)
+
+
+class InitialState(Net):
+    """An optimizer that makes its state before the first step."""
+
+    def configure_optimizers(self) -> Any:
+        return Adagrad(self.parameters(), lr=0.01, initial_accumulator_value=0.1)
+
+
+class Infinite(Float32):
+    """One rank, not always the same, gets an infinite gradient at some steps, for one parameter."""
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        step, rank = self.trainer.fit_loop.total_batch_idx, self.trainer.global_rank
+        factor = float("inf") if (step, rank) in {(3, 0), (7, 1)} else 1.0
+        return super().loss(batch) + 0.01 * (factor * self.last.bias).sum()
+
+
+class Thaws(BaseFinetuning):
+    """Gives a layer to the optimizer in the second epoch only."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.second)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.second, optimizer, lr=1e-3)
+
+
+class Thawed(Net):
+    """DistributedDataParallel does not average what is thawed later (measured: its ranks differ)."""
+
+    def configure_optimizers(self) -> Any:
+        return AdamW([p for p in self.parameters() if p.requires_grad], lr=3e-3)
+
+
+class ThawedInOneProcess(Thawed):
+    """The mean of the losses of all ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def training_step(self, batch: list[list[Tensor]], batch_idx: int) -> Any:
+        return torch.stack([self.loss(share) for share in batch]).mean()
+
+    def train_dataloader(self) -> DataLoader:
+        shares = [self.batches(rank) for rank in range(self.ranks)]
+        return DataLoader(list(zip(*shares, strict=True)), batch_size=None)
+
+
+class Shared(Groups):
+    """The same global batches on any number of ranks up to three, and a scheduler for each epoch."""
+
+    def train_dataloader(self) -> DataLoader:
+        generator, ranks = torch.Generator().manual_seed(1), self.trainer.world_size
+        made = [torch.randn(36, width, generator=generator, dtype=torch.float64) for width in (WIDTH, 1)]
+        rows = TensorDataset(*made)
+        share = DistributedSampler(rows, num_replicas=ranks, rank=self.trainer.global_rank, shuffle=False)
+        return DataLoader(rows, batch_size=12 // ranks, sampler=share)
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class NoOptimizer(Net):
+    """Trains by itself, on gradients that are averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.zero_grad()
+        self.manual_backward(self.loss(batch))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(0.01 * parameter.grad)
+
+    def configure_optimizers(self) -> None:
+        return None
