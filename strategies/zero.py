@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin, unwrapped
 from strategies.lifeline import Lifeline
+from strategies.optimizer import check_optimizer_states
 from strategies.sharding.optimizers import ShardedOptimizers
 from strategies.sharding.states import gathered
 from strategies.sharding.trial import check_divisible
@@ -53,6 +54,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         find_unused_parameters: Backward passes may leave out parameters; otherwise that is an error.
         broadcast_buffers: Bring buffers (such as running statistics) to those of rank 0 before each forward pass.
         bucket_cap_mb: About so many MiB of gradients travel at a time.
+        async_save: Go on training while a checkpoint is written, from a copy in host memory.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: As in Lightning's ``DDPStrategy``; usually left as they are.
 
@@ -70,6 +72,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float = 4.0,
+        async_save: bool = False,
         accelerator: Any | None = None,
         parallel_devices: list[device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -94,7 +97,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             timeout=timeout,
             start_method=start_method,  # type: ignore[arg-type]
         )
-        self.stage = stage
+        self.stage, self._async_save = stage, async_save
         self._overlap, self._as_view = overlap_with_ddp, parameters_as_bucket_view
         self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
@@ -226,6 +229,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of each optimizer's state, whoever saved it and on however many ranks."""
         sharded = self._running()
+        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
         for optimizer, state in zip(map(unwrapped, self.optimizers), checkpoint["optimizer_states"], strict=True):
             if not isinstance(optimizer, _MockOptimizer):
                 sharded.load_state_dict(optimizer, state)

@@ -1,7 +1,7 @@
 """One training that can be taken up again under any strategy: a script for DDP, and what the tests call themselves.
 
 Run as ``python checkpoint_job.py KIND RESULTS CKPT_PATH UNTIL INTO`` it goes on from a checkpoint up to an epoch, saves
-INTO, and writes what it came to: under DDP on two processes (``ddp``), or as two pipelines of two stages that save in
+INTO, and writes what it came to: on two processes (``ddp``, ``zero``), or as two pipelines of two stages that save in
 parts (``2x2``). Lightning starts the second process by running it once more.
 """
 
@@ -18,7 +18,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from strategies import DDPStrategy, RPCSequentialStrategy
+from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
 from trainer import Trainer
 
 ROWS, GLOBAL_BATCH = 24, 8
@@ -100,7 +100,7 @@ def fit(
     return {
         "losses": model.losses,
         "state": {name: value.clone() for name, value in model.state_dict().items()},
-        "optimizer": trainer.optimizers[0].state_dict(),
+        "optimizer": trainer.strategy.optimizer_state(trainer.optimizers[0]),
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "stop": stop.state_dict(),
         "progress": (trainer.current_epoch, trainer.global_step),
@@ -122,6 +122,7 @@ if __name__ == "__main__":
     two_by_two = RPCSequentialStrategy(BALANCES[2], 3, data_parallel_size=2, state_dict_type="sharded", async_save=True)
     setting: dict[str, Any] = {
         "ddp": {"strategy": DDPStrategy(async_save=True), "devices": 2},
+        "zero": {"strategy": ZeROStrategy(stage=2, overlap_with_ddp=True, async_save=True), "devices": 2},
         "2x2": {"strategy": two_by_two, "devices": 4},
     }[kind]
     seen = fit(setting, int(until), callbacks=[Saves(into)], ckpt_path=start)

@@ -1,6 +1,6 @@
-"""Trainings that save checkpoints on their way and are resumed from each of them; under DDP and replicas as a script.
+"""Trainings that save checkpoints on their way and are resumed from each of them; with several processes as a script.
 
-Run as ``python resume_job.py RESULTS ddp|replicas|between``. Lightning starts the other processes by running it again.
+Run as ``resume_job.py RESULTS ddp|zero|replicas|between``; Lightning starts the other processes by running it again.
 """
 
 import logging
@@ -197,13 +197,13 @@ def between(folder: Path) -> dict[str, Any]:
 
 def job(folder: Path, name: str) -> None:
     """The same in each of two processes, which have other samples and random numbers."""
-    strategy: Any = "ddp"
+    strategy: Any = name
     devices = 2
     if name == "replicas":
         strategy, devices = partial(RPCSequentialStrategy, [2, 2], microbatches=2, data_parallel_size=2), 4
     common = {"strategy": strategy, "devices": devices, "max_epochs": 2}
     assert_resumable(folder, shuffled(22), ENDS, **common)
-    if name == "replicas":
+    if name != "ddp":
         return
     assert_resumable(folder, shuffled(22, num_workers=2), [("on_train_batch_end", 4)], **common)
     own = {**common, "use_distributed_sampler": False}

@@ -106,7 +106,15 @@ def over_stages(number_of_stages: tuple[int, ...]) -> list[dict[str, Any]]:
 def over_strategies() -> list[dict[str, Any]]:
     folder = Path.cwd()
     seen = chain(
-        [pipeline(2), partial(job, "ddp"), single(), partial(job, "2x2"), pipeline(3, checkpoint="always")], folder
+        [
+            pipeline(2),
+            partial(job, "zero"),
+            partial(job, "ddp"),
+            single(),
+            partial(job, "2x2"),
+            pipeline(3, checkpoint="always"),
+        ],
+        folder,
     )
     check_checkpoints(folder)
     return seen
@@ -126,7 +134,7 @@ def test_one_two_three_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_pipeline_ddp_single_replicas_pipeline() -> None:
+def test_pipeline_zero_ddp_single_replicas_pipeline() -> None:
     *_, last, whole = run(over_strategies, timeout_seconds=350)
     alike(last, whole)
 
