@@ -126,12 +126,12 @@ class Saving(Callback):
         self.strategy._background = self.background  # ended by the strategy
 
 
-def main() -> None:
+def main(rounds: int = ROUNDS) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     strategy = RPCSequentialStrategy([NUM_LAYERS // 2] * 2, microbatches=2, checkpoint="never", async_save=True)
-    num_steps = (ROUNDS + 2) * len(WAYS) * (1 + STEPS_MEANWHILE)
+    num_steps = (rounds + 2) * len(WAYS) * (1 + STEPS_MEANWHILE)
     with tempfile.TemporaryDirectory() as folder:
         saving = Saving(strategy, Path(folder))
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -144,7 +144,7 @@ def main() -> None:
     tensors = [*model.state_dict().values(), *(value for state in states for value in state.values())]
     size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)) / 2**20
     print(f"{size:.0f} MiB of weights and optimizer states, half of them on each of two processes")
-    print(f"torch {torch.__version__}, {platform.machine()}, medians of {ROUNDS} rounds; one thread a process")
+    print(f"torch {torch.__version__}, {platform.machine()}, medians of {rounds} rounds; one thread a process")
     print(f"{'':<30} pause  written   peak on top, MiB: this process, the other")
     for way, seconds in saving.seconds.items():
         pause, written = map(statistics.median, zip(*seconds, strict=True))

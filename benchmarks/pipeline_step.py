@@ -93,7 +93,7 @@ def keep_busy(stop: Event, go: Event, idle: Event) -> None:
             idle.set()
 
 
-def main() -> None:
+def main(rounds: int = ROUNDS) -> None:
     torch.set_num_threads(1)
     x = torch.randn(ROWS, LENGTH, WIDTH)
     context = multiprocessing.get_context("spawn")
@@ -112,7 +112,7 @@ def main() -> None:
     times: dict[str, list[float]] = {name: [] for name in steps}
     cpu_times: dict[str, list[float]] = {name: [] for name in steps}
     try:
-        for round_number in range(ROUNDS + 2):
+        for round_number in range(rounds + 2):
             for name, step in steps.items():
                 torch.set_num_threads(2 if name.endswith("two threads") else 1)
                 if name.endswith("busy one"):
@@ -134,7 +134,7 @@ def main() -> None:
         pipeline.finish()
         busy.join()
     print(f"{NUM_LAYERS} layers of width {WIDTH}, {ROWS} rows of {LENGTH}, {MICROBATCHES} micro-batches, AdamW")
-    print(f"torch {torch.__version__}, {platform.machine()}, {ROUNDS} rounds; one thread a process but where said")
+    print(f"torch {torch.__version__}, {platform.machine()}, {rounds} rounds; one thread a process but where said")
     for name, seconds in times.items():
         span, cpu = f"{min(seconds):.3f} to {max(seconds):.3f}", statistics.median(cpu_times[name])
         print(f"{name:<30} median {statistics.median(seconds):.3f} s   {span}   CPU {cpu:.3f} s")

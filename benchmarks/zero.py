@@ -10,7 +10,6 @@ of them down. Processor time (of all threads of one rank) depends less on what e
 step, but what is won by doing two things at a time does not show in it.
 """
 
-import argparse
 import multiprocessing
 import platform
 import statistics
@@ -176,10 +175,7 @@ def report(times: dict[str, list[tuple[float, float]]], held: dict[str, int]) ->
         print(line.format(name, *columns, held[name] / 1e6, held[name] / whole))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="ZeRO and its peers: time of a step, bytes of optimizer state")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    rounds = parser.parse_args().rounds
+def main(rounds: int = ROUNDS) -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
