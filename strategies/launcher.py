@@ -7,7 +7,7 @@ from typing import Any
 from pytorch_lightning import Trainer
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch.distributed import TCPStore
+from torch.distributed import Store
 
 from strategies.pipeline.ranks import World, become_worker, dismiss
 
@@ -21,7 +21,7 @@ class RanksLauncher(_Launcher):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
 
     @property
     def is_interactive_compatible(self) -> bool:

@@ -34,6 +34,15 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
                 f"devices={num_devices} on each of num_nodes={num_nodes} hosts make {number}; set devices to the "
                 "number of processes on each host, and num_nodes to that of hosts."
             )
+        if ":" in environment.main_address:
+            raise MisconfigurationException(
+                f"MASTER_ADDR is the IPv6 address {environment.main_address}; give an IPv4 address or a host name."
+            )
+    elif num_replicas > 1 and environment.creates_processes_externally and not _is_ours(environment):
+        raise MisconfigurationException(
+            f"data_parallel_size={num_replicas}, but {type(environment).__name__} has started a single process: have "
+            f"it start all {number}."
+        )
     elif num_nodes > 1:
         raise MisconfigurationException(
             f"RPCSequentialStrategy starts processes on its own host only, got num_nodes={num_nodes}. Start the ranks "
@@ -48,8 +57,13 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
 
 def is_external(environment: ClusterEnvironment) -> bool:
     """Whether several processes have been started from outside, by torchrun for instance."""
-    ours = isinstance(environment, LightningEnvironment)  # a replica's process looks like one from outside
+    ours = _is_ours(environment)
     return not ours and environment.creates_processes_externally and environment.world_size() > 1
+
+
+def _is_ours(environment: ClusterEnvironment) -> bool:
+    """Whether Lightning starts the processes; that of a replica then looks as if it came from outside."""
+    return isinstance(environment, LightningEnvironment)
 
 
 def check_callbacks(trainer: Any) -> None:

@@ -16,12 +16,15 @@ from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.strategies import ParallelStrategy
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.strategies.strategy import TBroadcast
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.launcher import RanksLauncher
 from strategies.lifeline import Lifeline
+from strategies.pipeline.meeting import interface_towards
 from strategies.pipeline.ranks import World
 from strategies.pipeline.replicas import Replicas
+from strategies.pipeline.session import environment_variables
 from strategies.refusals import check_launch, is_external
 
 
@@ -114,18 +117,34 @@ class ReplicatedStrategy(ParallelStrategy):
         elif self.is_distributed:
             self._launcher = _SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
 
+    def set_world_ranks(self) -> None:
+        """Tells which replica this is; Lightning calls it when the Trainer is built."""
+        environment = self.cluster_environment
+        if not self.is_distributed or environment is None:
+            return
+        if self.world is None:
+            if is_external(environment):
+                return  # the Trainer is being built, and a rank may turn out to be a worker
+            environment.set_global_rank(self.local_rank)
+            environment.set_world_size(self._num_replicas)
+        cast(Any, rank_zero_only).rank = self.global_rank
+
     def setup_environment(self) -> None:
         """Connects the replicas; from then on they end with the first."""
+        self.set_world_ranks()
         super().setup_environment()
         if not self.is_distributed:
             return
         assert self.cluster_environment is not None
         reset_seed()
-        if self.world is None:
-            self.cluster_environment.set_global_rank(self.local_rank)
-            self.cluster_environment.set_world_size(self._num_replicas)
-        cast(Any, rank_zero_only).rank = self.global_rank
-        _init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
+        if _distributed_is_initialized() and (size := torch.distributed.get_world_size()) != self._num_replicas:
+            raise MisconfigurationException(
+                f"The default process group has {size} ranks, but there are {self._num_replicas} replicas: leave it to "
+                "the strategy to initialise it, and destroy it after other trainings."
+            )
+        _, interface = interface_towards(self.world.address) if self.world is not None else ("", "")
+        with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
+            _init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
         self._lifeline = Lifeline(self.broadcast(f"relay/lifeline/{uuid.uuid4().hex}"))
 
     def replicas(self, timeout_seconds: float) -> Replicas | None:

@@ -49,7 +49,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             is gone elsewhere after the backward pass.
         overlap_with_ddp: Step each bucket of parameters as soon as its gradients are reduced, and send the new values,
             while the backward pass goes on. Where gradients are used in between (clipping, a scaler, manual
-            optimization, an overridden hook such as ``on_before_optimizer_step``) steps wait for the end.
+            optimization, an overridden hook such as ``on_before_optimizer_step`` or ``optimizer_step``) steps wait.
         parameters_as_bucket_view: Keep parameters in the buffers in which new values travel, which saves copying them.
         find_unused_parameters: Backward passes may leave out parameters; otherwise that is an error.
         broadcast_buffers: Bring buffers (such as running statistics) to those of rank 0 before each forward pass.
@@ -188,8 +188,14 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Send the new values of the parameters from their owners to all ranks."""
-        if self._sharded is not None:
-            self._sharded.after_step(optimizer)
+        if self._sharded is None:
+            return
+        if optimizer not in self._sharded.optimizers:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has taken the place of another optimizer in mid-fit, so no rank has its "
+                "share of it. Change the optimizer's groups or its state instead."
+            )
+        self._sharded.after_step(optimizer)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients of all ranks so that their common norm is at most ``max_norm``.

@@ -32,7 +32,8 @@ def gradient_hooks(trainer: Any, model: pl.LightningModule) -> list[str]:
 def steps_may_run_in_backward(trainer: Any, model: pl.LightningModule, precision: Any) -> bool:
     """Whether nothing looks at gradients between the backward pass and the step."""
     scales = getattr(precision, "scaler", None) is not None
-    return model.automatic_optimization and not (scales or trainer.gradient_clip_val or gradient_hooks(trainer, model))
+    looks = scales or trainer.gradient_clip_val or is_overridden("optimizer_step", model)
+    return model.automatic_optimization and not (looks or gradient_hooks(trainer, model))
 
 
 def follow_precision(precision: Any, sharded: ShardedOptimizers) -> list[Callable[[], Any]]:

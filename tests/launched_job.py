@@ -36,6 +36,21 @@ class FailingNet(Net):
         self.sequential_module[0] = Fails(6, 6)
 
 
+class FailsOnce(nn.Linear):
+    """Until torchrun has started all ranks anew."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if self.training and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            raise ArithmeticError("the first time")
+        return super().forward(rows)
+
+
+class OnceFailingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[0] = FailsOnce(6, 6)
+
+
 class KilledNet(Net):
     """Kills a process of its run in mid-fit."""
 
@@ -51,7 +66,12 @@ class KilledDriverNet(KilledNet):
     victim = "driver"
 
 
-ENDS = {"failing": FailingNet, "killed worker": KilledNet, "killed driver": KilledDriverNet}
+ENDS = {
+    "failing": FailingNet,
+    "failing once": OnceFailingNet,
+    "killed worker": KilledNet,
+    "killed driver": KilledDriverNet,
+}
 
 
 def job(layout: str, num_nodes: int) -> dict[str, Any]:
@@ -70,7 +90,7 @@ def main(results: Path, layout: str, num_nodes: int) -> None:
     if layout in ENDS:
         strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3)
         fit(ENDS[layout], strategy, RANKS // num_nodes, num_nodes=num_nodes)
-    seen = job(layout, num_nodes)
+    seen = job("four stages" if layout in ENDS else layout, num_nodes)
     if seen.pop("is_global_zero"):
         torch.save(seen, results)
     if torch.distributed.is_initialized():

@@ -32,7 +32,7 @@ def free_port() -> int:
 def torchrun(num_nodes: int) -> list[list[str]]:
     """One command for each node."""
     if num_nodes == 1:
-        return [[*TORCHRUN, "--standalone", "--nproc-per-node=4"]]
+        return [[*TORCHRUN, "--standalone", "--nproc-per-node=4", "--max-restarts=1"]]
     meeting = [f"--nnodes={num_nodes}", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
     return [[*TORCHRUN, *meeting, f"--nproc-per-node={4 // num_nodes}", f"--node-rank={i}"] for i in range(num_nodes)]
 
@@ -115,6 +115,12 @@ def test_an_error_in_a_worker_rank() -> None:
     assert codes == [1] and seconds < 60  # the time-out
     assert "ArithmeticError: a layer of the user's" in said
     assert "stage 0 (layers 0 to 0: Fails), process" in said
+
+
+@pytest.mark.slow
+def test_torchrun_starts_all_ranks_anew() -> None:
+    codes, said, _ = run(ending, "failing once", False, timeout_seconds=SECONDS + 20, allow=["tmp"])
+    assert codes == [0] and said.count("ArithmeticError: the first time") and "a script has ended" in said
 
 
 @pytest.mark.slow

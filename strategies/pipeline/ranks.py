@@ -88,25 +88,27 @@ class World:
         """A new place where processes can meet."""
         return f"relay://{self.address}:{self.port}/relay-{secrets.token_hex(8)}"
 
-    def store(self) -> dist.TCPStore:
+    def store(self) -> dist.Store:
         """Connects to the store, or opens it; waits for the rank that does."""
         keeps, patience = self.keeps_store, timedelta(seconds=_ARRIVAL_SECONDS)
-        return dist.TCPStore(
+        store = dist.TCPStore(
             self.address, self.port, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
         )
+        # torchrun's store outlives the ranks that it starts anew.
+        return dist.PrefixStore(f"relay-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def divided_into(self, store: dist.Store) -> int:
         """The number of stages by which the first one to ask has divided the ranks."""
-        return int(store.compare_set("relay/num_stages", "", str(self.num_stages)))
+        return int(store.compare_set("num_stages", "", str(self.num_stages)))
 
     def next_call(self, store: dist.Store) -> str:
         """The key under which this driver's workers wait for the next thing to do."""
-        return call_key(self.driver, store.add(f"relay/sessions/{self.driver}", 1))
+        return call_key(self.driver, store.add(f"sessions/{self.driver}", 1))
 
 
 def call_key(driver: int, number: int) -> str:
     """The key of a driver's session ``number``, from 1."""
-    return f"relay/sessions/{driver}/{number}"
+    return f"sessions/{driver}/{number}"
 
 
 class Ranks:
@@ -119,7 +121,7 @@ class Ranks:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store: dist.TCPStore | None = None
+        self._store: dist.Store | None = None
         self._call = ""
         self._processes: dict[int, tuple[str, int]] = {}
         self._joined = False
@@ -174,12 +176,12 @@ class Ranks:
 
     def stop(self, *, grace_seconds: float) -> None:
         """Ends the session. The workers wait for the next one by themselves. Safe at any time."""
-        if self._joined:
-            leave_rpc()
-        self._joined = False
         if self._store is not None:
             self._store.set(over_key(self._call), "")
             self._store = None
+        if self._joined:
+            leave_rpc()
+        self._joined = False
 
 
 def ready_key(call: str, stage: int) -> str:
@@ -194,10 +196,10 @@ def over_key(call: str) -> str:
 
 def gone_key(rank: int) -> str:
     """What a rank sets when it needs the store no more."""
-    return f"relay/gone/{rank}"
+    return f"gone/{rank}"
 
 
-def dismiss(world: World, store: dist.TCPStore) -> None:
+def dismiss(world: World, store: dist.Store) -> None:
     """At the end of a driver's process: its workers end as well."""
     store.set(world.next_call(store), "")
     store.set(gone_key(world.rank), "")

@@ -8,7 +8,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -29,7 +32,6 @@ def main(world: World, number: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's notice, which Lightning answers on the driver
     store = world.store()
     call, session = _next_session(world, store, number)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs what this process holds
     try:
         _serve(world, store, call, session)
     except RuntimeError as error:
@@ -63,7 +65,9 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
     torch.set_num_threads(session.threads)
     stage = world.rank - world.driver - 1
     store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid()]))
-    join_rpc(session, stage)
+    with _ending_with(world, call):
+        join_rpc(session, stage)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs what this process holds
     asked, asked_at = None, 0.0
     while not store.check([over_key(call)]):
         time.sleep(_LOOK_SECONDS)
@@ -72,6 +76,26 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
             asked = None
         if asked is None and time.monotonic() > asked_at + _ASK_SECONDS:
             asked, asked_at = rpc.rpc_async(session.name(session.size - 1), os.getpid, timeout=0), time.monotonic()
+
+
+@contextmanager
+def _ending_with(world: World, call: str) -> Iterator[None]:
+    """Ends this process if the driver gives up the session, or is gone: joining waits in C++, deaf to everything."""
+    done, store = threading.Event(), world.store()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_SECONDS):
+            with suppress(dist.DistNetworkError):
+                if not store.check([over_key(call)]):
+                    continue
+            sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, has ended\n")
+            os._exit(1)
+
+    threading.Thread(target=watch, name="relay-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _is_over(store: dist.Store, call: str) -> bool:

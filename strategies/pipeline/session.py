@@ -97,7 +97,7 @@ def join_rpc(session: Session, rank: int) -> None:
     )
     _, name = interface_towards(session.towards)
     interface = {"TP_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name} if name else {}
-    with _environment(**interface), warnings.catch_warnings():
+    with environment_variables(**interface), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="You are using a Backend")  # init_rpc's own use of gloo
         rpc.init_rpc(session.name(rank), rank=number, world_size=session.size, rpc_backend_options=options)
 
@@ -174,7 +174,8 @@ def _without_lines(part: bytes) -> Iterator[None]:
 
 
 @contextmanager
-def _environment(**variables: str) -> Iterator[None]:
+def environment_variables(**variables: str) -> Iterator[None]:
+    """Sets variables for a while."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -112,8 +112,14 @@ class Bucket:
         """
         assert self.owner is not None
         large, small = _divided(self.parameters, self.parameters[0].is_cuda)
+        # What is not dense cannot arrive in place.
+        small += [p for p in large if p.stride() != self._strides[p]]
+        large = [p for p in large if p.stride() == self._strides[p]]
         buffer = None
         if self._values is not None:
+            for parameter, part in self._parts(self._values, self.parameters):
+                if parameter.data_ptr() != part.data_ptr():  # somebody has given it other memory
+                    parameter.data = part.copy_(parameter.data)
             pieces = [self._values]
         else:
             pieces = [self._flat(parameter, parameter.data) for parameter in large]

@@ -213,13 +213,15 @@ class ShardedOptimizers:
 
     def _up_to_date_buckets(self) -> list[Bucket]:
         """Takes in what has been thawed, or added to an optimizer, since the last backward pass."""
+        taken_in = False
         for number, optimizer in enumerate(self.optimizers):
             new = [p for p in parameters_of(optimizer) if p not in self._owners]
+            taken_in |= any(p in self._trained for p in new)  # was in a bucket that nobody owns
             for trained in (True, False):  # frozen parameters have no state, so they must not count
                 self._assign(number, [p for p in new if p.requires_grad is trained])
         candidates = dict.fromkeys([*self._names, *self._owners])
         thawed = [p for p in candidates if p.requires_grad and p not in self._trained]
-        if thawed:
+        if thawed or taken_in:
             self._trained.update(dict.fromkeys(thawed))
             self._form_buckets([p for p in reversed(candidates) if p in self._trained])
         return self._buckets
