@@ -25,7 +25,7 @@ from pytorch_lightning.plugins.precision import DoublePrecision
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -154,10 +154,12 @@ class StrategyPlugin(Strategy):
         """Load the weights of a checkpoint, all of them or none, in the precision in which the model trains.
 
         Raises:
-            RuntimeError: If names or shapes are not those of the model; it is as it was then.
+            RuntimeError: If names or shapes are not those of the model; it is as it was then. A model with a
+                ``load_state_dict`` of its own is asked nothing before.
         """
         _convert(self)
-        self._check_weights(checkpoint["state_dict"], strict)
+        if type(self.lightning_module).load_state_dict is nn.Module.load_state_dict:  # another one knows what to do
+            self._check_weights(checkpoint["state_dict"], strict)
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

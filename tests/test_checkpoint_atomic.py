@@ -70,19 +70,23 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_leftovers_go_unless_they_are_being_written(tmp_path: Path) -> None:
-    dead, alive, young = (tmp_path / f".{name}.part" for name in ("dead", "alive", "young"))
+    dead, alive, young = (tmp_path / f".relay-{digit * 32}.part" for digit in "abc")
     dead.mkdir()
     (dead / "shard").touch()
     young.touch()
+    theirs = tmp_path / ".download.part"
+    theirs.mkdir()
+    (theirs / "thesis.txt").touch()
+    os.utime(theirs, (0, 0))
     with replacing(tmp_path / "a") as file:
         Path(file.name).rename(alive)
         for path in (dead, alive):
             os.utime(path, (0, 0))
         with replacing(tmp_path / "b"):
             pass
-        assert sorted(os.listdir(tmp_path)) == [".alive.part", ".young.part", "b"]
+        assert sorted(os.listdir(tmp_path)) == [theirs.name, alive.name, young.name, "b"]
         alive.rename(file.name)
-    assert sorted(os.listdir(tmp_path)) == [".young.part", "a", "b"]
+    assert sorted(os.listdir(tmp_path)) == [theirs.name, young.name, "a", "b"] and os.listdir(theirs)
 
 
 def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
