@@ -72,6 +72,20 @@ def test_the_file_of_one_process_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == f"error: {tmp_path} is no checkpoint in parts: it has no meta.pt\n"
 
 
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    written = write(path)
+    main([str(path), str(path)])
+    alike(torch.load(path, weights_only=True), written, tolerance=0.0)
+    write(path)
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, path)
+    assert torch.load(path) == {"a": 1} and os.listdir(tmp_path) == ["a.ckpt"]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(IsADirectoryError):
+        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "other")
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "other"]
+
+
 def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(path := tmp_path / "a.ckpt")
     (file,) = path.rglob("__1_0.distcp")
@@ -104,7 +118,10 @@ def test_nothing_in_it_is_run(
     monkeypatch.chdir(tmp_path)
     write(path := tmp_path / "a.ckpt")
     (metadata,) = path.rglob(".metadata")
-    for content, told in ((Runs(), "names posix.mkdir, which torch does not write"), ({}, "holds a dict, not metadata")):
+    for content, told in (
+        (Runs(), "names posix.mkdir, which torch does not write"),
+        ({}, "holds a dict, not metadata"),
+    ):
         metadata.write_bytes(pickle.dumps(content))
         with pytest.raises(SystemExit):
             main([str(path), "out.ckpt", "--trust"])
