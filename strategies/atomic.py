@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
 
-_SUFFIX = ".part"
+_PREFIX, _SUFFIX = ".relay-", ".part"
 _YOUNG_SECONDS = 60.0
 """Younger leftovers stay: between creating and locking one, its writer cannot be told from a dead one."""
 
@@ -88,11 +88,11 @@ def remove(path: Path) -> None:
 def _beside(path: Path) -> Path:
     """A new name in the directory of ``path``, which exists then and holds no leftovers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(f".*{_SUFFIX}"):
+    for leftover in path.parent.glob(_PREFIX + "[0-9a-f]" * 32 + _SUFFIX):  # nothing of anyone else's
         with suppress(OSError):  # its writer lives and holds the lock, or it has just been removed
             if time.time() - leftover.stat().st_mtime > _YOUNG_SECONDS and not _is_locked(leftover):
                 remove(leftover)
-    return path.parent / f".{uuid4().hex}{_SUFFIX}"
+    return path.parent / f"{_PREFIX}{uuid4().hex}{_SUFFIX}"
 
 
 def _lock(descriptor: int) -> None:

@@ -10,7 +10,7 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -25,12 +25,12 @@ from pytorch_lightning.plugins.precision import DoublePrecision
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from strategies import shards
-from strategies.checkpoint_async import Background, snapshot
+from strategies.checkpoint_async import Background, check_links, snapshot, wait_before_looking
 from strategies.checkpoint_fit import check_fit
 from strategies.checkpoint_io import AtomicCheckpointIO, local_path
 from strategies.optimizer import check_optimizer_states
@@ -47,13 +47,20 @@ class StrategyPlugin(Strategy):
     _step_handles: tuple[RemovableHandle, ...] = ()
     _async_save = False
     _background: Background | None = None
+    _waiting: Sequence[Callable[[], None]] = ()
 
     @abstractmethod
     def setup_environment(self) -> None:
         """Start what the run needs before the model is set up, such as process groups."""
+        model = self.lightning_module
+        trainer = model.trainer if self._async_save and model is not None else None
+        if trainer is not None:
+            check_links(trainer)
         super().setup_environment()
         if self._async_save:
             self._background = Background()
+        if self._background is not None and trainer is not None:
+            self._waiting = wait_before_looking(trainer, self._background)
 
     @abstractmethod
     def setup(self, trainer: Trainer) -> None:
@@ -101,6 +108,9 @@ class StrategyPlugin(Strategy):
         """End what ``setup`` started. Safe at any stage of set-up; never masks the first error."""
         self._remove_step_hooks()
         background, self._background = self._background, None
+        for undo in self._waiting:
+            undo()
+        self._waiting = ()
         try:
             if background is not None:
                 background.end()
@@ -140,7 +150,10 @@ class StrategyPlugin(Strategy):
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, a file or one in parts, as every process needs it."""
         if self._background is not None:
-            self._background.wait()  # it may be the one that is being written
+            try:
+                self._background.wait()  # it may be the one that is being written
+            finally:
+                self.barrier("load_checkpoint")  # by the first rank, which alone waits for that
         local = local_path(checkpoint_path)
         if local is not None and shards.is_sharded(local):
             return self._load_in_parts(local, weights_only)
@@ -154,10 +167,13 @@ class StrategyPlugin(Strategy):
         """Load the weights of a checkpoint, all of them or none, in the precision in which the model trains.
 
         Raises:
-            RuntimeError: If names or shapes are not those of the model; it is as it was then.
+            RuntimeError: If names or shapes are not those of the model; it is as it was then. A model with a
+                ``load_state_dict`` of its own is asked nothing before.
         """
         _convert(self)
-        self._check_weights(checkpoint["state_dict"], strict)
+        assert self.lightning_module is not None
+        if type(self.lightning_module).load_state_dict is nn.Module.load_state_dict:  # another one knows what to do
+            self._check_weights(checkpoint["state_dict"], strict)
         super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -3,10 +3,17 @@
 import copy
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from strategies.following import replaced
 
 
 def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict[str, Any]:
@@ -25,6 +32,39 @@ def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict
         ):
             memo[id(leaf)] = leaf.detach().to("cpu", copy=True)
     return copy.deepcopy(checkpoint, memo)
+
+
+def check_links(trainer: Trainer) -> None:
+    """Checks that no callback links to a checkpoint, which is not there yet when it has been saved.
+
+    Raises:
+        MisconfigurationException: If one does.
+    """
+    if any(callback.save_last == "link" for callback in _model_checkpoints(trainer)):
+        raise MisconfigurationException(
+            'ModelCheckpoint(save_last="link") makes a link to a checkpoint that async_save=True is still writing. Use '
+            "save_last=True."
+        )
+
+
+def wait_before_looking(trainer: Trainer, background: "Background") -> list[Callable[[], None]]:
+    """Has callbacks look for a free name only when the checkpoint before is there; the next save waits for it anyway.
+
+    Returns:
+        Functions that end this.
+    """
+
+    def look(exists: Callable[..., bool], *args: Any) -> bool:
+        background.settle()
+        return exists(*args)
+
+    callbacks = _model_checkpoints(trainer)
+    return [replaced(callback, "file_exists", partial(look, callback.file_exists)) for callback in callbacks]
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    return [own for own in trainer.checkpoint_callbacks if isinstance(own, ModelCheckpoint) and fitting]
 
 
 class Background:

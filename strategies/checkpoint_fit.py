@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+from torch.nn.parameter import is_lazy
 
 from strategies.following import replaced
 from strategies.pipeline.words import describe
+
+_ANY = "any"
+"""The shape of a parameter that has none yet."""
 
 Place = Callable[[str], str]
 """Tells of a name in a state dict on which stage it is, in words; nothing if on none or if that is not known."""
@@ -61,7 +65,8 @@ def check_fit(
         RuntimeError: If it does not fit.
     """
     expected = _shapes(module)
-    if expected == {name: _shape(value) for name, value in state.items()}:
+    given = {name: _shape(value) for name, value in state.items()}
+    if expected == {name: shape if expected.get(name) != _ANY else _ANY for name, shape in given.items()}:
         return
     complaints, missing, unexpected = [], expected.keys() - state.keys(), state.keys() - expected.keys()
     with _without_values(module), dry() if dry else warnings.catch_warnings():
@@ -138,6 +143,8 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 
 def _shape(value: Any) -> Any:
+    if is_lazy(value):  # takes the shape of what is loaded
+        return _ANY
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
@@ -145,23 +152,27 @@ def _shape(value: Any) -> Any:
 def _without_values(module: nn.Module) -> Iterator[None]:
     """Puts tensors on the ``meta`` device into all places of ``module``; extra states are not taken in either."""
     children = list(module.modules())
-    before = [(child, dict(child._parameters), dict(child._buffers)) for child in children]
-    for child, parameters, buffers in before:
-        child._parameters.update(
-            {name: nn.Parameter(_like(p), requires_grad=False) for name, p in parameters.items() if p is not None}
-        )
+    # Some layers keep what they load among their attributes.
+    before = [(child, dict(child._parameters), dict(child._buffers), dict(vars(child))) for child in children]
+    for child, parameters, buffers, _ in before:
+        child._parameters.update({name: _like(p) for name, p in parameters.items() if p is not None})
         child._buffers.update({name: _like(b) for name, b in buffers.items() if b is not None})
         vars(child)["set_extra_state"] = lambda state: None
     try:
         yield
     finally:
-        for child, parameters, buffers in before:
+        for child, parameters, buffers, attributes in before:
             child._parameters.clear()
             child._parameters.update(parameters)
             child._buffers.clear()
             child._buffers.update(buffers)
-            del vars(child)["set_extra_state"]
+            vars(child).clear()
+            vars(child).update(attributes)
 
 
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+def _like(tensor: Any) -> Any:
+    if is_lazy(tensor):
+        kind: Any = type(tensor)
+        return kind(requires_grad=False, device="meta", dtype=tensor.dtype)
+    bare = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(bare, requires_grad=False) if isinstance(tensor, nn.Parameter) else bare

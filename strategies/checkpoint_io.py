@@ -1,5 +1,6 @@
 """How Relay's strategies write a checkpoint, where the user has not chosen a ``CheckpointIO``: atomically."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
-from strategies.atomic import replacing
+from strategies import shards
+from strategies.atomic import remove, replacing
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -26,6 +28,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         with replacing(local) as file:
             torch.save(checkpoint, file)
+            if shards.is_sharded(local):  # no file can take the place of a directory in one step
+                file.flush()
+                os.fsync(file.fileno())
+                remove(local)
 
 
 def local_path(path: str | Any) -> Path | None:

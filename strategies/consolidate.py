@@ -5,10 +5,8 @@ import sys
 from pathlib import Path
 from pickle import UnpicklingError
 
-import torch
-
 from strategies import shards
-from strategies.atomic import replacing
+from strategies.checkpoint_io import AtomicCheckpointIO
 
 
 def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> None:
@@ -16,7 +14,7 @@ def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> Non
 
     Args:
         directory: The checkpoint in parts.
-        out: The file.
+        out: The file; may be where the directory is.
         weights_only: As in ``torch.load``: refuse anything but tensors and plain types.
 
     Raises:
@@ -26,8 +24,7 @@ def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> Non
     if not shards.is_sharded(directory):
         raise FileNotFoundError(f"{directory} is no checkpoint in parts: it has no meta.pt")
     checkpoint, _ = shards.load(directory, weights_only=weights_only)
-    with replacing(out) as file:
-        torch.save(checkpoint, file)
+    AtomicCheckpointIO().save_checkpoint(checkpoint, out)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,6 +5,7 @@ in ``param_groups`` and travels with each step, so schedulers stay where the use
 over all groups, as in ``Optimizer.state_dict()``.
 """
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -37,7 +38,9 @@ def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
     attributes["param_groups"] = [
         {**group, "params": [p for p in group["params"] if id(p) in kept]} for group in optimizer.param_groups
     ]
-    attributes["state"] = defaultdict(dict, {p: state for p, state in optimizer.state.items() if id(p) in kept})
+    attributes["state"] = defaultdict(
+        dict, {key: s for key, s in optimizer.state.items() if id(key) in kept or not isinstance(key, Tensor)}
+    )
     return put_together(cls, attributes)
 
 
@@ -83,12 +86,23 @@ def numbers_of(optimizer: Optimizer, owned: Collection[Tensor]) -> list[int]:
     return [number for number, parameter in enumerate(parameters_of(optimizer)) if id(parameter) in kept]
 
 
-def load_states(optimizer: Optimizer, states: Mapping[int, dict[str, Any]]) -> None:
+def part_of(states: Mapping[Any, Any], numbers: Collection[int]) -> dict[Any, Any]:
+    """Out of the states of a whole optimizer those of some parameters, and what it keeps under other keys."""
+    wanted = set(numbers)
+    return {key: state for key, state in states.items() if key in wanted or not isinstance(key, int)}
+
+
+def in_order(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """States by the numbers of parameters; what an optimizer keeps under other keys comes last."""
+    return dict(sorted(states.items(), key=lambda item: item[0] if isinstance(item[0], int) else math.inf))
+
+
+def load_states(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
     """Loads the state of single parameters, converted to their device and type as ``load_state_dict`` does it.
 
     Args:
         optimizer: The optimizer, which may be restricted.
-        states: Number of the parameter *in this optimizer* to its state.
+        states: Number of the parameter *in this optimizer* to its state, and what it keeps under other keys.
     """
     current = optimizer.state_dict()
     optimizer.load_state_dict({"state": dict(states), "param_groups": current["param_groups"]})
@@ -119,7 +133,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], words:
             "has been loaded"
         )
     known = {number for group in saved for number in group["params"]}
-    if foreign := [number for number in state.get("state", {}) if number not in known]:
+    if foreign := [key for key in state.get("state", {}) if isinstance(key, int) and key not in known]:
         raise ValueError(
             f"{words}, has {len(parameters_of(optimizer))} parameters, but its state has unexpected entries "
             f"{foreign}; nothing of it has been loaded"

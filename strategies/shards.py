@@ -19,13 +19,13 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from strategies.atomic import new_directory, remove, replacing, sync_directory
 from strategies.pipeline.channel import with_meta_tensors
 from strategies.pipeline.named import flat, replaced
+from strategies.shard_metadata import ShardReader
 
 PARTS = ("state_dict", "optimizer_states")
 """What of a checkpoint is in parts."""
@@ -109,10 +109,13 @@ def load(path: Path, parts: Sequence[str] = PARTS, weights_only: bool | None = N
         The checkpoint, which has tensors on the ``meta`` device for what has not been read, and where to read that.
 
     Raises:
-        RuntimeError: If some of its tensors are not there.
+        RuntimeError: If some of its tensors are not there, or if it is none of ours.
     """
     checkpoint = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
-    shards = path / checkpoint["relay"].pop("shards")
+    name = checkpoint["relay"].pop("shards")
+    if not name.startswith(_SHARDS) or Path(name).name != name:
+        raise RuntimeError(f"the checkpoint {path} says that its tensors are in {name!r}, which is not a part of it")
+    shards = path / name
     _check(shards, flat({part: checkpoint[part] for part in PARTS if part in checkpoint}))
     for part in parts:
         if part in checkpoint:
@@ -128,13 +131,13 @@ def fill(shards: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in wanted.items() if like.is_meta}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(shards), no_dist=True)
+        dcp.load(dict(tensors), storage_reader=ShardReader(shards), no_dist=True)
     return tensors
 
 
 def _check(shards: Path, wanted: Mapping[str, Tensor]) -> None:
     """Checks that what is to be read is there, before any of it is."""
-    metadata: Metadata = dcp.FileSystemReader(shards).read_metadata()
+    metadata = ShardReader(shards).read_metadata()
     missing = [name for name in wanted if name not in metadata.state_dict_metadata]
     unexpected = [name for name in metadata.state_dict_metadata if name not in wanted]
     ends: dict[str, int] = {}

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from strategies import shards
-from strategies.optimizer import parameters_of
+from strategies.optimizer import parameters_of, part_of
 from strategies.pipeline.channel import layouts
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.named import flat
@@ -100,10 +100,7 @@ def load_optimizer_states(states: list[dict[str, Any]], directory: Path, pipelin
     optimizers, prefix = pipeline.optimizers, "optimizer_states"
 
     def part(numbers: Callable[[int], list[int]]) -> dict[int, Any]:
-        return {
-            k: {"state": {n: state["state"][n] for n in numbers(k) if n in state["state"]}}
-            for k, state in enumerate(states)
-        }
+        return {k: {"state": part_of(state["state"], numbers(k))} for k, state in enumerate(states)}
 
     replies = [
         remote.beside(shards.read_of, _NUMBER, directory, layouts(part(numbers.__getitem__)), prefix)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from checkpoint_job import fit, pipeline
 from harness import run
 from parity_trainers import alike
-from pytorch_lightning import Callback
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import DDPStrategy, shards
-from strategies.checkpoint_async import Background, snapshot
+from strategies.checkpoint_async import Background, check_links, snapshot, wait_before_looking
 from strategies.checkpoint_io import AtomicCheckpointIO
 
 
@@ -52,6 +55,58 @@ def test_one_at_a_time_and_errors_surface() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("relay-save")]
 
 
+def saving(path: Path) -> Background:
+    background = Background()
+    background.save(lambda: (time.sleep(0.2), path.touch())[1])
+    return background
+
+
+def test_a_name_is_taken_once_it_is_being_written(tmp_path: Path) -> None:
+    callback = ModelCheckpoint(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[callback])
+    callback.setup(trainer, LightningModule(), "fit")
+    trainer.state.fn = TrainerFn.FITTING
+    background = saving(tmp_path / "a.ckpt")
+    undo = wait_before_looking(trainer, background)
+    assert callback.file_exists(tmp_path / "a.ckpt", trainer)
+    background.end()
+    for function in undo:
+        function()
+    assert "file_exists" not in vars(callback)
+
+
+def test_no_links_to_what_is_not_there_yet() -> None:
+    strategy, model = DDPStrategy(async_save=True), LightningModule()
+    strategy._lightning_module = model
+    kept = ModelCheckpoint(save_last="link")
+    model.trainer = trainer = Trainer(accelerator="cpu", logger=False, callbacks=[kept])
+    trainer.state.fn = TrainerFn.FITTING
+    with pytest.raises(MisconfigurationException, match=r'save_last="link"\) makes a link .* Use save_last=True'):
+        strategy.setup_environment()
+    trainer.state.fn = TrainerFn.TESTING
+    check_links(trainer)
+
+
+def test_every_process_reads_what_the_first_has_written(tmp_path: Path) -> None:
+    there = []
+
+    class Ranks(DDPStrategy):
+        def barrier(self, name: str | None = None) -> None:
+            there.append(path.exists())
+
+    path, strategy = tmp_path / "a.ckpt", Ranks(async_save=True)
+    torch.save({"a": 1}, tmp_path / "b")
+    strategy._background = background = Background()
+    background.save(lambda: (time.sleep(0.2), (tmp_path / "b").rename(path))[0])
+    assert strategy.load_checkpoint(path) == {"a": 1}
+    assert there == [True]
+    background.save(fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        strategy.load_checkpoint(path)
+    assert there == [True, True]
+    background.end()
+
+
 class SlowIO(AtomicCheckpointIO):
     """Writes when training has gone on for two batches, or fails."""
 
@@ -64,6 +119,12 @@ class SlowIO(AtomicCheckpointIO):
         if self.fails:
             raise OSError("the disk is full")
         super().save_checkpoint(checkpoint, path, storage_options)
+
+
+class LateIO(AtomicCheckpointIO):
+    def save_checkpoint(self, *args: Any) -> None:
+        time.sleep(0.5)
+        super().save_checkpoint(*args)
 
 
 class Steps(Callback):
@@ -102,6 +163,10 @@ def background_saves() -> dict[str, Any]:
         fit(pipeline(3, **options), 3, callbacks=[newest, Steps(save_at=(1, 4))], enable_checkpointing=True)
         seen[kind] = contents(folder)
         os.chdir(home)
+    best = ModelCheckpoint("best", "best", monitor="val_loss", save_top_k=3)
+    late: dict[str, Any] = {"strategy": DDPStrategy(async_save=True, checkpoint_io=LateIO()), "devices": 1}
+    fit(late, 3, callbacks=[best], enable_checkpointing=True)
+    seen["one name"] = sorted(os.listdir("best"))
     for kind in ("pipeline", "ddp"):
         io = SlowIO()
         own: dict[str, Any] = {"strategy": DDPStrategy(async_save=True, checkpoint_io=io), "devices": 1}
@@ -132,10 +197,11 @@ class SavesInto(Callback):
 
 @pytest.mark.slow
 def test_saving_in_the_background() -> None:
-    seen = run(background_saves, allow=["process_group", "env"])
+    seen = run(background_saves, timeout_seconds=300, allow=["process_group", "env"])
     expected = seen["in between"]
     assert set(expected) == {"step=8.ckpt", "step 1.ckpt", "step 4.ckpt"}
     for kind in ("full", "sharded"):
         alike(seen[kind], expected, tolerance=0.0)
     assert seen["pipeline went on"] == seen["ddp went on"] == ([True], True)
+    assert seen["one name"] == ["best-v1.ckpt", "best-v2.ckpt", "best.ckpt"]
     assert seen["failed at the next"] == 5 and seen["failed at the end"] == 6

@@ -6,7 +6,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -70,19 +69,23 @@ def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 def test_leftovers_go_unless_they_are_being_written(tmp_path: Path) -> None:
-    dead, alive, young = (tmp_path / f".{name}.part" for name in ("dead", "alive", "young"))
+    dead, alive, young = (tmp_path / f".relay-{digit * 32}.part" for digit in "abc")
     dead.mkdir()
     (dead / "shard").touch()
     young.touch()
+    theirs = tmp_path / ".download.part"
+    theirs.mkdir()
+    (theirs / "thesis.txt").touch()
+    os.utime(theirs, (0, 0))
     with replacing(tmp_path / "a") as file:
         Path(file.name).rename(alive)
         for path in (dead, alive):
             os.utime(path, (0, 0))
         with replacing(tmp_path / "b"):
             pass
-        assert sorted(os.listdir(tmp_path)) == [".alive.part", ".young.part", "b"]
+        assert sorted(os.listdir(tmp_path)) == [theirs.name, alive.name, young.name, "b"]
         alive.rename(file.name)
-    assert sorted(os.listdir(tmp_path)) == [".young.part", "a", "b"]
+    assert sorted(os.listdir(tmp_path)) == [theirs.name, young.name, "a", "b"] and os.listdir(theirs)
 
 
 def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
@@ -111,32 +114,58 @@ def save_in_parts(path: Path, checkpoint: dict[str, Any]) -> None:
     shards.save(path, checkpoint, [shards.plan(half) for half in halves], write_all)
 
 
-def save_until_killed(path: Path, in_parts: bool, start: int) -> None:
-    """Runs in a forked child."""
+def with_these_modules() -> dict[str, str]:
+    path = [str(Path(strategies.__file__).parents[1]), str(Path(checkpoint_job.__file__).parent)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def save_until_killed(path: Path, in_parts: bool, start: int, begun: int) -> None:
+    """Runs in a forked child; tells when it has saved once."""
     for version in range(start, 10**6):
         if in_parts:
             save_in_parts(path, saved(version))
         else:
             AtomicCheckpointIO().save_checkpoint(saved(version), path)
+        os.write(begun, b".")
+
+
+FORKS = """
+import os, signal, sys, time
+from pathlib import Path
+from test_checkpoint_atomic import save_until_killed
+
+for line in sys.stdin:
+    start, moment = line.split()
+    saved, begun = os.pipe()
+    child = os.fork()
+    if not child:
+        save_until_killed(Path("a.ckpt"), sys.argv[1] == "True", int(start), begun)
+    os.read(saved, 1)
+    time.sleep(float(moment))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(saved), os.close(begun)
+    print("killed", flush=True)
+"""
+"""A process that only imports and forks, so it has no threads, which a fork would lose."""
 
 
 def killed_at_random(in_parts: bool) -> list[int]:
     """Kills a process that saves all the time, 25 times; the checkpoint is always one of those that it wrote."""
     path, versions, moments = Path("a.ckpt"), [0], random.Random(1)
-    save_in_parts(path, saved(0)) if in_parts else AtomicCheckpointIO().save_checkpoint(saved(0), path)
+    command, pipe = [sys.executable, "-W", "ignore", "-c", FORKS, str(in_parts)], subprocess.PIPE
+    forks = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=with_these_modules(), text=True)
+    assert forks.stdin is not None and forks.stdout is not None
     for _ in range(25):
-        child = os.fork()
-        if not child:
-            save_until_killed(path, in_parts, versions[-1] + 1)
-        time.sleep(moments.uniform(0.0, 0.3))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+        print(versions[-1] + 1, moments.uniform(0.0, 0.3), file=forks.stdin, flush=True)
+        assert forks.stdout.readline() == "killed\n"
         checkpoint = shards.load(path)[0] if in_parts else torch.load(path, weights_only=True)
         versions.append(checkpoint["version"])
         assert len(checkpoint["state_dict"]) == TENSORS
         assert all(torch.equal(v, torch.full_like(v, versions[-1])) for v in checkpoint["state_dict"].values())
-    for path in Path().glob(".*.part"):
-        os.utime(path, (0, 0))
+    forks.communicate()
+    for leftover in Path().rglob(".*.part"):  # of meta.pt, too
+        os.utime(leftover, (0, 0))
     save_in_parts(Path("b.ckpt"), saved(1)) if in_parts else AtomicCheckpointIO().save_checkpoint(saved(1), "b.ckpt")
     assert sorted(os.listdir()) == ["a.ckpt", "b.ckpt"]
     if in_parts:
@@ -149,7 +178,7 @@ def killed_at_random(in_parts: bool) -> list[int]:
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_killed_at_any_moment(in_parts: bool) -> None:
     versions = run(killed_at_random, in_parts)
-    assert versions == sorted(versions) and versions[-1] > 10
+    assert versions == sorted(set(versions)) and len(versions) == 26
 
 
 KILLED = """
@@ -188,10 +217,8 @@ fit(pipeline(2, **settings[kind]), 1000, make=Large, callbacks=[Saves()])
 
 
 def killed_within_a_save(kind: str, moment: float) -> dict[str, Any]:
-    path = [str(Path(strategies.__file__).parents[1]), str(Path(checkpoint_job.__file__).parent)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     command = [sys.executable, "-W", "ignore", "-c", KILLED, kind, str(moment)]
-    killed = subprocess.run(command, env=environment, timeout=100)
+    killed = subprocess.run(command, env=with_these_modules(), timeout=100)
     assert killed.returncode == -signal.SIGKILL and Path("saved").exists()
     assert list(Path().glob(".*.part")) or len(list(Path("last.ckpt").glob("shards-*"))) == 2  # it was within a save
     checkpoints = {}

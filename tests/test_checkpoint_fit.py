@@ -5,13 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
-from checkpoint_job import Resumed, fit, pipeline
+from checkpoint_job import Resumed, Saves, fit, pipeline, single
 from harness import run
+from parity_trainers import alike
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torchmetrics import MeanMetric
 
+from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy, shards
 from strategies.checkpoint_fit import check_fit, places
-from strategies.optimizer import check_optimizer_states
+from strategies.optimizer import check_optimizer_states, in_order, parameters_of, part_of, restricted
 from strategies.pipeline.placement import cut
 
 
@@ -112,6 +117,119 @@ def test_optimizers() -> None:
     foreign["state"][7] = foreign["state"][0]
     with pytest.raises(ValueError, match=r"optimizer 0, a AdamW, has 3 parameters, .* unexpected entries \[7\]; noth"):
         check_optimizer_states([one], [foreign])
+
+
+class Older(pl.LightningModule):
+    """Reads what it saved under another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict({name.replace("old", "layer"): t for name, t in state.items()}, strict, assign)
+
+
+@pytest.mark.parametrize("make", [DDPStrategy, ZeROStrategy, RPCSequentialStrategy])
+def test_a_load_state_dict_of_its_own(make: Any) -> None:
+    strategy, model = make(), Older()
+    strategy._lightning_module = model
+    strategy.load_model_state_dict({"state_dict": {"old.weight": torch.full((1, 2), 7.0), "old.bias": torch.ones(1)}})
+    assert model.layer.weight.tolist() == [[7, 7]]
+    with pytest.raises(RuntimeError, match="Missing key"):
+        strategy.load_model_state_dict({"state_dict": {}})
+
+
+def test_layers_without_a_shape_yet() -> None:
+    def lazy() -> nn.Sequential:
+        return nn.Sequential(nn.LazyLinear(3), nn.LazyBatchNorm1d(), Renames())
+
+    made = lazy()
+    made[:2](torch.randn(4, 2))
+    state = made.state_dict()
+    check_fit(lazy(), state)
+    check_fit(lazy(), lazy().state_dict())
+    check_fit(module := lazy(), {("2.w" if name == "2.weight" else name): value for name, value in state.items()})
+    assert is_lazy(module[0].weight) and is_lazy(module[1].running_mean)
+    module.load_state_dict(state)
+    assert torch.equal(module[0].weight, made[0].weight)
+    with pytest.raises(RuntimeError, match=r"missing keys: 0\.bias"):
+        check_fit(module := lazy(), {name: value for name, value in state.items() if name != "0.bias"})
+    assert is_lazy(module[0].weight)
+
+
+def test_what_a_layer_keeps_among_its_attributes() -> None:
+    class Keeping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.metric = MeanMetric()
+            self.metric.persistent(True)
+
+    one, other = Keeping(), Keeping()
+    one.metric.update(5.0)
+    with pytest.raises(RuntimeError, match="unexpected keys: foreign"):
+        check_fit(other, {**one.state_dict(), "foreign": torch.ones(1)})
+    assert other.metric.mean_value == 0
+    other.metric.update(3.0)
+    assert other.metric.compute() == 3
+
+
+class Counts(torch.optim.SGD):
+    """Keeps something that belongs to no parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["calls"] = self.state.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def counting() -> Counts:
+    optimizer = Counts([nn.Parameter(torch.ones(2)) for _ in range(3)], lr=0.1, momentum=0.9)
+    for parameter in parameters_of(optimizer):
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    return optimizer
+
+
+def test_optimizers_that_keep_more_than_states_of_parameters() -> None:
+    one = counting()
+    state = one.state_dict()
+    assert state["state"]["calls"] == 1
+    check_optimizer_states([one], [state])
+    assert restricted(one, parameters_of(one)[1:2]).state["calls"] == 1
+    assert set(part_of(state["state"], [1])) == {1, "calls"}
+    mixed = {key: state["state"][key] for key in ("calls", 2, 0, 1)}
+    assert list(in_order(mixed)) == [0, 1, 2, "calls"]
+
+
+def counted() -> dict[str, Any]:
+    """Each goes on from what the one before saved."""
+
+    class Model(Resumed):
+        def configure_optimizers(self) -> Any:
+            return Counts(self.parameters(), lr=0.1, momentum=0.9)
+
+    settings = {
+        "pipeline": pipeline(2),
+        "sharded": pipeline(3, state_dict_type="sharded"),
+        "zero": {"strategy": ZeROStrategy(), "devices": 1},
+        "ddp": {"strategy": DDPStrategy(), "devices": 1},
+    }
+    before, seen = None, {}
+    for epochs, (kind, setting) in enumerate(settings.items(), start=1):
+        fit(setting, epochs, make=Model, ckpt_path=before, callbacks=[Saves(kind)])
+        before = Path(kind)
+        checkpoint = shards.load(before)[0] if kind == "sharded" else torch.load(before, weights_only=True)
+        seen[kind] = checkpoint["optimizer_states"][0]["state"]
+    torch.distributed.destroy_process_group()
+    seen["plain"] = fit(single(), 4, make=Model)["optimizer"]["state"]
+    return seen
+
+
+@pytest.mark.slow
+def test_such_an_optimizer_goes_on() -> None:
+    seen = run(counted, allow=["process_group", "env"])
+    assert [seen[kind]["calls"] for kind in ("pipeline", "sharded", "zero", "ddp")] == [3, 6, 9, 12]
+    alike(seen["ddp"], seen["plain"])
 
 
 class Forgets(nn.Linear):

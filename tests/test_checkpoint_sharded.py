@@ -1,6 +1,7 @@
 """``state_dict_type="sharded"``: every stage writes and reads its own part, for any number of stages."""
 
 import os
+import pickle
 import subprocess
 import sys
 from collections import OrderedDict
@@ -16,6 +17,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 
 from strategies import DDPStrategy, RPCSequentialStrategy, shards
 from strategies.checkpoint_io import AtomicCheckpointIO
@@ -70,6 +72,20 @@ def test_the_file_of_one_process_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == f"error: {tmp_path} is no checkpoint in parts: it has no meta.pt\n"
 
 
+def test_a_file_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    written = write(path)
+    main([str(path), str(path)])
+    alike(torch.load(path, weights_only=True), written, tolerance=0.0)
+    write(path)
+    AtomicCheckpointIO().save_checkpoint({"a": 1}, path)
+    assert torch.load(path) == {"a": 1} and os.listdir(tmp_path) == ["a.ckpt"]
+    (tmp_path / "other").mkdir()
+    with pytest.raises(IsADirectoryError):
+        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "other")
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "other"]
+
+
 def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(path := tmp_path / "a.ckpt")
     (file,) = path.rglob("__1_0.distcp")
@@ -88,6 +104,40 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureF
     bare["state_dict"]["more"] = bare["state_dict"].pop("0.weight")
     torch.save(bare, path / "meta.pt")
     with pytest.raises(RuntimeError, match=r"missing \['state_dict.more'\], unexpected \['state_dict.0.weight'\]"):
+        shards.load(path)
+
+
+class Runs:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("ran",)
+
+
+def test_nothing_in_it_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(path := tmp_path / "a.ckpt")
+    (metadata,) = path.rglob(".metadata")
+    for content, told in (
+        (Runs(), "names posix.mkdir, which torch does not write"),
+        ({}, "holds a dict, not metadata"),
+    ):
+        metadata.write_bytes(pickle.dumps(content))
+        with pytest.raises(SystemExit):
+            main([str(path), "out.ckpt", "--trust"])
+        assert told in capsys.readouterr().err
+    with pytest.raises(CheckpointException, match=r"holds a dict, not metadata"):
+        shards.fill(metadata.parent, {"state_dict.empty": torch.empty(0, 3, device="meta")})
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["shards-/../../b.ckpt", "/tmp/shards-1", "elsewhere"])
+def test_its_tensors_are_in_it(tmp_path: Path, name: str) -> None:
+    write(path := tmp_path / "a.ckpt")
+    bare = torch.load(path / "meta.pt", weights_only=True)
+    bare["relay"]["shards"] = name
+    torch.save(bare, path / "meta.pt")
+    with pytest.raises(RuntimeError, match=f"says that its tensors are in '{name}', which is not a part of it"):
         shards.load(path)
 
 

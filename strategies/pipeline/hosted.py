@@ -14,6 +14,7 @@ from strategies.optimizer import (
     load_states,
     norms_of_gradients,
     parameters_of,
+    part_of,
     put_together,
     set_hyperparameters,
 )
@@ -277,10 +278,10 @@ class HostedStage:
         """The same with layouts in place of tensors."""
         return layouts(self.optimizer_states(optimizer))
 
-    def load_optimizer_states(self, optimizer: int, states: Mapping[int, dict[str, Any]]) -> None:
+    def load_optimizer_states(self, optimizer: int, states: Mapping[Any, Any]) -> None:
         """Loads, out of the states of a whole optimizer, those of this stage's parameters."""
         places = {number: place for place, number in enumerate(self._numbers[optimizer])}
-        own = {places[number]: state for number, state in states.items() if number in places}
+        own = {places.get(key, key): state for key, state in part_of(states, self._numbers[optimizer]).items()}
         load_states(self._optimizers[optimizer], own)
 
 

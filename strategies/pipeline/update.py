@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.optimizer import check_optimizer_state, hyperparameters, norms_of_gradients, parameters_of
+from strategies.optimizer import (
+    check_optimizer_state,
+    hyperparameters,
+    in_order,
+    norms_of_gradients,
+    parameters_of,
+    part_of,
+)
 from strategies.pipeline.channel import with_meta_tensors
 from strategies.pipeline.remote import RemoteStage
 
@@ -164,7 +171,7 @@ class PipelineOptimizers:
                     f"unexpected {foreign}. No checkpoint can be made of it."
                 )
             state["state"].update(given)
-        state["state"] = dict(sorted(state["state"].items()))
+        state["state"] = in_order(state["state"])
         return state
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -175,12 +182,10 @@ class PipelineOptimizers:
         """
         k = self._number_of(optimizer)
         check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
-        remote_numbers = {number for number, p in enumerate(parameters_of(optimizer)) if p.is_meta}
-        own = {number: s for number, s in state["state"].items() if number not in remote_numbers}
-        type(optimizer).load_state_dict(optimizer, {**state, "state": own})
+        here = [number for number, p in enumerate(parameters_of(optimizer)) if not p.is_meta]
+        type(optimizer).load_state_dict(optimizer, {**state, "state": part_of(state["state"], here)})
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
-            theirs = {number: state["state"][number] for number in numbers[k] if number in state["state"]}
-            remote.call("load_optimizer_states", k, theirs)
+            remote.call("load_optimizer_states", k, part_of(state["state"], numbers[k]))
 
     def fetch(self, remote: RemoteStage) -> None:
         """Puts a worker's states into the user's optimizers; called once its parameters are here again."""

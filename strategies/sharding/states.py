@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from strategies.optimizer import in_order
+
 
 def gathered(state: dict[int, Any], group: ProcessGroup) -> dict[int, Any]:
     """Puts together what ranks have; every rank calls this.
@@ -30,7 +32,7 @@ def gathered(state: dict[int, Any], group: ProcessGroup) -> dict[int, Any]:
     whole = dict(state)
     for rank in range(1, group.size()):
         whole.update(_receive(rank, group))
-    return dict(sorted(whole.items()))
+    return in_order(whole)
 
 
 def _send(state: dict[int, Any], group: ProcessGroup) -> None:
