@@ -127,4 +127,6 @@ def _generators(owner: Any) -> dict[str, Generator]:
 def _numbers(owner: Any) -> dict[str, Any]:
     if isinstance(owner, DataLoader):
         return {}
-    return {name: value for name, value in vars(owner).items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in vars(owner).items() if isinstance(value, int | float)}
+    # Of these very types, as a checkpoint may hold no numpy.float64, which is a float, too.
+    return {n: next(kind for kind in (bool, int, float) if isinstance(v, kind))(v) for n, v in numbers.items()}

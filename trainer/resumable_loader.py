@@ -1,6 +1,7 @@
 """All loaders of the training loop together: where they are at the batch that training has come to."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, cast
 
 from lightning_fabric.utilities.data import sized_len
@@ -17,10 +18,16 @@ class ResumableLoader(CombinedLoader):
     """A ``CombinedLoader`` that goes on where a checkpoint was written.
 
     To users and to Lightning it holds their own loaders; only what it iterates over is wrapped.
+
+    Args:
+        iterables: The loaders.
+        mode: As in ``CombinedLoader``.
+        num_processed: Tells how many batches have been trained on, in all epochs.
     """
 
-    def __init__(self, iterables: Any, mode: Any) -> None:
+    def __init__(self, iterables: Any, mode: Any, num_processed: Callable[[], int]) -> None:
         super().__init__(iterables, mode)
+        self._num_processed, self.num_taken = num_processed, 0
         self._tracked: list[TrackedLoader] = []
         self._history: deque[dict[str, Any]] = deque(maxlen=_MOST_AHEAD)
         self._saved: dict[str, Any] | None = None
@@ -72,6 +79,7 @@ class ResumableLoader(CombinedLoader):
     def __iter__(self) -> "ResumableLoader":
         self._track()
         self._history.clear()
+        self.num_taken = self._num_processed()  # what has been read ahead is forgotten
         self._iterator = iterator = cast(
             Any, _SUPPORTED_MODES[self._mode]["iterator"](list(self._tracked), self._limits)
         )
@@ -96,6 +104,7 @@ class ResumableLoader(CombinedLoader):
         position["stateful"] = self._state_dicts() if self._reads_ahead else None
         batch = super().__next__()
         self._history.append(position)
+        self.num_taken += 1
         return batch
 
     def reset(self) -> None:

@@ -1,6 +1,8 @@
 """Resuming: Lightning's training loop, from the very batch and random state that the checkpoint was written with."""
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -57,22 +59,23 @@ class ResumingFitLoop(_FitLoop):
 
     def __init__(self, trainer: Trainer, min_epochs: int | None, max_epochs: int | None) -> None:
         super().__init__(trainer, min_epochs=min_epochs, max_epochs=max_epochs)
-        self._data_source = _ResumableSource(None, "train_dataloader")
+        self._data_source = _ResumableSource(None, "train_dataloader", self._num_processed)
         self._saved: dict[str, Any] | None = None
         self._num_processes = 0
+        self._knows_counters = False
         self._loaders_at_end: dict[str, Any] | None = None
         self._stateful_at_end: list[dict[str, Any]] = []
+        self._random_at_end: dict[str, Any] | None = None
         self._resumed = self._finishes_epoch = False
 
     def state_of_process(self) -> dict[str, Any]:
         """The random state of this process, where its loaders are, and the metrics that schedulers look at."""
-        in_training = self._num_in_training()
-        loader = self._loader()
-        random = random_state() if loader is None or not in_training else loader.random_at_last_batch
+        waiting = self._saved or {}  # for training to begin
         return {
-            "random": plain(random),
-            "cuda": cuda_random_state(),
+            "random": waiting.get("random", plain(self._random())),
+            "cuda": waiting.get("cuda", cuda_random_state()),
             "loaders": self._loaders_at_end if self._data_fetcher is None else self._state_of_loaders(),
+            "stateful": self._states_of_stateful(),
             "loaded_in_epoch": self._last_train_dl_reload_epoch,
             "sums": self.epoch_loop._results.state(),
             "metrics": {
@@ -85,9 +88,7 @@ class ResumingFitLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         state: dict[str, Any] = super().on_save_checkpoint()
         if state.get("combined_loader") and self._loader() is not None:
-            state["combined_loader"] = (
-                self._stateful_at_end if self._data_fetcher is None else self._states_of_stateful()
-            )
+            state["combined_loader"] = self._states_of_stateful()  # for Lightning's own Trainer
         return state
 
     def resume_processes(self, saved: list[dict[str, Any]]) -> None:
@@ -96,14 +97,21 @@ class ResumingFitLoop(_FitLoop):
         A process that there was not takes the state of the last one.
         """
         self._saved = saved[min(self.trainer.global_rank, len(saved) - 1)] if saved else None
-        self._num_processes, self._loaders_at_end = len(saved), None
+        self._num_processes, self._knows_counters = len(saved), False
+        self._loaders_at_end, self._stateful_at_end, self._random_at_end = None, [], None
         self._finishes_epoch = self.epoch_loop.finishes_batch = False
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Loads the counters, and makes those of them consistent that stood between two of their steps."""
         super().load_state_dict(state_dict, prefix)
-        if self._saved is None:
-            return
+        self._knows_counters = True
+        if self._saved is not None:
+            self._complete_steps()
+        if self._data_fetcher is not None and self._combined_loader is not None:
+            self._load_combined_loader_states()
+            iter(self._data_fetcher)
+
+    def _complete_steps(self) -> None:
         batches: Any = self.epoch_loop.batch_progress
         epochs: Any = self.epoch_progress
         if batches.current.ready == batches.current.processed > batches.current.completed:
@@ -138,6 +146,9 @@ class ResumingFitLoop(_FitLoop):
     def _load_combined_loader_states(self) -> None:
         # Called by setup_data, when the loaders are known and right before they are iterated over.
         loader = self._loader()
+        if loader is not None and self._saved is not None and not self._knows_counters:
+            loader.waits = True  # configure_optimizers has asked how many steps there will be
+            return
         if loader is None or self._saved is None or self._saved["loaders"] is None:
             super()._load_combined_loader_states()
             return
@@ -145,6 +156,7 @@ class ResumingFitLoop(_FitLoop):
         progress = self.epoch_loop.batch_progress
         in_mid_epoch = not progress.is_last_batch and (self.epoch_loop.restarting or progress.current.ready == 0)
         if in_mid_epoch:
+            self._combined_loader_states_to_load = self._saved["stateful"]  # those of this process
             super()._load_combined_loader_states()
         loader.resume(
             self._saved["loaders"],
@@ -179,9 +191,11 @@ class ResumingFitLoop(_FitLoop):
 
     def teardown(self) -> None:
         if self._data_fetcher is not None:
-            self._loaders_at_end = self._state_of_loaders()
-            # After an error the user's loaders are left alone.
-            self._stateful_at_end = [] if self.trainer.interrupted else self._states_of_stateful()
+            self._random_at_end = self._random()
+            # After an error, that one is to be seen, whatever the user's loaders say.
+            with suppress(Exception) if self.trainer.interrupted else nullcontext():
+                loaders, stateful = self._state_of_loaders(), self._states_of_stateful()
+                self._loaders_at_end, self._stateful_at_end = loaders, stateful
         super().teardown()
 
     def _loader(self) -> ResumableLoader | None:
@@ -193,18 +207,32 @@ class ResumingFitLoop(_FitLoop):
 
     def _states_of_stateful(self) -> list[dict[str, Any]]:
         loader = self._loader()
-        return [] if loader is None else loader.states_of_stateful(self._num_ahead())
+        if self._data_fetcher is None or loader is None:
+            return self._stateful_at_end
+        return loader.states_of_stateful(self._num_ahead())
+
+    def _random(self) -> dict[str, Any]:
+        """The random state, or that before the batch whose step is not done, which will be trained on again."""
+        loader = self._loader()
+        if self._data_fetcher is None:
+            return self._random_at_end or random_state()
+        if loader is not None and self._num_ahead() > self._num_read_ahead():
+            return loader.random_at_last_batch
+        return random_state()
 
     def _num_ahead(self) -> int:
-        num_read_ahead = len(self._data_fetcher.batches) if isinstance(self._data_fetcher, _PrefetchDataFetcher) else 0
-        return num_read_ahead + self._num_in_training()
-
-    def _num_in_training(self) -> int:
-        """1 if the checkpoint is being written in the middle of a batch, which will then be trained on again."""
-        if isinstance(self._data_fetcher, _DataLoaderIterDataFetcher):
+        """How many batches have been taken and not trained on: those read ahead, and one in the middle of its step."""
+        loader = self._loader()
+        if loader is None or isinstance(self._data_fetcher, _DataLoaderIterDataFetcher | None):
             return 0
-        progress: Any = self.epoch_loop.batch_progress.current
-        return int(progress.ready - progress.processed)
+        return loader.num_taken - self._num_processed()
+
+    def _num_read_ahead(self) -> int:
+        return len(self._data_fetcher.batches) if isinstance(self._data_fetcher, _PrefetchDataFetcher) else 0
+
+    def _num_processed(self) -> int:
+        total: Any = self.epoch_loop.batch_progress.total
+        return int(total.processed)
 
 
 class ResumingCheckpointConnector(_CheckpointConnector):
@@ -228,19 +256,26 @@ class ResumingCheckpointConnector(_CheckpointConnector):
 
 @dataclass
 class _ResumableSource(_DataLoaderSource):
-    """Where the fit loop gets its loaders from."""
+    """Where the fit loop gets its loaders from; ``num_processed`` tells how many batches it has trained on."""
+
+    num_processed: Callable[[], int]
 
     def dataloader(self) -> Any:
         loaders = super().dataloader()
         if not isinstance(loaders, CombinedLoader):
-            return ResumableLoader(loaders, "max_size_cycle")
-        return ResumableLoader(loaders.iterables, loaders._mode) if type(loaders) is CombinedLoader else loaders
+            return ResumableLoader(loaders, "max_size_cycle", self.num_processed)
+        if type(loaders) is not CombinedLoader:
+            return loaders
+        return ResumableLoader(loaders.iterables, loaders._mode, self.num_processed)
 
 
 def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str, Any]]:
     """The states of all ranks, on rank 0; others have no use for them."""
-    if trainer.world_size == 1:
+    if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return [state]
+    if trainer.interrupted:  # the others may not be here: what is the same in all of them has to do
+        loaders = state["loaders"]["loaders"] if state["loaders"] else []
+        return [state] * trainer.world_size if all(loader["order"] for loader in loaders) else []
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
     torch.distributed.gather_object(state, gathered)
     return gathered or []

@@ -83,6 +83,7 @@ class TrackedLoader(Iterator[Any]):
             "owners": plain(self._source.state_of_owners()),
             "workers": [None if report is None else read_report(report) for report in reports],
             "shape": self._shape(),
+            "samplers": self._samplers(),
             "order": self._shared_order,
             "is_shared": self._shared_order is not None,
         }
@@ -104,7 +105,8 @@ class TrackedLoader(Iterator[Any]):
         """
         self._saved, self._in_mid_epoch, self._processes = saved, in_mid_epoch, now
         if in_mid_epoch:
-            saved["is_shared"] |= num_processes != now[1] and saved["order"] is not None
+            changed = num_processes != now[1] or saved["samplers"] != self._samplers()
+            saved["is_shared"] |= changed and saved["order"] is not None
             self._check(saved, num_processes)
             return
         self._source.set_state_of_owners(saved["owners"])
@@ -180,6 +182,8 @@ class TrackedLoader(Iterator[Any]):
             problem = f"with {_described(before)}, and this one has {_described(now)}"
         elif num_processes != self._processes[1] and not saved["is_shared"]:
             problem = f"in {num_processes} processes, of samplers whose order cannot be divided among others"
+        elif saved["samplers"] != self._samplers() and not saved["is_shared"]:
+            problem = f"with {saved['samplers']}, and this one has {self._samplers()}"
         if problem is not None:
             raise MisconfigurationException(
                 f"The checkpoint was written in the middle of an epoch, after {saved['num_yielded']} batches of a "
@@ -190,10 +194,18 @@ class TrackedLoader(Iterator[Any]):
     def _shape(self) -> dict[str, int | None]:
         loader = self.loader
         return {
-            "batches": sized_len(loader),
+            "batches": _num_in(loader),
             "rows in each": getattr(loader, "batch_size", None),
-            "samples": sized_len(getattr(loader, "dataset", None)),
+            "samples": _num_in(getattr(loader, "dataset", None)),
         }
+
+    def _samplers(self) -> str | None:
+        """What draws the order; under some strategies, Lightning puts a ``DistributedSampler`` in."""
+        if not self._by_index:
+            return None
+        sampler = self.loader.sampler
+        shuffles = ", which shuffles" if getattr(sampler, "shuffle", False) else ""
+        return f"{type(self.loader.batch_sampler).__name__} of {type(sampler).__name__}{shuffles}"
 
 
 def _draws_indices(loader: Any) -> bool:
@@ -213,6 +225,13 @@ def _stateful_dataset(loader: Any) -> Any | None:
         return None
     dataset = loader.dataset
     return dataset if isinstance(dataset, IterableDataset) and isinstance(dataset, _Stateful) else None
+
+
+def _num_in(data: Any) -> int | None:
+    try:
+        return sized_len(data)
+    except Exception:  # whatever the user's __len__ raises
+        return None
 
 
 def _in_all(shape: dict[str, int | None], num_processes: int) -> dict[str, int | None]:

@@ -1,0 +1,171 @@
+"""Resuming in the corners: steps asked for early, other samplers, errors, data of unusual kinds; in one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import resume_job
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from resume_job import ENDS, assert_resumable, fit, shuffled
+from resume_parts import Draws, Rows, StatefulLoader, StatefulStream, Stream
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled(10),
+    "stream": lambda: DataLoader(Stream(10), batch_size=4),
+    "stream with state": lambda: DataLoader(StatefulStream(10), batch_size=4),
+    "loader with state": lambda: StatefulLoader(10),
+    "of torchdata": lambda: StatefulDataLoader(Rows(10), batch_size=4, shuffle=True),
+}
+
+
+class Asks(resume_job.Net):
+    """Does what the recipe for ``OneCycleLR`` does: its loaders are set up before the counters are known."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches
+        return super().configure_optimizers()
+
+
+@pytest.mark.parametrize("name", ["shuffled", "of torchdata", "stream", "stream with state"])
+def test_a_model_that_asks_for_the_number_of_steps(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume_job, "Net", Asks)
+    assert_resumable(tmp_path, LOADERS[name], [*ENDS, ("on_train_epoch_end", 2)], max_steps=9)
+
+
+def test_a_model_that_asks_for_the_number_of_steps_reads_nothing_in_vain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_job, "Net", Asks)
+    fit(LOADERS["stream with state"], seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_batch_end", 2)])])
+    stream = StatefulStream(10)
+    path = tmp_path / "on_train_batch_end-2.ckpt"
+    fit(lambda: DataLoader(stream, batch_size=4), seed=5, checkpoint=path, max_steps=3, max_epochs=-1)
+    assert stream.num_read == 2
+    fit(shuffled(10), seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_epoch_end", 1)])])
+    rest, _ = fit(shuffled(30), seed=5, checkpoint=tmp_path / "on_train_epoch_end-1.ckpt", max_epochs=2)
+    assert sorted(row for step in rest.seen for row in step[2]) == list(range(30))
+
+
+def test_other_samplers_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Lightning puts a ``DistributedSampler`` in under ``ddp``, also for one process."""
+    place = tmp_path / "on_train_batch_end-2.ckpt"
+
+    def in_order() -> Any:
+        return DataLoader(Rows(10), batch_size=4)
+
+    for first, second in (
+        (shuffled(10), _distributed(shuffled(10))),
+        (_distributed(shuffled(10)), shuffled(10)),
+        (shuffled(10), in_order),
+        (_distributed(shuffled(10)), _distributed(in_order)),
+    ):
+        saves = resume_job.Saves(tmp_path, [("on_train_batch_end", 2)])
+        whole, _ = fit(first, seed=3, max_epochs=1, callbacks=[saves])
+        rest, _ = fit(second, seed=5, max_epochs=1, checkpoint=place)
+        assert [step[2] for step in rest.seen] == [step[2] for step in whole.seen[2:]]
+
+    def weights() -> Any:
+        return DataLoader(Rows(10), batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10))
+
+    fit(weights, seed=3, callbacks=[resume_job.Saves(tmp_path, [("on_train_batch_end", 2)])])
+    with pytest.raises(
+        MisconfigurationException, match=r"with BatchSampler of WeightedRandomSampler, and this one has .* of RandomS"
+    ):
+        fit(shuffled(10), seed=5, checkpoint=place)
+
+
+def _distributed(loaders: Callable[[], DataLoader]) -> Callable[[], DataLoader]:
+    def made() -> DataLoader:
+        loader = loaders()
+        sampler = DistributedSampler(loader.dataset, 1, 0, shuffle=isinstance(loader.sampler, RandomSampler))
+        return DataLoader(loader.dataset, batch_size=loader.batch_size, sampler=sampler)
+
+    return made
+
+
+class RaisesAtStart(pl.Callback):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        raise ValueError("the first error")
+
+
+class SavesAtStart(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("place", [("on_train_batch_start", 5), ("on_train_batch_end", 5), ("on_train_epoch_end", 1)])
+@pytest.mark.parametrize("name", ["shuffled", "stream", "stream with state", "loader with state"])
+def test_before_training_goes_on(name: str, place: tuple[str, int], tmp_path: Path) -> None:
+    saves = resume_job.Saves(tmp_path, [place])
+    whole, _ = fit(LOADERS[name], seed=3, callbacks=[saves])
+    ((path, (steps, _)),) = saves.before.items()
+    with pytest.raises(ValueError, match="the first error"):
+        fit(LOADERS[name], seed=5, checkpoint=path, callbacks=[RaisesAtStart()])
+    fit(LOADERS[name], seed=6, checkpoint=path, callbacks=[SavesAtStart(tmp_path / "again.ckpt")])
+    rest, _ = fit(LOADERS[name], seed=7, checkpoint=tmp_path / "again.ckpt")
+    assert rest.seen == whole.seen[steps:]
+
+
+class FailsToTransfer(resume_job.Net):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if self.trainer.training and self.global_step == 4:
+            raise RuntimeError("out of memory")
+        return batch
+
+
+class SavesOnException(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("afterwards", [False, True])
+@pytest.mark.parametrize("name", ["shuffled", "stream", "stream with state", "loader with state"])
+def test_a_batch_whose_transfer_fails(
+    name: str, afterwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaders = LOADERS[name]
+    path = tmp_path / "failed.ckpt"
+    whole, _ = fit(loaders, seed=3)
+    monkeypatch.setattr(resume_job, "Net", FailsToTransfer)
+    trainers: list[Any] = []
+
+    class Keeps(pl.Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainers.append(trainer)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        fit(loaders, seed=3, callbacks=[Keeps() if afterwards else SavesOnException(path)])
+    if afterwards:
+        trainers[0].save_checkpoint(path)
+    monkeypatch.undo()
+    rest, _ = fit(loaders, seed=5, checkpoint=path)
+    assert [step[:3] for step in rest.seen] == [step[:3] for step in whole.seen[4:]]
+
+
+def test_numbers_of_samplers_and_lengths_of_any_kind(tmp_path: Path) -> None:
+    class Cools(Draws):
+        heat = np.float64(1)
+
+        def __iter__(self) -> Any:
+            self.heat = self.heat * np.float64(0.5)
+            return super().__iter__()
+
+    class NoLength(Rows):
+        def __len__(self) -> int:
+            return self.number  # type: ignore[attr-defined]
+
+    assert_resumable(tmp_path, lambda: DataLoader(Rows(10), batch_size=4, sampler=Cools(10)), ENDS, max_epochs=2)
+    assert_resumable(tmp_path, lambda: DataLoader(NoLength(10), batch_size=4, sampler=Draws(10)), ENDS, max_epochs=2)
