@@ -14,6 +14,8 @@ from resume_parts import Draws, Rows, StatefulLoader, StatefulStream, Stream
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from trainer.resume import _of_every_process
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -169,3 +171,10 @@ def test_numbers_of_samplers_and_lengths_of_any_kind(tmp_path: Path) -> None:
 
     assert_resumable(tmp_path, lambda: DataLoader(Rows(10), batch_size=4, sampler=Cools(10)), ENDS, max_epochs=2)
     assert_resumable(tmp_path, lambda: DataLoader(NoLength(10), batch_size=4, sampler=Draws(10)), ENDS, max_epochs=2)
+
+
+def test_the_state_of_processes_that_have_ended() -> None:
+    """After ``ddp_spawn``, ``save_checkpoint`` is called in a process that has no others any more."""
+    trainer = resume_job.Trainer(strategy="ddp_spawn", devices=2, **resume_job.QUIET)
+    assert trainer.world_size == 2
+    assert _of_every_process(trainer, {"loaders": None}) == [{"loaders": None}]
