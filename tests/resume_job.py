@@ -1,6 +1,7 @@
 """Trainings that save checkpoints on their way and are resumed from each of them; with several processes as a script.
 
-Run as ``resume_job.py RESULTS ddp|zero|replicas|between``; Lightning starts the other processes by running it again.
+Run as ``resume_job.py RESULTS ddp|zero|replicas|between|own_state|single_error``; Lightning
+starts the other processes by running it again.
 """
 
 import logging
@@ -10,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import pytorch_lightning as pl
 import torch
 from parity_parts import Doubled
 from pytorch_lightning import Callback, seed_everything
-from resume_parts import Draws, Rows
+from resume_parts import Draws, Rows, StatefulLoader
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
@@ -195,6 +197,50 @@ def between(folder: Path) -> dict[str, Any]:
     return seen
 
 
+class RankLoader(StatefulLoader):
+    """Has another state in each process."""
+
+    def __iter__(self) -> Any:
+        self.place = self.place or 4 * torch.distributed.get_rank()
+        for _ in range(2):
+            self.place += 4
+            yield torch.utils.data.default_collate([self.rows[self.place % len(self.rows) + i] for i in range(4)])
+
+    def __len__(self) -> int:
+        return 2
+
+
+class SavesAlone(Callback):
+    """What ``OnExceptionCheckpoint`` does when only rank 0 knows of an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        if trainer.global_step == 2:
+            raise RuntimeError("out of luck")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if trainer.global_rank == 0:
+            trainer.save_checkpoint(self.path)
+        else:
+            trainer.strategy.barrier("at the end of rank 0's saving")
+
+
+def own_state(folder: Path) -> None:
+    place = [("on_train_batch_end", 1)]
+    assert_resumable(folder, lambda: RankLoader(16), place, strategy="ddp", devices=2, max_epochs=1)
+
+
+def single_error(folder: Path) -> None:
+    common: dict[str, Any] = {"strategy": "ddp", "devices": 2, "max_epochs": 2, "dropout": 0.0}
+    whole, _ = fit(shuffled(22), seed=3, **common)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        fit(shuffled(22), seed=3, callbacks=[SavesAlone(folder / "alone.ckpt")], **common)
+    rest, _ = fit(shuffled(22), seed=5, checkpoint=folder / "alone.ckpt", **common)
+    assert [step[:3] for step in rest.seen] == [step[:3] for step in whole.seen[2:]]
+
+
 def job(folder: Path, name: str) -> None:
     """The same in each of two processes, which have other samples and random numbers."""
     strategy: Any = name
@@ -212,7 +258,9 @@ def job(folder: Path, name: str) -> None:
 
 if __name__ == "__main__":
     results = Path(sys.argv[1])
-    seen = between(results.parent) if sys.argv[2] == "between" else job(results.parent, sys.argv[2])
-    if torch.distributed.get_rank() == 0:
+    jobs: dict[str, Callable[[Path], Any]] = {"between": between, "single_error": single_error, "own_state": own_state}
+    seen = jobs.get(sys.argv[2], partial(job, name=sys.argv[2]))(results.parent)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         torch.save(seen, results)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -107,3 +107,34 @@ class DrawsBatches:
 
     def __len__(self) -> int:
         return -(-self.number // 4)
+
+
+class RestartsWhereLoaded(IterableDataset):
+    """As those of Hugging Face: begins every pass at the state that it was loaded with."""
+
+    def __init__(self, number: int) -> None:
+        self.rows = Rows(number)
+        self.begins: dict[str, int] = {"place": 0}
+        self.now = {"place": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        self.now["place"] = self.begins["place"]
+        for index in range(self.now["place"], len(self.rows)):
+            self.now["place"] = index + 1
+            yield self.rows[index]
+
+    def state_dict(self) -> dict[str, int]:
+        return self.now
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.begins = dict(state)
+
+
+class StateForAnother(Stream):
+    """Its state is for a loader of its own."""
+
+    def state_dict(self, num_samples: int, num_workers: int) -> dict[str, int]:
+        raise AssertionError("is not for this loader")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise AssertionError("is not for this loader")

@@ -10,9 +10,11 @@ import pytorch_lightning as pl
 import resume_job
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
-from resume_parts import Draws, Rows, StatefulLoader, StatefulStream, Stream
+from resume_parts import Draws, RestartsWhereLoaded, Rows, StateForAnother, StatefulLoader, StatefulStream, Stream
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from trainer.resume import _of_every_process
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -169,3 +171,29 @@ def test_numbers_of_samplers_and_lengths_of_any_kind(tmp_path: Path) -> None:
 
     assert_resumable(tmp_path, lambda: DataLoader(Rows(10), batch_size=4, sampler=Cools(10)), ENDS, max_epochs=2)
     assert_resumable(tmp_path, lambda: DataLoader(NoLength(10), batch_size=4, sampler=Draws(10)), ENDS, max_epochs=2)
+
+
+def test_the_state_of_processes_that_have_ended() -> None:
+    """After ``ddp_spawn``, ``save_checkpoint`` is called in a process that has no others any more."""
+    trainer = resume_job.Trainer(strategy="ddp_spawn", devices=2, **resume_job.QUIET)
+    assert trainer.world_size == 2
+    assert _of_every_process(trainer, {"loaders": None}) == [{"loaders": None}]
+
+
+@pytest.mark.parametrize("data", [RestartsWhereLoaded, StateForAnother])
+def test_streams_of_other_libraries(data: Any, tmp_path: Path) -> None:
+    assert_resumable(tmp_path, lambda: DataLoader(data(10), batch_size=4), ENDS)
+
+
+def test_a_stream_that_has_nothing_after_it_was_loaded(tmp_path: Path) -> None:
+    class Ends(RestartsWhereLoaded):
+        def load_state_dict(self, state: Any) -> None:
+            self.begins = {"place": len(self.rows)}
+
+    fit(
+        lambda: DataLoader(Ends(10), batch_size=4),
+        seed=3,
+        callbacks=[resume_job.Saves(tmp_path, [("on_train_epoch_end", 1)])],
+    )
+    with pytest.raises(MisconfigurationException, match=r"Ends has no batch in the epoch after .* later epochs begin"):
+        fit(lambda: DataLoader(Ends(10), batch_size=4), seed=5, checkpoint=tmp_path / "on_train_epoch_end-1.ckpt")

@@ -59,7 +59,7 @@ def to_a_pipeline_and_back() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ddp", "zero", "replicas"])
+@pytest.mark.parametrize("name", ["ddp", "zero", "replicas", "single_error", "own_state"])
 def test_two_processes_with_samples_and_random_numbers_of_their_own(name: str) -> None:
     run(two_processes, name, timeout_seconds=175)
 

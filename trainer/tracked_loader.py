@@ -1,7 +1,8 @@
 """One loader of the training loop: remembers where it is in its data, and goes on from there in a resumed run."""
 
+import pickle
 from collections.abc import Iterator
-from copy import deepcopy
+from itertools import repeat
 from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
@@ -13,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from trainer.random_state import plain, preserved_random_state
 from trainer.replay import Replayable, owners_of_order
 from trainer.shared_order import describe_order, samples_of_process
+from trainer.stateful_dataset import stateful_dataset
 from trainer.worker_random_state import CollateAndReport, StartWorker, read_report
 
 
@@ -31,7 +33,7 @@ class TrackedLoader(Iterator[Any]):
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._by_index = _draws_indices(loader)
-        self._dataset = _stateful_dataset(loader)
+        self._dataset = stateful_dataset(loader)
         self._source = Replayable(loader._index_sampler if self._by_index else loader, owners_of_order(loader))
         self._num_workers = loader.num_workers if self._by_index else 0
         self._shift = 0  # the role of worker 0
@@ -71,7 +73,7 @@ class TrackedLoader(Iterator[Any]):
         """Where the loader is, for :meth:`to_save`."""
         position = {"record": self._source.record, "num_yielded": self._num_yielded, "reports": dict(self._reports)}
         if self._dataset is not None:
-            position["dataset"] = deepcopy(self._dataset.state_dict())
+            position["dataset"] = self._dataset.state()
         return position
 
     def to_save(self, position: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class TrackedLoader(Iterator[Any]):
         }
         if self._by_index and self._shared_order is None:
             saved["order"] = describe_order(self.loader, position["record"]["first"], self._source.owners)
-        return saved | {name: position[name] for name in ("dataset",) if name in position}
+        return saved | ({"dataset": pickle.loads(position["dataset"])} if "dataset" in position else {})
 
     def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool, num_processes: int, now: tuple[int, int]) -> None:
         """Lets the next pass be the one that :meth:`to_save` saw, or the one after it.
@@ -112,7 +114,7 @@ class TrackedLoader(Iterator[Any]):
         self._source.set_state_of_owners(saved["owners"])
         self._reports = dict(enumerate(saved["workers"]))
         if self._dataset is not None and "dataset" in saved:
-            self._dataset.load_state_dict(saved["dataset"])
+            self._dataset.load(saved["dataset"])
 
     def release(self) -> None:
         """Lets go of the iterator, and so of its workers."""
@@ -122,7 +124,7 @@ class TrackedLoader(Iterator[Any]):
         """A pass from the start."""
         if not self._by_index:
             self._source.prepare()
-            self._iterator = iter(self._source)
+            self._iterator = self._iterator_over_dataset(resumed) if self._dataset else iter(self._source)
         elif self._num_workers and self.loader.persistent_workers and (resumed or self._shift):
             # Without interruption, workers in these very roles would be there: they start anew, and draw no seed.
             _shutdown_workers_and_reset_iterator(self.loader)
@@ -141,7 +143,7 @@ class TrackedLoader(Iterator[Any]):
         if isinstance(self.loader, _Stateful):
             self._begin(resumed=True)
         elif self._dataset is not None and "dataset" in saved:
-            self._dataset.load_state_dict(saved["dataset"])
+            self._dataset.load(saved["dataset"])
             self._begin(resumed=True)
         else:
             if saved["is_shared"]:
@@ -157,6 +159,18 @@ class TrackedLoader(Iterator[Any]):
             if number:
                 self._source.start()
         self._num_yielded = number
+
+    def _iterator_over_dataset(self, resumed: bool) -> Iterator[Any]:
+        assert self._dataset is not None
+
+        def begin() -> Iterator[Any]:
+            if self._source.record["begun"]:  # once more, as the first time
+                self._source.set_state(self._source.record["begun"][0])
+                self._source.prepare()
+            iter(self._source)
+            return map(next, repeat(self._source))  # iter must not be called on it again
+
+        return self._dataset.checked(begin, may_be_empty=resumed and self._in_mid_epoch)
 
     def _iterator_over_indices(self) -> Iterator[Any]:
         """The DataLoader's own iterator, over indices and from workers that can be followed."""
@@ -217,14 +231,6 @@ def _draws_indices(loader: Any) -> bool:
         and type(loader).__iter__ is DataLoader.__iter__
         and type(loader)._get_iterator is DataLoader._get_iterator
     )
-
-
-def _stateful_dataset(loader: Any) -> Any | None:
-    """The dataset of a DataLoader that reads it in this process, if it says where it is."""
-    if not isinstance(loader, DataLoader) or isinstance(loader, _Stateful) or loader.num_workers:
-        return None
-    dataset = loader.dataset
-    return dataset if isinstance(dataset, IterableDataset) and isinstance(dataset, _Stateful) else None
 
 
 def _num_in(data: Any) -> int | None:
