@@ -15,6 +15,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
 from pytorch_lightning import Trainer
@@ -24,6 +25,7 @@ from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.plugins.precision import DoublePrecision
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import TrainerStatus
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,7 +35,8 @@ from strategies import shards
 from strategies.checkpoint_async import Background, check_links, snapshot, wait_before_looking
 from strategies.checkpoint_fit import check_fit
 from strategies.checkpoint_io import AtomicCheckpointIO, local_path
-from strategies.optimizer import check_optimizer_states
+from strategies.lifeline import Lifeline
+from strategies.optimizer import check_optimizer_states, parameters_of
 
 
 class StrategyPlugin(Strategy):
@@ -47,16 +50,20 @@ class StrategyPlugin(Strategy):
     _step_handles: tuple[RemovableHandle, ...] = ()
     _async_save = False
     _background: Background | None = None
+    _lifeline: Lifeline | None = None
     _waiting: Sequence[Callable[[], None]] = ()
 
     @abstractmethod
     def setup_environment(self) -> None:
-        """Start what the run needs before the model is set up, such as process groups."""
+        """Start what the run needs before the model is set up, such as process groups; ranks then end with rank 0."""
         model = self.lightning_module
         trainer = model.trainer if self._async_save and model is not None else None
         if trainer is not None:
             check_links(trainer)
         super().setup_environment()
+        ranks = cast(Any, self)  # all of ours are parallel strategies
+        if ranks.world_size > 1:
+            self._lifeline = Lifeline(ranks.broadcast(f"relay/lifeline/{uuid4().hex}"))
         if self._async_save:
             self._background = Background()
         if self._background is not None and trainer is not None:
@@ -107,6 +114,9 @@ class StrategyPlugin(Strategy):
     def teardown(self) -> None:
         """End what ``setup`` started. Safe at any stage of set-up; never masks the first error."""
         self._remove_step_hooks()
+        if self._lifeline is not None:
+            self._lifeline.end()
+            self._lifeline = None
         background, self._background = self._background, None
         for undo in self._waiting:
             undo()
@@ -121,6 +131,35 @@ class StrategyPlugin(Strategy):
             rank_zero_warn(f"A checkpoint could not be saved ({error!r}).")
         finally:
             super().teardown()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Scale gradients so that their common norm, over all processes that have some, is at most ``max_norm``.
+
+        For an overridden ``configure_gradient_clipping``; what ``torch.nn.utils.clip_grad_norm_`` is in one process.
+
+        Args:
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm; may be ``inf``.
+            optimizer: Whose parameters; may be left out if there is only one.
+
+        Returns:
+            The total norm before clipping, a scalar.
+
+        Raises:
+            MisconfigurationException: If it is not clear which optimizer is meant.
+        """
+        clip = self._clipping()
+        if optimizer is None:
+            if (number := len(self.optimizers)) != 1:
+                raise MisconfigurationException(
+                    f"There are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
+                )
+            optimizer = self.optimizers[0]
+        return clip(unwrapped(optimizer), float(max_norm), float(norm_type))
+
+    def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
+        """What clips the gradients of an optimizer; here every process has all of them."""
+        return lambda optimizer, *norm: torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), *norm)
 
     def remove_checkpoint(self, filepath: str | Any) -> None:
         """Remove a checkpoint, but not before the one that takes its place is there."""

@@ -1,7 +1,6 @@
 """Data parallelism: Lightning's DDP under the contract, with communication hooks by name, on gloo too."""
 
 import inspect
-import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
-from strategies.lifeline import Lifeline
 from strategies.names import did_you_mean
 
 # What each hook sends, and the backends on which it works: measured on gloo (torch 2.13: fp16 halves the traffic at a
@@ -79,14 +77,12 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             raise ValueError(f"powersgd_start_step must be at least 2, got {powersgd_start_step}")
         super().__init__(**kwargs)
         self.comm_hook, self._async_save = comm_hook, async_save
-        self._lifeline: Lifeline | None = None
         self._powersgd_rank = powersgd_rank or 1
         self._powersgd_start_step = powersgd_start_step or _POWERSGD_START
 
     def setup_environment(self) -> None:
-        """Join the process group, and from then on end with rank 0."""
+        """Join the process group."""
         super().setup_environment()
-        self._lifeline = Lifeline(self.broadcast(f"relay/lifeline/{uuid.uuid4().hex}"))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Wrap the model for training, with the communication hook; bring every rank to the weights of rank 0."""
@@ -111,9 +107,6 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def teardown(self) -> None:
         """Unwrap the model. The process group stays, for the next ``fit`` or ``test`` of this process."""
-        if self._lifeline is not None:
-            self._lifeline.end()
-            self._lifeline = None
         super().teardown()
 
     def _configure_launcher(self) -> None:

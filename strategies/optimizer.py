@@ -9,6 +9,7 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -154,8 +155,9 @@ def within_a_step(optimizer: Optimizer) -> bool:
     Where a subclass calls ``super().step()``, torch calls the hooks of that call too, but only if the base class has
     been used by itself before.
     """
-    frame, depth = sys._getframe(1), 0
+    frame: FrameType | None = sys._getframe(1)
+    depth = 0
     while frame is not None:
         depth += frame.f_code is _HOOKED_STEP and frame.f_locals["self"] is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return depth > 1

@@ -1,6 +1,5 @@
 """A strategy whose ranks are replicas: each of them has several devices, and is one rank to Lightning."""
 
-import uuid
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -20,7 +19,6 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.launcher import RanksLauncher
-from strategies.lifeline import Lifeline
 from strategies.pipeline.meeting import interface_towards
 from strategies.pipeline.ranks import World
 from strategies.pipeline.replicas import Replicas
@@ -42,7 +40,6 @@ class ReplicatedStrategy(ParallelStrategy):
     def __init__(self, num_replicas: int, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._num_replicas = num_replicas
-        self._lifeline: Lifeline | None = None
         self._meeting_place: str | None = None
         self.num_nodes = 1  # the Trainer writes what the user gave
         self.world: World | None = None
@@ -130,7 +127,7 @@ class ReplicatedStrategy(ParallelStrategy):
         cast(Any, rank_zero_only).rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Connects the replicas; from then on they end with the first."""
+        """Connects the replicas."""
         self.set_world_ranks()
         super().setup_environment()
         if not self.is_distributed:
@@ -145,7 +142,6 @@ class ReplicatedStrategy(ParallelStrategy):
         _, interface = interface_towards(self.world.address) if self.world is not None else ("", "")
         with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
             _init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
-        self._lifeline = Lifeline(self.broadcast(f"relay/lifeline/{uuid.uuid4().hex}"))
 
     def replicas(self, timeout_seconds: float) -> Replicas | None:
         """What the stages need to know of the other replicas; every replica asks at the same time."""
@@ -179,9 +175,6 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Lets go of the other replicas. The process group stays, for the next ``fit`` or ``test`` of this process."""
-        if self._lifeline is not None:
-            self._lifeline.end()
-            self._lifeline = None
         if self._meeting_place is not None and self.is_global_zero:
             rmtree(Path(self._meeting_place), ignore_errors=True)
         self._meeting_place = None

@@ -242,25 +242,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
         """Nothing: the workers' parts have been stepped along with the driver's."""
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
-        """Scales the gradients of all stages so that their common norm is at most ``max_norm``.
-
-        For an overridden ``configure_gradient_clipping``; what ``torch.nn.utils.clip_grad_norm_`` is in one process.
-
-        Args:
-            max_norm: The largest norm.
-            norm_type: The p of the p-norm; may be ``inf``.
-            optimizer: Whose parameters; may be left out if there is only one.
-
-        Returns:
-            The total norm before clipping, a scalar.
-
-        Raises:
-            MisconfigurationException: If it is not clear which optimizer is meant.
-        """
-        optimizers = self._running().optimizers
-        with as_misconfiguration():
-            return optimizers.clip_grad_norm(unwrapped(optimizer or optimizers.only), float(max_norm), float(norm_type))
+    def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
+        return as_misconfiguration()(self._running().optimizers.clip_grad_norm)
 
     def teardown(self) -> None:
         """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""

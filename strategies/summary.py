@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from strategies.pipeline.placement import cut
 
 
-def show_stages(trainer: Trainer, module: nn.Sequential, balance: Sequence[int]) -> Callable[[], None]:
+def show_stages(trainer: Any, module: nn.Sequential, balance: Sequence[int]) -> Callable[[], None]:
     """Makes the summary callbacks of ``trainer`` show the stage of each layer.
 
     A callback with a ``_summary`` of its own is left alone.
@@ -39,7 +39,7 @@ def show_stages(trainer: Trainer, module: nn.Sequential, balance: Sequence[int])
     """
     shown = [
         callback
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        for callback in trainer.callbacks
         if isinstance(callback, ModelSummary) and type(callback)._summary is ModelSummary._summary
     ]
     for callback in shown:

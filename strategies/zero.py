@@ -1,10 +1,9 @@
 """ZeRO: data parallelism in which each rank keeps its share of the optimizer state, for any optimizer."""
 
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin, unwrapped
-from strategies.lifeline import Lifeline
 from strategies.optimizer import check_optimizer_states
 from strategies.sharding.optimizers import ShardedOptimizers
 from strategies.sharding.states import gathered
@@ -80,7 +78,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = dist.default_pg_timeout,
-        start_method: str = "popen",
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
         if stage not in (1, 2):
             more = " (to divide parameters as well, use Lightning's strategy='fsdp' or ModelParallelStrategy)"
@@ -95,22 +93,20 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             precision_plugin=precision_plugin,
             process_group_backend=process_group_backend,
             timeout=timeout,
-            start_method=start_method,  # type: ignore[arg-type]
+            start_method=start_method,
         )
         self.stage, self._async_save = stage, async_save
         self._overlap, self._as_view = overlap_with_ddp, parameters_as_bucket_view
         self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
-        self._lifeline: Lifeline | None = None
         self._groups: tuple[Any, Any] | None = None  # for gradients and values; for states, on gloo
         self._sharded: ShardedOptimizers | None = None
         self._communicates, self._buffers_may_differ = True, True
         self._undo: list[Callable[[], Any]] = []
 
     def setup_environment(self) -> None:
-        """Join the process group, and from then on end with rank 0."""
+        """Join the process group."""
         super().setup_environment()
-        self._lifeline = Lifeline(self.broadcast(f"relay/lifeline/{uuid.uuid4().hex}"))
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Bring every rank to the weights of rank 0, and divide the optimizers.
@@ -197,30 +193,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             )
         self._sharded.after_step(optimizer)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
-        """Scale the gradients of all ranks so that their common norm is at most ``max_norm``.
-
-        For an overridden ``configure_gradient_clipping``; what ``torch.nn.utils.clip_grad_norm_`` is in one process.
-
-        Args:
-            max_norm: The largest norm.
-            norm_type: The p of the p-norm; may be ``inf``.
-            optimizer: Whose parameters; may be left out if there is only one.
-
-        Returns:
-            The total norm before clipping, a scalar.
-
-        Raises:
-            MisconfigurationException: If it is not clear which optimizer is meant.
-        """
-        sharded = self._running()
-        if optimizer is None:
-            if (number := len(sharded.optimizers)) != 1:
-                raise MisconfigurationException(
-                    f"There are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
-                )
-            optimizer = sharded.optimizers[0]
-        return sharded.clip_grad_norm(unwrapped(optimizer), float(max_norm), float(norm_type))
+    def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
+        return self._running().clip_grad_norm
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """On rank 0 the whole state, put together from all ranks; on the others nothing. Every rank calls it."""
@@ -249,9 +223,6 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def teardown(self) -> None:
         """Let go of parameters and optimizers. Who owns what stays known, for a checkpoint after ``fit``."""
-        if self._lifeline is not None:
-            self._lifeline.end()
-            self._lifeline = None
         for undo in self._undo:
             undo()
         self._undo = []

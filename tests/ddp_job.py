@@ -74,6 +74,17 @@ class ManualNet(Net):
         return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (first, last)]
 
 
+class ClippedNet(Net):
+    """Clips by what the strategy has for it, or in one process by torch's function."""
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        strategy = self.trainer.strategy
+        if isinstance(strategy, DDPStrategy):
+            strategy.clip_grad_norm_(0.01)
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
 class DoomedNet(Net):
     """Rank 0 is killed, as by the system when memory runs out, while rank 1 is busy with its own work."""
 
@@ -116,6 +127,7 @@ def job(folder: Path) -> dict[str, Any]:
         "user's own hook": (Net, {"ddp_comm_hook": no_communication}, {}),
         "accumulate": (Net, {}, {"accumulate_grad_batches": 2}),
         "manual": (ManualNet, {}, {}),
+        "clipped": (ClippedNet, {}, {}),
     }
     for name, (net, strategy_kwargs, trainer_kwargs) in settings.items():
         strategy, model = CountingDDP(**strategy_kwargs), net()

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -107,6 +108,18 @@ class DrawsBatches:
 
     def __len__(self) -> int:
         return -(-self.number // 4)
+
+
+class ShufflesInPlace(Draws):
+    """Keeps its order in a list, or those of buckets in lists of a list."""
+
+    def __init__(self, number: int, *, buckets: bool) -> None:
+        super().__init__(number)
+        self.order: list[Any] = [[i, i + 1] for i in range(0, number, 2)] if buckets else list(range(number))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(chain.from_iterable(self.order) if type(self.order[0]) is list else self.order)
 
 
 class RestartsWhereLoaded(IterableDataset):

@@ -1,6 +1,7 @@
 """What ``schedule="1f1b"`` is for: a stage keeps the activations of a few micro-batches, however many there are."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def counted(stages: int) -> dict[str, list[tuple[int, int, int]]]:
     strategy = RPCSequentialStrategy(
         [6 // stages] * stages, microbatches=MICROBATCHES, checkpoint="never", schedule="1f1b"
     )
-    train = lambda: batches((MICROBATCHES, MICROBATCHES, 2))  # noqa: E731
+    train = partial(batches, (MICROBATCHES, MICROBATCHES, 2))
     return fit(Counts, strategy, stages, train=train, max_epochs=1).model.counts()
 
 

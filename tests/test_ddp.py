@@ -121,6 +121,7 @@ def test_two_processes_equal_one(two_processes: dict[str, Any], tmp_path: Path) 
         "none": (ddp_job.Net, {}, 1e-12),
         "accumulate": (ddp_job.Net, {"accumulate_grad_batches": 2}, 1e-12),
         "manual": (ddp_job.ManualNet, {}, 1e-12),
+        "clipped": (ddp_job.ClippedNet, {}, 1e-12),
         # fp16 rounds a gradient to 11 bits: 5e-4 of its size, in each of six steps.
         "fp16_compress": (ddp_job.Net, {}, 3e-3),
     }
@@ -157,7 +158,7 @@ def test_post_optimizer_step_follows_every_step(two_processes: dict[str, Any]) -
 
 
 def test_one_complete_checkpoint(two_processes: dict[str, Any]) -> None:
-    assert len(two_processes["checkpoints"]) == 6
+    assert len(two_processes["checkpoints"]) == 7
     for name, checkpoint in two_processes["checkpoints"].items():
         weights = torch.nn.utils.parameters_to_vector(checkpoint["state_dict"].values())
         if name != "user's own hook":

@@ -1,5 +1,6 @@
 """``schedule="1f1b"`` runs ``training_step`` once per micro-batch; the training is that of one process all the same."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -260,8 +261,7 @@ def accumulated() -> None:
         for stages, mode in ((1, "never"), (2, "except_last"), (3, "always")):
             options = {"schedule": "1f1b", "microbatches": ACCUMULATED, "checkpoint": mode}
             strategy = RPCSequentialStrategy([6 // stages] * stages, **options)
-            train = lambda: batches((8, 8, 8))  # noqa: E731
-            compare(fit(BatchWide, strategy, stages, train=train, **arguments), single, tolerance)
+            compare(fit(BatchWide, strategy, stages, train=partial(batches, (8, 8, 8)), **arguments), single, tolerance)
 
 
 @pytest.mark.slow

@@ -518,7 +518,7 @@ class Manual(Model):
 
 
 def test_whose_gradients_to_clip() -> None:
-    with pytest.raises(MisconfigurationException, match=r"there are 2 optimizers; say whose .*optimizer="):
+    with pytest.raises(MisconfigurationException, match=r"There are 2 optimizers; say whose .*optimizer="):
         fit(Manual(named=False), 1)
     model = Manual(named=True)
     fit(model, 1)

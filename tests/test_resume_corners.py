@@ -10,7 +10,16 @@ import pytorch_lightning as pl
 import resume_job
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
-from resume_parts import Draws, RestartsWhereLoaded, Rows, StateForAnother, StatefulLoader, StatefulStream, Stream
+from resume_parts import (
+    Draws,
+    RestartsWhereLoaded,
+    Rows,
+    ShufflesInPlace,
+    StateForAnother,
+    StatefulLoader,
+    StatefulStream,
+    Stream,
+)
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -167,10 +176,18 @@ def test_numbers_of_samplers_and_lengths_of_any_kind(tmp_path: Path) -> None:
 
     class NoLength(Rows):
         def __len__(self) -> int:
-            return self.number  # type: ignore[attr-defined]
+            raise AttributeError("number")
 
     assert_resumable(tmp_path, lambda: DataLoader(Rows(10), batch_size=4, sampler=Cools(10)), ENDS, max_epochs=2)
     assert_resumable(tmp_path, lambda: DataLoader(NoLength(10), batch_size=4, sampler=Draws(10)), ENDS, max_epochs=2)
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+def test_a_sampler_that_shuffles_in_place(buckets: bool, tmp_path: Path) -> None:
+    def loaders() -> Any:
+        return DataLoader(Rows(10), batch_size=4, sampler=ShufflesInPlace(10, buckets=buckets))
+
+    assert_resumable(tmp_path, loaders, ENDS, max_epochs=3)
 
 
 def test_the_state_of_processes_that_have_ended() -> None:

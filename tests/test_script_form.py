@@ -152,6 +152,8 @@ def test_strategies_resolves_names_when_they_are_asked_for() -> None:
         assert getattr(strategies, name).__name__ == name
     assert set(strategies.__all__) <= set(dir(strategies))
     with pytest.raises(AttributeError, match="module 'strategies' has no attribute 'RPCSequential'"):
-        strategies.RPCSequential  # noqa: B018
+        _ = strategies.RPCSequential
     with pytest.raises(ImportError):
-        from strategies import Nothing  # noqa: F401
+        from strategies import Nothing
+
+        del Nothing

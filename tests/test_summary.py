@@ -4,7 +4,7 @@ import logging
 import warnings
 from contextlib import redirect_stdout
 from io import StringIO
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
@@ -58,7 +58,7 @@ PLACES = {
 class Kept(ModelSummary):
     """Keeps what it is to show."""
 
-    shown: list[tuple[Any, ...]] = []  # noqa: RUF012
+    shown: ClassVar[list[tuple[Any, ...]]] = []
 
     @staticmethod
     def summarize(summary_data: Any, *totals: Any, total_flops: int, **kwargs: Any) -> None:

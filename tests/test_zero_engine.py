@@ -81,7 +81,7 @@ class Around(Optimizer):
 
 
 class NeedsClosure(SGD):
-    def step(self, closure: Any) -> None:  # type: ignore[override]
+    def step(self, closure: Any) -> None:
         closure()
 
 

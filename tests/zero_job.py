@@ -17,7 +17,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 import zero_nets as nets
-import zero_odd_nets
 import zero_odd_nets as odd
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
@@ -74,8 +73,8 @@ CASES = {
     "16-mixed": Case(nets.Infinite, scaled),
     "16-mixed, clipped": Case(nets.Infinite, lambda: {**scaled(), "gradient_clip_val": 0.01}),
     "no optimizer": Case(nets.NoOptimizer),
-    "own step": Case(zero_odd_nets.OwnStep),
-    "added group": Case(zero_odd_nets.AddedGroup),
+    "own step": Case(odd.OwnStep),
+    "added group": Case(odd.AddedGroup),
     "thawed": Case(nets.Thawed, lambda: {"callbacks": [nets.Thaws()]}),
 }
 SOME = {name: list(OPTIONS)[1::4] for name in ("groups and schedulers", "accumulated", "manual")}

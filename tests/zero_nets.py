@@ -10,6 +10,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from strategies import ZeROStrategy
+
 WIDTH, STEPS_PER_EPOCH, EPOCHS = 128, 10, 2
 
 
@@ -112,7 +114,7 @@ class OverriddenZeroGrad(Net):
 class OwnClipping(Net):
     def configure_gradient_clipping(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         strategy = self.trainer.strategy
-        if hasattr(strategy, "clip_grad_norm_"):
+        if isinstance(strategy, ZeROStrategy):
             strategy.clip_grad_norm_(0.01, norm_type=3.0)
         else:
             torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01, norm_type=3.0)

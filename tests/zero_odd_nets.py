@@ -1,12 +1,123 @@
-"""More small models for the tests of ZeRO: what loops do to parameters and optimizers in mid-fit."""
+"""Models for what ZeRO refuses, what loops do to parameters in mid-fit, what gradients show, and a rank that dies."""
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
-from zero_nets import WIDTH, Net
+from torch.optim import SGD, AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+from zero_nets import WIDTH, Manual, Net
+
+
+class Doomed(Net):
+    """Rank 0 is killed, as by the system when memory runs out, while the others are busy with their own work."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        if self.trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        return loss
+
+
+class Refused(Net):
+    """Trains until something is refused."""
+
+    def __init__(self, optimizer: Callable[[Any], Optimizer] = AdamW) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer(self.parameters())
+
+
+class LeavesOut(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.frozen(self.norm(self.first(x))))
+
+
+class Reentrant(Net):
+    """The same layer in two checkpoints, each of which runs a backward pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.second, x.requires_grad_(), use_reentrant=True)
+        return super().forward(x)
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 3, sparse=True)
+
+
+class EvaluatesTwice(SGD):
+    """Works as SGD does where it gets no closure."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+        return super().step(closure)
+
+
+class MixesSums(Manual):
+    """Adds to an average without communication."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+
+
+class BareBackward(Manual):
+    """A backward pass of which Lightning knows nothing."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.loss(batch).backward()
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class ManualBackward(Manual):
+    """What :class:`BareBackward` should come to."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+class ClipsWhich(Manual):
+    """Does not say which optimizer's gradients it wants clipped."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.manual_backward(self.loss(batch))
+        self.trainer.strategy.clip_grad_norm_(1.0)
+
+
+class Watching(Net):
+    """Notes at each batch how many gradients there are, and whether they are the same on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, bool]] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        grads = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        bias = self.last.bias.grad  # also where it is gone, all ranks have to take part
+        both = self.trainer.strategy.all_gather(torch.zeros(1).double() if bias is None else bias)
+        self.seen.append((len(grads), all(torch.equal(both[0], other) for other in both)))
 
 
 class OwnStep(Net):
@@ -19,7 +130,7 @@ class OwnStep(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x @ self.wide / WIDTH)
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Callable[[], Any]) -> None:
         def clipped() -> Any:
             loss = closure()
             torch.nn.utils.clip_grad_value_(self.parameters(), 1e-3)

@@ -1,8 +1,9 @@
 """Going through an iterable once more, from the random state that its order came from, to where a checkpoint was."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
+from copy import deepcopy
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from lightning_fabric.utilities.distributed import _DatasetSamplerWrapper
 from torch.utils.data import DataLoader, IterableDataset, Sampler
@@ -20,12 +21,12 @@ class Replayable(Iterator[Any]):
     Args:
         source: What is gone through.
         owners: Objects whose attributes decide the order: generators, a ``seed``, and numbers that change, such as an
-            epoch.
+            epoch, or lists of numbers, such as an order that is shuffled in place.
     """
 
     def __init__(self, source: Iterable[Any], owners: Iterable[Any]) -> None:
         self._source, self.owners = source, list(owners)
-        self._at_first = [_numbers(owner) for owner in self.owners]
+        self._at_first = [deepcopy(_numbers(owner)) for owner in self.owners]
         self.record: dict[str, Any] = {"begun": [], "first": None}
 
     def prepare(
@@ -59,7 +60,7 @@ class Replayable(Iterator[Any]):
         return next(self._iterator)
 
     def __len__(self) -> int:
-        return len(self._source)  # type: ignore[arg-type]
+        return len(cast(Sized, self._source))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)
@@ -87,7 +88,7 @@ class Replayable(Iterator[Any]):
             {
                 "generators": {name: generator_state(generator) for name, generator in _generators(owner).items()},
                 "numbers": {
-                    name: number
+                    name: deepcopy(number)
                     for name, number in _numbers(owner).items()
                     if at_first.get(name) != number or name == "seed"
                 },
@@ -101,7 +102,7 @@ class Replayable(Iterator[Any]):
             for name, generator in _generators(owner).items():
                 if name in state["generators"]:
                     set_generator_state(generator, state["generators"][name])
-            vars(owner).update(state["numbers"])
+            vars(owner).update(deepcopy(state["numbers"]))
 
 
 def owners_of_order(loader: Any) -> list[Any]:
@@ -129,4 +130,11 @@ def _numbers(owner: Any) -> dict[str, Any]:
         return {}
     numbers = {name: value for name, value in vars(owner).items() if isinstance(value, int | float)}
     # Of these very types, as a checkpoint may hold no numpy.float64, which is a float, too.
-    return {n: next(kind for kind in (bool, int, float) if isinstance(v, kind))(v) for n, v in numbers.items()}
+    plain = {n: next(kind for kind in (bool, int, float) if isinstance(v, kind))(v) for n, v in numbers.items()}
+    if isinstance(owner, IterableDataset):
+        return plain  # its lists are data
+    return plain | {name: value for name, value in vars(owner).items() if type(value) is list and _of_numbers(value)}
+
+
+def _of_numbers(values: Any) -> bool:
+    return all(type(v) in (int, float) or (type(v) is list and _of_numbers(v)) for v in values)

@@ -9,7 +9,7 @@ from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, Combin
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from trainer.random_state import plain, random_state, set_random_state
-from trainer.tracked_loader import TrackedLoader
+from trainer.tracked_loader import Resumption, TrackedLoader
 
 _MOST_AHEAD = 2  # Lightning reads one batch ahead if it does not know how many there are; another may be in training
 
@@ -34,14 +34,8 @@ class ResumableLoader(CombinedLoader):
         self.waits = self._reads_ahead = False
         self.random_at_last_batch: dict[str, Any] = {}
 
-    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool, num_processes: int, now: tuple[int, int]) -> None:
-        """Lets the next pass be the one that :meth:`state` saw; or lets it wait for the ``iter`` after the next.
-
-        Args:
-            saved: What that returned.
-            in_mid_epoch: Which of both.
-            num_processes: How many there were.
-            now: The rank of this process, and how many there are now.
+    def resume(self, saved: dict[str, Any], how: Resumption) -> None:
+        """Lets the next pass be the one that :meth:`state` saw; at the start of an epoch it ``waits`` until told.
 
         Raises:
             MisconfigurationException: If it is about other loaders.
@@ -53,8 +47,8 @@ class ResumableLoader(CombinedLoader):
                 f"{len(self._tracked)}. Resume with the loaders of that run."
             )
         for tracked, state in zip(self._tracked, saved["loaders"], strict=True):
-            tracked.resume(state, in_mid_epoch=in_mid_epoch, num_processes=num_processes, now=now)
-        self._saved, self.waits = (saved, False) if in_mid_epoch else (None, True)
+            tracked.resume(state, how)
+        self._saved, self.waits = (saved, False) if how.in_mid_epoch else (None, True)
 
     def state(self, num_ahead: int) -> dict[str, Any]:
         """Where the loaders are, as plain types and tensors.

@@ -20,6 +20,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from trainer.epoch_sums import ResumableResults
 from trainer.random_state import cuda_random_state, plain, random_state, set_cuda_random_state, set_random_state
 from trainer.resumable_loader import ResumableLoader
+from trainer.tracked_loader import Resumption
 
 
 class ResumingEpochLoop(_TrainingEpochLoop):
@@ -160,9 +161,7 @@ class ResumingFitLoop(_FitLoop):
             super()._load_combined_loader_states()
         loader.resume(
             self._saved["loaders"],
-            in_mid_epoch=in_mid_epoch,
-            num_processes=self._num_processes,
-            now=(self.trainer.global_rank, self.trainer.world_size),
+            Resumption(in_mid_epoch, self._num_processes, self.trainer.world_size, self.trainer.global_rank),
         )
 
     def on_advance_start(self) -> None:

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -16,6 +17,23 @@ from trainer.replay import Replayable, owners_of_order
 from trainer.shared_order import describe_order, samples_of_process
 from trainer.stateful_dataset import stateful_dataset
 from trainer.worker_random_state import CollateAndReport, StartWorker, read_report
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a run is resumed.
+
+    Attributes:
+        in_mid_epoch: Whether the next pass is the rest of the one that was saved, or the one after it.
+        num_processes_before: How many processes there were.
+        num_processes: How many there are.
+        rank: Of this one.
+    """
+
+    in_mid_epoch: bool
+    num_processes_before: int
+    num_processes: int
+    rank: int
 
 
 class TrackedLoader(Iterator[Any]):
@@ -41,8 +59,7 @@ class TrackedLoader(Iterator[Any]):
         self._iterator: Iterator[Any] = iter(())
         self._num_yielded = 0
         self._saved: dict[str, Any] | None = None
-        self._in_mid_epoch = False
-        self._processes = (0, 1)  # rank, and how many there are
+        self._how = Resumption(in_mid_epoch=False, num_processes_before=1, num_processes=1, rank=0)
         self._shared_order: dict[str, Any] | None = None  # of a pass that has begun with another number of processes
 
     def __len__(self) -> int:
@@ -53,7 +70,7 @@ class TrackedLoader(Iterator[Any]):
         self._num_yielded, self._shared_order = 0, None
         if saved is None:
             self._begin(resumed=False)
-        elif self._in_mid_epoch:
+        elif self._how.in_mid_epoch:
             with preserved_random_state():
                 self._go_on(saved)
         else:
@@ -93,23 +110,17 @@ class TrackedLoader(Iterator[Any]):
             saved["order"] = describe_order(self.loader, position["record"]["first"], self._source.owners)
         return saved | ({"dataset": pickle.loads(position["dataset"])} if "dataset" in position else {})
 
-    def resume(self, saved: dict[str, Any], *, in_mid_epoch: bool, num_processes: int, now: tuple[int, int]) -> None:
+    def resume(self, saved: dict[str, Any], how: Resumption) -> None:
         """Lets the next pass be the one that :meth:`to_save` saw, or the one after it.
-
-        Args:
-            saved: What that returned.
-            in_mid_epoch: Which of both.
-            num_processes: How many there were.
-            now: The rank of this process, and how many there are now.
 
         Raises:
             MisconfigurationException: If it would go on in the middle of an epoch over other data.
         """
-        self._saved, self._in_mid_epoch, self._processes = saved, in_mid_epoch, now
-        if in_mid_epoch:
-            changed = num_processes != now[1] or saved["samplers"] != self._samplers()
+        self._saved, self._how = saved, how
+        if how.in_mid_epoch:
+            changed = how.num_processes_before != how.num_processes or saved["samplers"] != self._samplers()
             saved["is_shared"] |= changed and saved["order"] is not None
-            self._check(saved, num_processes)
+            self._check(saved, how)
             return
         self._source.set_state_of_owners(saved["owners"])
         self._reports = dict(enumerate(saved["workers"]))
@@ -148,7 +159,7 @@ class TrackedLoader(Iterator[Any]):
         else:
             if saved["is_shared"]:
                 self._shared_order = saved["order"]
-                samples = samples_of_process(saved["order"], self.loader, *self._processes)
+                samples = samples_of_process(saved["order"], self.loader, self._how.rank, self._how.num_processes)
                 batches = BatchSampler(samples, self.loader.batch_size, self.loader.drop_last)
                 self._source.prepare(num_skipped=number, instead=batches)
             else:
@@ -170,7 +181,7 @@ class TrackedLoader(Iterator[Any]):
             iter(self._source)
             return map(next, repeat(self._source))  # iter must not be called on it again
 
-        return self._dataset.checked(begin, may_be_empty=resumed and self._in_mid_epoch)
+        return self._dataset.checked(begin, may_be_empty=resumed and self._how.in_mid_epoch)
 
     def _iterator_over_indices(self) -> Iterator[Any]:
         """The DataLoader's own iterator, over indices and from workers that can be followed."""
@@ -189,13 +200,13 @@ class TrackedLoader(Iterator[Any]):
         finally:
             attributes.update(own)
 
-    def _check(self, saved: dict[str, Any], num_processes: int) -> None:
-        before, now = _in_all(saved["shape"], num_processes), _in_all(self._shape(), self._processes[1])
+    def _check(self, saved: dict[str, Any], how: Resumption) -> None:
+        before, now = _in_all(saved["shape"], how.num_processes_before), _in_all(self._shape(), how.num_processes)
         problem = None
         if before != now:
             problem = f"with {_described(before)}, and this one has {_described(now)}"
-        elif num_processes != self._processes[1] and not saved["is_shared"]:
-            problem = f"in {num_processes} processes, of samplers whose order cannot be divided among others"
+        elif how.num_processes_before != how.num_processes and not saved["is_shared"]:
+            problem = f"in {how.num_processes_before} processes, of samplers whose order cannot be divided among others"
         elif saved["samplers"] != self._samplers() and not saved["is_shared"]:
             problem = f"with {saved['samplers']}, and this one has {self._samplers()}"
         if problem is not None:

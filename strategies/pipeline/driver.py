@@ -213,12 +213,11 @@ class Pipeline:
             if self.state is not None:
                 self._fetch()
         except Exception:
-            if not self.failures.any or self.failures.raised:
-                raise  # otherwise what was lost follows from the failure, which is raised below
+            self.failures.raise_untold()  # what was lost follows from it
+            raise
         finally:
             self._end()
-        if self.failures.any and not self.failures.raised:
-            self.failures.raise_cause()
+        self.failures.raise_untold()
 
     def _fetch(self) -> None:
         """Brings back what the workers hold, from as many of them as can still give it."""

@@ -127,11 +127,7 @@ class Ranks:
         self._joined = False
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
-        """Calls the workers and returns when all have joined the session.
-
-        Args:
-            timeout_seconds: How long to wait for another process.
-            threads: Number of threads that each process computes with.
+        """Calls the workers and returns when all have joined the session; see ``Workers.start``.
 
         Raises:
             RuntimeError: If this process already takes part in RPC, or if a worker does not appear in time.

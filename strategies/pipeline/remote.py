@@ -51,6 +51,11 @@ class Failures:
         """Whether anything has gone wrong."""
         return self.first.done()
 
+    def raise_untold(self) -> None:
+        """Raises what has gone wrong, unless the user has been told or all went well."""
+        if self.any and not self.raised:
+            self.raise_cause()
+
     def raise_cause(self) -> NoReturn:
         """Raises the first failure that is no mere consequence, or the first one of all if there is none."""
         wait([self._cause], _DIAGNOSIS_SECONDS)

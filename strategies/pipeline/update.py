@@ -50,19 +50,6 @@ class PipelineOptimizers:
         """For each stage on a worker and each optimizer, the numbers of the parameters that live there."""
         self._shipped = [_group_sizes(optimizer) for optimizer in optimizers]
 
-    @property
-    def only(self) -> Optimizer:
-        """The one that there is.
-
-        Raises:
-            ValueError: If there are several, or none.
-        """
-        if (number := len(self.optimizers)) != 1:
-            raise ValueError(
-                f"there are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
-            )
-        return self.optimizers[0]
-
     def step_remotes(self, optimizer: Optimizer) -> None:
         """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting.
 
