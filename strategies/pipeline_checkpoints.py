@@ -7,10 +7,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin, unwrapped
@@ -22,6 +24,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.named import flat
 from strategies.pipeline.placement import cut
 from strategies.pipeline.randomness import Seeds
+from strategies.sharding.states import whole_state_dict
 from strategies.shards import load
 from strategies.staged_shards import load_optimizer_states, save, shelve, tensors_of
 
@@ -37,6 +40,7 @@ class PipelineCheckpoints(StrategyPlugin):
     _given_balance: list[int] | None
     _module_path: str
     _state_dict_type: str
+    _divides_states: bool
     _received: list[Tensor]
     _shards: Path | None = None
 
@@ -55,16 +59,19 @@ class PipelineCheckpoints(StrategyPlugin):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all stages, as one process would have it; on the first replica only."""
-        if not self.is_global_zero:
+        if not (self.is_global_zero or self._divides_states):
             return {}
-        if self._pipeline is None or isinstance(optimizer, _MockOptimizer):
-            return super().optimizer_state(optimizer)
         own = unwrapped(optimizer)
+        if isinstance(own, _MockOptimizer):
+            return super().optimizer_state(optimizer)
+        if self._pipeline is None:
+            divided = self._divides_states and torch.distributed.is_initialized()
+            return whole_state_dict(own, _get_default_group()) if divided else super().optimizer_state(optimizer)
         state = self._pipeline.optimizers.state_dict(own, values=self._state_dict_type == "full")
         if self._background is not None:
             elsewhere = [number for number, p in enumerate(parameters_of(own)) if p.is_meta]
             self._received += flat([state["state"].get(number, {}) for number in elsewhere]).values()
-        return state
+        return state if self.is_global_zero else {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
@@ -83,6 +90,8 @@ class PipelineCheckpoints(StrategyPlugin):
             raise ValueError(f'state_dict_type="sharded" writes into directories of this machine only, got {filepath}.')
         elif self.is_global_zero:
             self._save_in_parts(checkpoint, path)
+        elif self._divides_states:
+            shelve({}, self._pipeline, self._module_path, copies=False)  # the first replica gathers at this moment
         self._received = []
 
     def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from strategies.base import StrategyPlugin, unwrapped
 from strategies.optimizer import check_optimizer_states
 from strategies.sharding.optimizers import ShardedOptimizers
-from strategies.sharding.states import gathered
+from strategies.sharding.states import whole_state_dict
 from strategies.sharding.trial import check_divisible
 from strategies.stages_of_model import as_misconfiguration
 from strategies.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
@@ -202,9 +202,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         if self._sharded is None or plain not in self._sharded.optimizers:
             return super().optimizer_state(optimizer)
         assert self._groups is not None
-        state = plain.state_dict()
-        state["state"] = gathered(state["state"], self._groups[1])
-        return state if self.is_global_zero else {}
+        return whole_state_dict(plain, self._groups[1])
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
         """Take this rank's part of each optimizer's state, whoever saved it and on however many ranks."""
@@ -212,7 +210,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
         for optimizer, state in zip(map(unwrapped, self.optimizers), checkpoint["optimizer_states"], strict=True):
             if not isinstance(optimizer, _MockOptimizer):
-                sharded.load_state_dict(optimizer, state)
+                own = sharded.ownership.own_part(optimizer, state["state"])
+                optimizer.load_state_dict({**state, "state": own})
         _optimizers_to_device(self.optimizers, self.root_device)
 
     def save_checkpoint(

@@ -363,7 +363,7 @@ def two_ranks() -> None:
         [*command, "--model.trouble=setup"], env=environment, capture_output=True, text=True, timeout=100
     )
     lines = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert (refused.returncode, len(lines)) == (2, 1), refused.stderr
+    assert (refused.returncode, len(lines)) == (2, 1), (refused.returncode, refused.stderr)
     assert "Traceback" not in refused.stderr
 
 
