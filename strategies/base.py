@@ -49,6 +49,7 @@ class StrategyPlugin(Strategy):
 
     _step_handles: tuple[RemovableHandle, ...] = ()
     _async_save = False
+    _state_dict_type = "full"
     _background: Background | None = None
     _lifeline: Lifeline | None = None
     _waiting: Sequence[Callable[[], None]] = ()
@@ -103,7 +104,15 @@ class StrategyPlugin(Strategy):
         Raises:
             Exception: With ``async_save`` also what went wrong with the checkpoint before.
         """
-        if self._background is None:
+        if self._state_dict_type == "sharded":
+            if storage_options is not None:
+                raise TypeError('state_dict_type="sharded" takes no storage_options: it does not use the CheckpointIO.')
+            if (path := local_path(filepath)) is None:
+                raise ValueError(
+                    f'state_dict_type="sharded" writes into directories of this machine only, got {filepath}.'
+                )
+            self._save_in_parts(checkpoint, path)
+        elif self._background is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
             self._background.wait()  # before there is another copy
@@ -197,6 +206,11 @@ class StrategyPlugin(Strategy):
         if local is not None and shards.is_sharded(local):
             return self._load_in_parts(local, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a checkpoint in parts, this process's and those of others. Here there is one part only."""
+        own = shards.flat({part: checkpoint[part] for part in shards.PARTS if part in checkpoint})
+        shards.save(path, checkpoint, [shards.plan(own)], lambda home, plans: [shards.write(home, plans[0], own)])
 
     def _load_in_parts(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint in parts."""

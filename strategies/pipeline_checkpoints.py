@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from strategies.base import StrategyPlugin, unwrapped
 from strategies.checkpoint_async import snapshot
 from strategies.checkpoint_fit import Place, check_fit, load_whole, nowhere, places
-from strategies.checkpoint_io import local_path
 from strategies.optimizer import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.named import flat
@@ -26,10 +25,7 @@ from strategies.pipeline.placement import cut
 from strategies.pipeline.randomness import Seeds
 from strategies.sharding.states import whole_state_dict
 from strategies.shards import load
-from strategies.staged_shards import load_optimizer_states, save, shelve, tensors_of
-
-STATE_DICT_TYPES = ("full", "sharded")
-"""As FSDPStrategy calls them."""
+from strategies.staged_shards import load_optimizer_states, save, shelve
 
 
 class PipelineCheckpoints(StrategyPlugin):
@@ -39,7 +35,6 @@ class PipelineCheckpoints(StrategyPlugin):
     _seeds: Seeds | None
     _given_balance: list[int] | None
     _module_path: str
-    _state_dict_type: str
     _divides_states: bool
     _received: list[Tensor]
     _shards: Path | None = None
@@ -82,24 +77,18 @@ class PipelineCheckpoints(StrategyPlugin):
         """
         if self._seeds is not None and "optimizer_states" in checkpoint:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
-        if self._state_dict_type == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif storage_options is not None:
-            raise TypeError('state_dict_type="sharded" takes no storage_options: it does not use the CheckpointIO.')
-        elif (path := local_path(filepath)) is None:
-            raise ValueError(f'state_dict_type="sharded" writes into directories of this machine only, got {filepath}.')
-        elif self.is_global_zero:
-            self._save_in_parts(checkpoint, path)
-        elif self._divides_states:
-            shelve({}, self._pipeline, self._module_path, copies=False)  # the first replica gathers at this moment
+        super().save_checkpoint(checkpoint, filepath, storage_options)
         self._received = []
 
     def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
         background, pipeline = self._background, self._pipeline
+        if not self.is_global_zero:
+            if self._divides_states:  # the first replica gathers at this moment
+                shelve({}, pipeline, self._module_path, copies=False)
+            return
         if background is not None:
             background.wait()
-            elsewhere = [tensor for tensor in tensors_of(checkpoint).values() if tensor.is_meta]
-            checkpoint = snapshot(checkpoint, elsewhere)
+            checkpoint = snapshot(checkpoint)
         names = shelve(checkpoint, pipeline, self._module_path, copies=background is not None)
         write = partial(save, checkpoint, path, pipeline, names)
         if background is None:

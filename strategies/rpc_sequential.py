@@ -24,7 +24,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
-from strategies.pipeline_checkpoints import STATE_DICT_TYPES, PipelineCheckpoints
+from strategies.pipeline_checkpoints import PipelineCheckpoints
 from strategies.replicated import ReplicatedStrategy
 from strategies.sharding.trial import check_divisible
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
@@ -123,14 +123,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 "shard_optimizer_states=True divides the states of a stage among its replicas, but there is one only: "
                 "set data_parallel_size to 2 or more, or leave it out."
             )
-        if state_dict_type not in STATE_DICT_TYPES:
-            raise MisconfigurationException(
-                f"Unknown state_dict_type {state_dict_type!r}{did_you_mean(str(state_dict_type), STATE_DICT_TYPES)}"
-            )
-        if state_dict_type == "sharded" and checkpoint_io is not None:
-            raise MisconfigurationException(
-                f'state_dict_type="sharded" does not write through a CheckpointIO; leave out {checkpoint_io!r}.'
-            )
+        refusals.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
         self.balance = balance

@@ -92,7 +92,7 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureF
     content = file.read_bytes()
     for broken in (b"", content[:-1]):
         file.write_bytes(broken)
-        with pytest.raises(RuntimeError, match=r"too short: __1_0.distcp, written by stage 1\).*state_dict.0.b"):
+        with pytest.raises(RuntimeError, match=r"too short: __1_0.distcp, written by process 1\).*state_dict.0.b"):
             shards.load(path)
     file.unlink()
     with pytest.raises(SystemExit):
@@ -188,7 +188,7 @@ def in_parts() -> dict[str, Any]:
         fit(pipeline(2, **SHARDED), 1, callbacks=[Saves("memory://a")])
 
     next(second.rglob("__1_0.distcp")).unlink()
-    with pytest.raises(RuntimeError, match=r"__1_0.distcp, written by stage 1\), and nothing of it has been loaded"):
+    with pytest.raises(RuntimeError, match=r"__1_0.distcp, written by process 1\), and nothing of it has been loaded"):
         fit(pipeline(3), 3, ckpt_path=second)
     return seen
 
