@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.optimizer import in_order
 from strategies.pipeline.channel import Wait, wait_here
@@ -48,10 +48,9 @@ def gathered(state: dict[int, Any], group: ProcessGroup, wait: Wait = wait_here)
 
 
 def _send(state: dict[int, Any], group: ProcessGroup, wait: Wait) -> None:
-    leaves, structure = tree_flatten(state)
-    tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
-    outlines = [_Outline(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    description = torch.frombuffer(bytearray(pickle.dumps((outlines, structure))), dtype=torch.uint8)
+    tensors = [leaf.detach().cpu().contiguous() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    outlines = tree_map_only(Tensor, _Outline, state)
+    description = torch.frombuffer(bytearray(pickle.dumps(outlines)), dtype=torch.uint8)
     for tensor in (torch.tensor([len(description)]), description, *tensors):
         wait(group.send([tensor], 0, _TAG).wait)
 
@@ -63,11 +62,10 @@ def _receive(rank: int, group: ProcessGroup, wait: Wait) -> dict[int, Any]:
         return tensor
 
     description = received(int(received(1, dtype=torch.int64)), dtype=torch.uint8)
-    leaves, structure = pickle.loads(description.numpy().tobytes())
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, _Outline):
-            leaves[number] = received(*leaf.shape, dtype=leaf.dtype)
-    state: dict[int, Any] = tree_unflatten(leaves, structure)
+    outlines = pickle.loads(description.numpy().tobytes())
+    state: dict[int, Any] = tree_map_only(
+        _Outline, lambda outline: received(*outline.shape, dtype=outline.dtype), outlines
+    )
     return state
 
 
