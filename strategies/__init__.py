@@ -11,10 +11,11 @@ _MODULE_OF = {
     "StrategyPlugin": "strategies.base",
     "DDPStrategy": "strategies.ddp",
     "RPCSequentialStrategy": "strategies.rpc_sequential",
+    "RemoteModule": "strategies.remote_module",
     "ZeROStrategy": "strategies.zero",
 }
 
-__all__ = ["DDPStrategy", "RPCSequentialStrategy", "StrategyPlugin", "ZeROStrategy"]
+__all__ = ["DDPStrategy", "RPCSequentialStrategy", "RemoteModule", "StrategyPlugin", "ZeROStrategy"]
 
 
 def __getattr__(name: str) -> Any:
