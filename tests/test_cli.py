@@ -125,8 +125,8 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     ),
     "no such submodule": (
         replaced,
-        ("strategies.DDPStrategy", "strategies.dpd.DDPStrategy"),
-        "config.yaml: trainer.strategy: cannot import 'strategies.dpd.DDPStrategy': strategies has no 'dpd'; "
+        ("strategies.DDPStrategy", "strategies.ddd.DDPStrategy"),
+        "config.yaml: trainer.strategy: cannot import 'strategies.ddd.DDPStrategy': strategies has no 'ddd'; "
         "did you mean 'ddp'",
     ),
     "module that cannot import": (
@@ -191,7 +191,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "strategy's name": (
         option,
         ("--trainer.strategy=dpp",),
-        "unknown strategy 'dpp'; did you mean 'ddp'? (Relay's strategies: ddp, rpc_sequential",
+        "unknown strategy 'dpp'; did you mean 'dp' or 'ddp'? (Relay's strategies: ddp, rpc_sequential",
     ),
     "argument for a name": (
         lambda: [
