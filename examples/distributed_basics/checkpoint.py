@@ -49,7 +49,7 @@ def program(rank: int, num_processes: int, folder: str) -> None:
     train(ddp, optimizer, batches[:half])
     save(model, optimizer, path, rank)  # the model, not the wrapper, whose names begin with "module."
     if rank == 0:
-        say(rank, f"saved {path.name} after {half} steps, {path.stat().st_size:,} bytes")
+        say(rank, f"saved {path.name} after {half} steps")
     train(ddp, optimizer, batches[half:])
 
     resumed = perceptron().to(device)

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,14 @@ def launch(program: Callable[..., None], num_processes: int, *args: Any) -> None
         torch.multiprocessing.ProcessRaisedException: With the traceback of the process that failed first.
     """
     with tempfile.TemporaryDirectory(prefix="relay-basics-") as folder:
-        start_processes(_run, (program, num_processes, folder, args), num_processes, start_method="spawn")
+        arguments = (program, num_processes, folder, args)
+        context = start_processes(_run, arguments, num_processes, join=False, start_method="spawn")
+        try:
+            while not context.join():  # returns when one has ended, too
+                pass
+        finally:
+            for file in context.error_files:  # torch leaves them after an error
+                Path(file).unlink(missing_ok=True)
 
 
 def _run(rank: int, program: Callable[..., None], num_processes: int, folder: str, args: tuple[Any, ...]) -> None:
