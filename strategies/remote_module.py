@@ -134,7 +134,7 @@ class RemoteModule(nn.Module):
         """
         for name, value, grad, requires_grad in self._call("parameters") if recurse else ():
             with torch.inference_mode():  # tensors made here cannot be changed outside
-                parameter = nn.Parameter(value.clone(), requires_grad)
+                parameter = RemoteParameter(value.clone(), requires_grad)
                 parameter.grad = None if grad is None else grad.clone()
             yield f"{prefix}.{name}" if prefix else name, parameter
 
@@ -230,6 +230,19 @@ class RemoteModule(nn.Module):
 
     def _call(self, command: str, *arguments: Any) -> Any:
         return self._answer(self._start(command, *arguments))
+
+
+def _refuse(parameter: nn.Parameter) -> bool:
+    raise RuntimeError(
+        "this is a copy of a parameter of a RemoteModule, which lives on another process; to train that, use "
+        "RemoteModule.optimizer(cls, lr=...)"
+    )
+
+
+class RemoteParameter(nn.Parameter):
+    """A copy, for reading, of a parameter of a :class:`RemoteModule`; no optimizer takes it."""
+
+    is_leaf: Any = property(_refuse)  # which every optimizer asks for
 
 
 class RemoteOptimizer(Optimizer):

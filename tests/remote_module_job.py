@@ -1,6 +1,8 @@
 """Two processes, the first of which uses modules on the second; what it saw is returned as plain types and tensors."""
 
 import gc
+import os
+import signal
 import sys
 import tempfile
 import threading
@@ -11,7 +13,9 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.distributed import rpc
 from torch.futures import Future
+from torch.multiprocessing import ProcessExitedException
 
 import strategies
 from examples.distributed_basics.launch import launch, remote_procedure_calls
@@ -152,12 +156,23 @@ def mistakes(Remote: Any) -> dict[str, tuple[str, str, str]]:
         "arguments": attempt(lambda: linear(x, x)),
         "second backward": attempt(loss.backward),
         "autograd.grad": attempt(lambda: torch.autograd.grad(linear(x.requires_grad_()).sum(), x)),
-        "local optimizer": attempt(lambda: torch.optim.SGD(linear.parameters(), lr=1.0).step()),
+        "local optimizer": attempt(lambda: torch.optim.SGD(linear.parameters(), lr=1.0)),
         "clipping": attempt(lambda: torch.nn.utils.clip_grad_norm_(linear.parameters(), 0.1)),
         "optimizer": attempt(lambda: linear.optimizer(torch.optim.SGD, lr=-1.0)),
         "shape": attempt(lambda: around.load_state_dict({f"0.{name}": value for name, value in state.items()})),
+        "missing caller": attempt(lambda: impatient(Remote("owner", nn.Linear, args=(1, 1), num_callers=2).zero_grad)),
         "keys": attempt(lambda: around.load_state_dict({"0.weight": torch.zeros(2, 2), "0.wait": x})),
     }
+
+
+def impatient(function: Callable[[], Any]) -> None:
+    """Calls it with a time-out of one second for RPC."""
+    before = rpc.get_rpc_timeout()
+    rpc._set_rpc_timeout(1.0)
+    try:
+        function()
+    finally:
+        rpc._set_rpc_timeout(before)
 
 
 def graphs(Remote: Any) -> list[int]:
@@ -256,6 +271,31 @@ def program(rank: int, num_processes: int, file: str) -> None:
     if rank == 0:
         seen["after RPC"] = attempt(lambda: linear(torch.ones(1, 1)))
         torch.save(seen, file)
+
+
+class Dies(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bereaved(rank: int, num_processes: int, file: str) -> None:
+    with remote_procedure_calls(["caller", "owner"][rank], rank, num_processes):
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # with which the launcher ends who is left
+            remote = strategies.RemoteModule("owner", Dies)
+            torch.save([attempt(lambda: remote(torch.ones(1))), attempt(remote.state_dict)], file)
+            os._exit(0)
+
+
+def owner_dies() -> list[tuple[str, str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "seen.pt"
+        try:
+            launch(bereaved, 2, str(file))
+        except ProcessExitedException:
+            told: list[tuple[str, str, str]] = torch.load(file)
+            return told
+    raise AssertionError("the owner was to die")
 
 
 def job() -> dict[str, Any]:

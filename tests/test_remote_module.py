@@ -71,7 +71,8 @@ def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
         ("arguments", "TypeError", "takes 2 positional arguments but 3 were given"),
         ("second backward", "RuntimeError", "a second backward pass through one call of a remote module"),
         ("autograd.grad", "RuntimeError", "cannot go through a pipeline or a remote module"),
-        ("local optimizer", "RuntimeError", "Inplace update to inference tensor"),
+        ("local optimizer", "RuntimeError", r"this is a copy of a parameter.*use RemoteModule.optimizer\(cls, lr="),
+        ("missing caller", "RuntimeError", r"on owner/cpu did not answer: .*timeout.*wait for all 2 callers\)"),
         ("clipping", "RuntimeError", "Inplace update to inference tensor"),
         ("optimizer", "ValueError", "Invalid learning rate: -1.0"),
         ("shape", "RuntimeError", "size mismatch for bias"),
@@ -95,3 +96,10 @@ def test_without_rpc(seen: dict[str, Any]) -> None:
 
 def test_listens_on_the_loopback_interface_only(seen: dict[str, Any]) -> None:
     assert seen["listening on"] == ["127.0.0.1"]
+
+
+@pytest.mark.slow
+def test_an_owner_that_dies_is_told_at_once() -> None:
+    for kind, message, _ in run(remote_module_job.owner_dies):
+        assert kind == "RuntimeError"
+        assert message.startswith("the remote module on owner/cpu did not answer: ")
