@@ -298,6 +298,26 @@ def owner_dies() -> list[tuple[str, str, str]]:
     raise AssertionError("the owner was to die")
 
 
+def on_a_gpu(rank: int, num_processes: int, file: str) -> None:
+    with remote_procedure_calls(["caller", "owner"][rank], rank, num_processes):
+        if rank == 0:
+            cls, options = OPTIMIZERS["SGD"]
+            seen = both_ways(strategies.RemoteModule("owner/cuda:0", Net), cls, **options)
+            linear = strategies.RemoteModule("owner/cuda:0", nn.Linear, args=(2, 2))
+            x = torch.ones(1, 2, device="cuda:0", requires_grad=True)
+            y = linear(x)
+            y.sum().backward()
+            assert x.grad is not None
+            torch.save({**seen, "devices": [str(y.device), str(x.grad.device)]}, file)
+
+
+def gpu_job() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        launch(on_a_gpu, 2, f"{folder}/seen.pt")
+        seen: dict[str, Any] = torch.load(f"{folder}/seen.pt")
+        return seen
+
+
 def job() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "seen.pt"

@@ -103,3 +103,12 @@ def test_an_owner_that_dies_is_told_at_once() -> None:
     for kind, message, _ in run(remote_module_job.owner_dies):
         assert kind == "RuntimeError"
         assert message.startswith("the remote module on owner/cpu did not answer: ")
+
+
+@pytest.mark.gpu
+def test_a_module_on_a_gpu_trains_as_one_on_the_cpu() -> None:
+    cls, options = remote_module_job.OPTIMIZERS["SGD"]
+    expected = remote_module_job.both_ways(remote_module_job.Net(), cls, **options)
+    actual = run(remote_module_job.gpu_job)
+    assert actual.pop("devices") == ["cuda:0", "cuda:0"]
+    assert_close(actual, expected, rtol=1e-9, atol=1e-9)
