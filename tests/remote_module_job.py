@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,24 @@ def others(Remote: Any) -> dict[str, Any]:
     }
 
 
+def two_callers(Remote: Any) -> dict[str, Any]:
+    """Two threads stand for two processes that train one module together."""
+    shared = Remote("owner", nn.Linear, args=(2, 1), num_callers=2)
+    start = {name: value.clone() for name, value in shared.state_dict().items()}
+    inputs = [torch.full((3, 2), value, requires_grad=True) for value in (1.0, 2.0)]
+
+    def train(x: Tensor) -> None:
+        optimizer = shared.optimizer(torch.optim.SGD, lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            shared(x).square().mean().backward()
+            optimizer.step()
+
+    with ThreadPoolExecutor(2) as callers:
+        list(callers.map(train, inputs))
+    return {"start": start, "end": dict(shared.state_dict()), "input_grads": [x.grad for x in inputs]}
+
+
 def saved(Remote: Any) -> dict[str, Any]:
     """An optimizer of one process goes on elsewhere, and back."""
     torch.manual_seed(0)
@@ -264,7 +283,7 @@ def program(rank: int, num_processes: int, file: str) -> None:
                 seen[name] = both_ways(Remote("owner/cpu", Net), cls, **options)
             seen |= {"mistakes": mistakes(Remote), "graphs": graphs(Remote), "saved": saved(Remote)}
             linear = Remote("owner", nn.Linear, args=(1, 1))
-            seen |= others(Remote)
+            seen |= {**others(Remote), "two callers": two_callers(Remote)}
             tree = [psutil.Process(), *psutil.Process().parent().children()]
             sockets = [c for process in tree for c in process.net_connections("inet") if c.status == "LISTEN"]
             seen["listening on"] = sorted({c.laddr.ip for c in sockets})

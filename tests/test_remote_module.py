@@ -14,7 +14,7 @@ from strategies import RemoteModule
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    return run(remote_module_job.job, timeout_seconds=120)
+    return run(remote_module_job.job, timeout_seconds=150)
 
 
 @pytest.mark.parametrize("name", remote_module_job.OPTIMIZERS)
@@ -49,6 +49,21 @@ def test_sparse_gradients_and_freezing(seen: dict[str, Any]) -> None:
 def test_optimizer_states_go_on_elsewhere(seen: dict[str, Any]) -> None:
     assert_close(seen["saved"]["one"], seen["saved"]["there"], rtol=0, atol=0)
     assert seen["saved"]["lr"] == 0.1
+
+
+def test_two_callers_train_as_one_on_the_mean_of_their_losses(seen: dict[str, Any]) -> None:
+    callers, model = seen["two callers"], torch.nn.Linear(2, 1)
+    model.load_state_dict(callers["start"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    inputs = [torch.full((3, 2), value, requires_grad=True) for value in (1.0, 2.0)]
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = [model(x).square().mean() for x in inputs]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+    assert_close(callers["end"], dict(model.state_dict()))
+    # Each caller's inputs have the gradient of its own loss.
+    assert_close(callers["input_grads"], [x.grad * 2 for x in inputs])
 
 
 def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
