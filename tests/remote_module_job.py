@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -62,6 +63,11 @@ class Fails(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         raise ZeroDivisionError("in the layer")
+
+
+class Hides(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(hidden=super().forward(x))
 
 
 class Exits(nn.Module):
@@ -155,6 +161,8 @@ def mistakes(Remote: Any) -> dict[str, tuple[str, str, str]]:
         "forward_async": attempt(lambda: Remote("owner", Fails, args=("forward",)).forward_async(x).wait()),
         "exit": attempt(lambda: Remote("owner", Exits)(x)),
         "arguments": attempt(lambda: linear(x, x)),
+        "hidden input": attempt(lambda: linear(SimpleNamespace(x=x.clone().requires_grad_()))),
+        "hidden output": attempt(lambda: Remote("owner", Hides, args=(1, 1))(torch.ones(1, 1))),
         "second backward": attempt(loss.backward),
         "autograd.grad": attempt(lambda: torch.autograd.grad(linear(x.requires_grad_()).sum(), x)),
         "local optimizer": attempt(lambda: torch.optim.SGD(linear.parameters(), lr=1.0)),
@@ -258,9 +266,13 @@ def saved(Remote: Any) -> dict[str, Any]:
     second = there.optimizer(torch.optim.Adam, lr=0.5)
 
     def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        module(torch.ones(3, 2).double()).square().sum().backward()
-        optimizer.step()
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = module(torch.ones(3, 2).double()).square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
 
     step(one, first)
     there.load_state_dict(one.state_dict())

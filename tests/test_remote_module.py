@@ -84,6 +84,8 @@ def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
         ("forward_async", "ZeroDivisionError", "in the layer"),
         ("exit", "RuntimeError", "Exits, process .* in forward failed: SystemExit: a layer exits"),
         ("arguments", "TypeError", "takes 2 positional arguments but 3 were given"),
+        ("hidden input", "TypeError", "in tuples, lists and dicts, got a SimpleNamespace that holds one"),
+        ("hidden output", "TypeError", "in tuples, lists and dicts, got a SimpleNamespace that holds one"),
         ("second backward", "RuntimeError", "a second backward pass through one call of a remote module"),
         ("autograd.grad", "RuntimeError", "cannot go through a pipeline or a remote module"),
         ("local optimizer", "RuntimeError", r"this is a copy of a parameter.*use RemoteModule.optimizer\(cls, lr="),
