@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.gathered import GatheredGradients
+from strategies.pipeline.layers import entered
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.passes import Passes, Run
 from strategies.pipeline.randomness import layer_seed
 from strategies.pipeline.schedule import Action
-from strategies.pipeline.stage import entered
 from strategies.pipeline.suspended import Step
 
 Code = Callable[[], Tensor | None]

@@ -1,0 +1,193 @@
+"""``Pipe``: an ``nn.Sequential`` as a pipeline in a hand-written training loop.
+
+    inputs ──split──▶ partition 0 ──▶ partition 1 ──▶ ... ──join──▶ RRef(output)
+
+A drop-in for ``torch.distributed.pipeline.sync.Pipe``, which PyTorch removed in 2.4.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NoReturn, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from strategies.names import did_you_mean
+from strategies.pipeline.chunks import gather, scatter
+from strategies.pipeline.context import PassContext
+from strategies.pipeline.one_graph import ForwardPass, OneGraph
+from strategies.pipeline.private_rpc import PrivateRpc
+from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
+from strategies.pipeline.skip import verify_skippables
+from strategies.pipeline.with_device import layers_of, partitions_of
+
+
+class Pipe(nn.Module):
+    """Runs an ``nn.Sequential`` in micro-batches over several devices and processes.
+
+    Layers run where their parameters are, those without parameters on the CPU; :class:`WithDevice` says otherwise. A
+    layer that returns a tuple gives the next one several arguments. Names in ``state_dict`` are those of ``module``.
+
+    Random numbers of layers are seeded by (pass, micro-batch, layer) from the process's generator, so dropout is the
+    same for any placement and when recomputed.
+
+    Args:
+        module: The layers.
+        chunks: How many micro-batches a batch is split into at most.
+        checkpoint: Which micro-batches keep only the inputs of partitions, and are computed again in the backward pass:
+            ``"always"``, ``"except_last"`` or ``"never"``. In ``eval()`` mode none does.
+        deferred_batch_norm: Update running statistics once per batch instead of once per micro-batch.
+
+    Raises:
+        TypeError: If ``module`` is no ``nn.Sequential``, its skip connections do not match, or an argument is of
+            another type.
+        ValueError: If a layer is there twice or on several devices, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.chunks, self.checkpoint = _checked_chunks(chunks), _checked_mode(checkpoint)
+        if not isinstance(deferred_batch_norm, bool):
+            raise TypeError(f"deferred_batch_norm must be True or False, got {deferred_batch_norm!r}")
+        self.deferred_batch_norm = deferred_batch_norm
+        _check_module(module)
+        verify_skippables(module)
+        self._rpc = PrivateRpc.needed()
+        partitions = partitions_of(module, rpc.get_worker_info().name)
+        self.partitions = [partition.layers for partition in partitions]
+        """The layers of each partition, named as in the whole module."""
+        self.devices = [partition.place.device for partition in partitions]
+        """The device of each partition."""
+        self._engine = OneGraph(partitions, deferred_batch_norm=deferred_batch_norm)
+        # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
+        self._modules.update(layers_of(partitions))
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs one batch.
+
+        Args:
+            inputs: What the first layer takes: tensors ``[batch, ...]``, which are split, and others, also
+                :class:`NoChunk`, which every micro-batch gets whole. With fewer rows than ``chunks`` there are fewer
+                micro-batches. Sizes are those of ``Tensor.chunk``.
+
+        Returns:
+            An ``RRef``, owned by this process, to what the last layer returns: tensors joined by their rows, others as
+            a list with one entry a micro-batch.
+
+        Raises:
+            TypeError: If no input is a tensor, or a partition returns none.
+            ValueError: If inputs cannot be split alike, or are not on the first partition's device.
+        """
+        parts = scatter(inputs, self.chunks)
+        self._check_devices(inputs)
+        if not self.partitions:
+            return self._reference(inputs[0] if len(inputs) == 1 else inputs)
+        recomputed = torch.is_grad_enabled() and self.training
+        this = ForwardPass(
+            seed=int(torch.randint(2**62, (), device="cpu")),
+            recomputed=num_recomputed(self.checkpoint, len(parts)) if recomputed else 0,
+            context=PassContext.capture(max((device.type for device in self.devices), key=lambda kind: kind != "cpu")),
+        )
+        return self._reference(gather(self._engine.run(parts, this)))
+
+    def _reference(self, output: Any) -> Any:
+        reference: Any = rpc.RRef(output)
+        reference._relay_rpc = self._rpc  # a private RPC lives as long as somebody may ask for this output
+        return reference
+
+    def _check_devices(self, inputs: tuple[Any, ...]) -> None:
+        for place, value in enumerate(inputs):
+            if self.devices and isinstance(value, Tensor) and value.device != self.devices[0]:
+                raise ValueError(
+                    f"input {place} is on {value.device}, but the first layer is on {self.devices[0]}: move it there"
+                )
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        layers = nn.Sequential()
+        layers._modules.update(self._modules)
+        return layers[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(module for module in self._modules.values() if module is not None)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refused: each layer has its place.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise _moved("cuda")
+
+    def cpu(self) -> NoReturn:
+        """Refused as well; see :meth:`cuda`."""
+        raise _moved("cpu")
+
+    def to(self, *args: Any, **kwargs: Any) -> "Pipe":
+        """Casts the layers to another dtype.
+
+        Raises:
+            TypeError: If a device is given, or a tensor whose device would be taken.
+        """
+        if "device" in kwargs or "tensor" in kwargs or isinstance(args[0] if args else None, str | int | Tensor):
+            raise _moved("to")
+        if args and isinstance(args[0], torch.device):
+            raise _moved("to")
+        super().to(*args, **kwargs)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Pipe":
+        for device in self.devices:  # a module around this one may be moved
+            if fn(torch.empty(0, device=device)).device != device:
+                raise _moved("the call")
+        super()._apply(fn, recurse)
+        return self
+
+
+def _checked_chunks(chunks: Any) -> int:
+    try:
+        number = int(chunks)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"chunks must be a whole number, got {chunks!r}") from error
+    if number != chunks:
+        raise TypeError(f"chunks must be a whole number, got {chunks!r}")
+    if number < 1:
+        raise ValueError(f"chunks must be at least 1, got {chunks}")
+    return number
+
+
+def _checked_mode(checkpoint: Any) -> str:
+    mode = str(checkpoint)
+    if mode not in RECOMPUTE_MODES:
+        raise ValueError(f"Unknown checkpoint {mode!r}{did_you_mean(mode, RECOMPUTE_MODES)}")
+    return mode
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"Pipe takes an nn.Sequential, whose layers it can spread, got {type(module).__name__}")
+    layers = list(module)
+    if len(set(layers)) < len(layers):
+        twice = next(name for name, layer in module._modules.items() if layers.count(layer) > 1)
+        raise ValueError(f"layer {twice} is in the nn.Sequential twice; each layer of Pipe has one place")
+
+
+def _moved(what: str) -> TypeError:
+    return TypeError(
+        f"{what} would move layers that have their places in the pipeline; place them before they go into Pipe, by "
+        "their own .to(device) or by WithDevice"
+    )
