@@ -58,7 +58,11 @@ class CountsCalls(nn.Module):
 @pytest.mark.parametrize("mode", MODES)
 def test_trains_as_one_process(mode, rows):
     plain = nn.Sequential(
-        nn.Linear(3, 8), nn.ReLU(inplace=True), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.LayerNorm(8), nn.Linear(8, 2)
+        nn.Linear(3, 8),
+        nn.ReLU(inplace=True),
+        nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+        nn.LayerNorm(8),
+        nn.Linear(8, 2),
     )
     pipe = Pipe(copy.deepcopy(plain), chunks=4, checkpoint=mode)
     with warnings.catch_warnings():
