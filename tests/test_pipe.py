@@ -174,10 +174,10 @@ def test_several_inputs_and_outputs(mode):
 
 
 def test_what_it_refuses():
-    with pytest.raises(TypeError, match="takes an nn.Sequential"):
+    with pytest.raises(TypeError, match=r"takes an nn\.Sequential"):
         Pipe(nn.ModuleList([nn.Linear(1, 1)]))
     same = nn.Linear(1, 1)
-    with pytest.raises(ValueError, match="layer 0 is in the nn.Sequential twice"):
+    with pytest.raises(ValueError, match=r"layer 0 is in the nn\.Sequential twice"):
         Pipe(nn.Sequential(same, same))
     model = nn.Sequential(nn.Linear(1, 1), Mixed())
     for chunks in (0, -1):
@@ -187,7 +187,7 @@ def test_what_it_refuses():
         with pytest.raises(TypeError, match="chunks must be a whole number"):
             Pipe(model, chunks=chunks)
     assert Pipe(model, chunks=42.0).chunks == 42
-    with pytest.raises(ValueError, match="Unknown checkpoint 'INVALID'.*always, except_last, never"):
+    with pytest.raises(ValueError, match=r"Unknown checkpoint 'INVALID'.*always, except_last, never"):
         Pipe(model, checkpoint="INVALID")
     with pytest.raises(TypeError, match="deferred_batch_norm must be True or False"):
         Pipe(model, deferred_batch_norm="no")

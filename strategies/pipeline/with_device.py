@@ -158,6 +158,6 @@ def _check_shared(partitions: list[Partition]) -> None:
                 )
 
 
-def layers_of(partitions: list[Partition]) -> dict[str, nn.Module | None]:
+def layers_of(partitions: list[Partition]) -> dict[str, nn.Module]:
     """All layers by name, without their ``WithDevice``."""
     return {name: layer for partition in partitions for name, layer in partition.layers.named_children()}
