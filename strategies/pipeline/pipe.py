@@ -5,6 +5,7 @@
 A drop-in for ``torch.distributed.pipeline.sync.Pipe``, which PyTorch removed in 2.4.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NoReturn, overload
 
@@ -118,9 +119,7 @@ class Pipe(nn.Module):
     def __getitem__(self, index: slice) -> nn.Sequential: ...
 
     def __getitem__(self, index: int | slice) -> nn.Module:
-        layers = nn.Sequential()
-        layers._modules.update(self._modules)
-        return layers[index]
+        return nn.Sequential(OrderedDict(self.named_children()))[index]
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter(module for module in self._modules.values() if module is not None)
