@@ -17,10 +17,11 @@ from strategies.names import did_you_mean
 from strategies.pipeline.chunks import gather, scatter
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.one_graph import ForwardPass, OneGraph
+from strategies.pipeline.placed import Placed
 from strategies.pipeline.private_rpc import PrivateRpc
 from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
 from strategies.pipeline.skip import verify_skippables
-from strategies.pipeline.with_device import layers_of, partitions_of
+from strategies.pipeline.with_device import WithDevice, layers_of, partitions_of
 
 
 class Pipe(nn.Module):
@@ -59,15 +60,21 @@ class Pipe(nn.Module):
         self.deferred_batch_norm = deferred_batch_norm
         _check_module(module)
         verify_skippables(module)
+        _check_workers(module)
         self._rpc = PrivateRpc.needed()
         partitions = partitions_of(module, rpc.get_worker_info().name)
+        self._places = [partition.place for partition in partitions]
         self.partitions = [partition.layers for partition in partitions]
         """The layers of each partition, named as in the whole module."""
         self.devices = [partition.place.device for partition in partitions]
         """The device of each partition."""
-        self._engine = OneGraph(partitions, deferred_batch_norm=deferred_batch_norm)
         # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
         self._modules.update(layers_of(partitions))
+        self._engine: OneGraph | Placed
+        if any(partition.place.worker for partition in partitions):
+            self._engine = Placed(self, partitions, deferred_batch_norm=deferred_batch_norm)
+        else:
+            self._engine = OneGraph(partitions, deferred_batch_norm=deferred_batch_norm)
 
     def forward(self, *inputs: Any) -> Any:
         """Runs one batch.
@@ -104,7 +111,8 @@ class Pipe(nn.Module):
 
     def _check_devices(self, inputs: tuple[Any, ...]) -> None:
         for place, value in enumerate(inputs):
-            if self.devices and isinstance(value, Tensor) and value.device != self.devices[0]:
+            here = bool(self._places) and self._places[0].worker is None
+            if here and isinstance(value, Tensor) and value.device != self.devices[0]:
                 raise ValueError(
                     f"input {place} is on {value.device}, but the first layer is on {self.devices[0]}: move it there"
                 )
@@ -150,8 +158,13 @@ class Pipe(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Pipe":
-        for device in self.devices:  # a module around this one may be moved
-            if fn(torch.empty(0, device=device)).device != device:
+        for place in self._places:  # a module around this one may be moved
+            if place.worker is not None:
+                raise TypeError(
+                    f"this would change layers on {place}, which only load_state_dict and optimizers can; convert them "
+                    "before they go into Pipe"
+                )
+            if fn(torch.empty(0, device=place.device)).device != place.device:
                 raise _moved("the call")
         super()._apply(fn, recurse)
         return self
@@ -183,6 +196,21 @@ def _check_module(module: Any) -> None:
     if len(set(layers)) < len(layers):
         twice = next(name for name, layer in module._modules.items() if layers.count(layer) > 1)
         raise ValueError(f"layer {twice} is in the nn.Sequential twice; each layer of Pipe has one place")
+
+
+def _check_workers(module: nn.Sequential) -> None:
+    """Checks that the workers exist which ``WithDevice`` names."""
+    named = {layer.worker for layer in module if isinstance(layer, WithDevice) and layer.worker is not None}
+    if not named:
+        return
+    if not rpc.api._is_current_rpc_agent_set():
+        raise RuntimeError(
+            f"layers are placed on {', '.join(sorted(named))}, but RPC has not been initialised; call "
+            "torch.distributed.rpc.init_rpc in every process first"
+        )
+    known = {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
+    if unknown := sorted(named - known):
+        raise ValueError(f"WithDevice names {', '.join(unknown)}, but the RPC workers are {', '.join(sorted(known))}")
 
 
 def _moved(what: str) -> TypeError:
