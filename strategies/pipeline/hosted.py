@@ -152,6 +152,15 @@ class HostedStage:
         for parameter, flag in zip(self._layers.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
 
+    def adopt(self, blob: bytes, numbers: list[int]) -> None:
+        """Takes in a part of one more optimizer, in which this stage's parameters stand by their names."""
+        cls, attributes = pickle.loads(blob)
+        named = dict(self._layers.named_parameters())
+        for group in attributes["param_groups"]:
+            group["params"] = [named[name] for name in group["params"]]
+        self._optimizers.append(put_together(cls, attributes))
+        self._numbers.append(numbers)
+
     def average_grads(self) -> None:
         """Averages the gradients over the replicas of this stage; see :meth:`Averaging.average`."""
         assert self._averaging is not None
@@ -233,9 +242,7 @@ class HostedStage:
 
     def load_module_state(self, state: Mapping[str, Any]) -> None:
         """Loads what :meth:`module_state` gave."""
-        self._layers.load_state_dict(
-            state, strict=False
-        )  # the driver knows which keys belong and tells what is missing
+        self._layers.load_state_dict(state, strict=False)  # the driver knows what belongs, and tells what is missing
 
     def shelve(self, number: int, names: Mapping[str, str], copies: bool) -> None:
         """Sets tensors aside, to be written as they are now.

@@ -12,8 +12,10 @@ from typing import Any, NoReturn, overload
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torch.optim import Optimizer
 
 from strategies.names import did_you_mean
+from strategies.optimizer import parameters_of
 from strategies.pipeline.chunks import gather, scatter
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.one_graph import ForwardPass, OneGraph
@@ -103,6 +105,38 @@ class Pipe(nn.Module):
             context=PassContext.capture(max((device.type for device in self.devices), key=lambda kind: kind != "cpu")),
         )
         return self._reference(gather(self._engine.run(parts, this)))
+
+    def follow(self, optimizer: Optimizer) -> Optimizer:
+        """Lets the processes in which layers live follow an optimizer over :meth:`parameters`.
+
+        Parameters of layers elsewhere are stand-ins here. From now on ``step``, ``zero_grad``, ``state_dict`` and
+        ``load_state_dict`` of the optimizer reach every process; schedulers are used as always.
+
+        Returns:
+            The same optimizer; where all layers live here there is nothing to do.
+
+        Raises:
+            ValueError: If it has stepped before, or this follows it already.
+        """
+        if isinstance(self._engine, Placed):
+            self._engine.followed.follow(optimizer)
+        return optimizer
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradients of all parameters of an optimizer that this follows by their common norm.
+
+        Returns:
+            The norm before, a scalar.
+        """
+        if isinstance(self._engine, Placed):
+            return self._engine.followed.optimizers.clip_grad_norm(optimizer, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all layers, wherever they live."""
+        if isinstance(self._engine, Placed):
+            self._engine.followed.optimizers.zero_all_grads_remotes(set_to_none)
+        nn.ParameterList(p for p in self.parameters() if not p.is_meta).zero_grad(set_to_none)
 
     def _reference(self, output: Any) -> Any:
         reference: Any = rpc.RRef(output)

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import is_consequence
+from strategies.pipeline.followed import Followed
 from strategies.pipeline.hosted import unpack
 from strategies.pipeline.inbox import Inbox, Place, Post, Router, Routes, give_up
 from strategies.pipeline.mirror import Mirror
@@ -85,6 +86,7 @@ class Placed:
             remote.call("num_kept")  # raises what went wrong in unpacking
         for i in self.remotes:
             move_to_meta(partitions[i].layers, module, [])
+        self.followed = Followed([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
         self._mirrors = {i: Mirror(partitions[i].layers, self._descriptions[i]) for i in self.remotes}
         self.state = StateOfStages(
             module, [p.layers for p in partitions], [self.remotes.get(i) for i in range(len(partitions))]

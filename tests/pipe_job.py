@@ -1,0 +1,315 @@
+"""What ``test_pipe_rpc.py`` runs in three processes: worker0, which has the ``Pipe``, worker1 and worker2."""
+
+import copy
+import gc
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from rpc_workers import rpc_workers
+from skip_nets import u_net
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+from strategies.pipeline import Pipe, WithDevice, pop, skippable, stash
+from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
+
+NAP_SECONDS = 0.15
+WEIGHTS = {"w1": "worker1/cpu", "w2": "worker2/cpu", "here": None}
+
+
+def placed(net: nn.Sequential, *places: str | None) -> nn.Sequential:
+    """The same layers, on ``w1``, ``w2`` or here."""
+    return nn.Sequential(
+        *(
+            layer if place is None else WithDevice(layer, place.replace("w", "worker") + "/cpu")
+            for layer, place in zip(net, places, strict=True)
+        )
+    )
+
+
+def trained(pipe: nn.Module, rows: int = 7) -> dict[str, Any]:
+    """Five steps with Adam in two groups, a scheduler and clipping; everything that comes of them."""
+    layers = list(pipe)
+    groups = [list(layers[0].parameters()), [p for layer in layers[1:] for p in layer.parameters()]]
+    optimizer = torch.optim.Adam([{"params": groups[0], "lr": 0.02}, {"params": groups[1]}], lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    if isinstance(pipe, Pipe):
+        pipe.follow(optimizer)
+    torch.manual_seed(5)
+    batches = [torch.rand(rows, 2, 8) for _ in range(5)]
+    losses, norms, input_grads = [], [], []
+    torch.manual_seed(6)
+    for x in batches:
+        x.requires_grad_()
+        output = pipe(x)
+        output = output.local_value() if isinstance(pipe, Pipe) else output
+        loss = (output * torch.arange(output.numel()).view_as(output)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(
+            pipe.clip_grad_norm_(optimizer, 1.0)
+            if isinstance(pipe, Pipe)
+            else nn.utils.clip_grad_norm_(pipe.parameters(), 1.0)
+        )
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.detach())
+        input_grads.append(x.grad)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "input_grads": input_grads,
+        "state": dict(pipe.state_dict()),
+        "optimizer": optimizer.state_dict()["state"],
+    }
+
+
+def parity() -> dict[str, Any]:
+    """A U-Net over three processes, with skips from worker 1 to 2 and from here to here; and one process."""
+    places = [None, None, "w1", "w1", "w2", "w2", None, "w1"]
+    net = u_net()
+    net[3] = nn.GroupNorm(2, 12)
+    found: dict[str, Any] = {"plain": trained(copy.deepcopy(net))}
+    for mode in MODES:
+        found[mode] = trained(Pipe(placed(copy.deepcopy(net), *places), chunks=3, checkpoint=mode))
+    random = u_net()
+    random[4].p = 0.5
+    settings: dict[str, Any] = {"chunks": 3, "deferred_batch_norm": True}
+    found["random, here"] = trained(Pipe(copy.deepcopy(random), **settings))
+    for mode in MODES:
+        pipe = Pipe(placed(copy.deepcopy(random), *places), checkpoint=mode, **settings)
+        found[f"random, {mode}"] = trained(pipe)
+    return found
+
+
+class Naps(nn.Module):
+    """The identity, which takes its time, both ways; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("counted", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counted += 1
+        result: Tensor = _Nap.apply(x)
+        return result
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        time.sleep(NAP_SECONDS)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        time.sleep(NAP_SECONDS)
+        return grads[0]
+
+
+def overlap() -> dict[str, float]:
+    """Seconds of a forward and of a backward pass, in naps, of 4 micro-batches over two workers and this process."""
+    pipe = Pipe(placed(nn.Sequential(Naps(), Naps(), Naps()), "w1", "w2", None), chunks=4, checkpoint="never")
+    x = torch.rand(4, 1, requires_grad=True)
+    pipe(x).local_value().sum().backward()  # what runs for the first time takes longer
+    start = time.perf_counter()
+    output = pipe(x).local_value()
+    middle = time.perf_counter()
+    output.sum().backward()
+    return {
+        "forward": (middle - start) / NAP_SECONDS,
+        "backward": (time.perf_counter() - middle) / NAP_SECONDS,
+    }
+
+
+class Fails(nn.Module):
+    """Raises on the second row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.flatten()[0] == 1:
+            raise LookupError("row 1")
+        return x * 2
+
+
+def errors() -> dict[str, Any]:
+    """An error in each place, and whether the Pipe goes on after it."""
+    found: dict[str, Any] = {}
+    for places in (("w1", "w2", None), (None, "w1", "w2"), ("w2", None, "w1")):
+        naps = Naps()
+        pipe = Pipe(placed(nn.Sequential(naps, Fails(), nn.Linear(1, 1)), *places), chunks=8)
+        caught = raised(lambda pipe=pipe: pipe(torch.arange(8.0).view(8, 1)))
+        calls = pipe.state_dict()["0.counted"]
+        ones = torch.full((8, 1), 3.0)
+        output = pipe(ones).local_value()
+        output.sum().backward()
+        expected = [8 * 6.0, 8.0]
+        optimizer = pipe.follow(torch.optim.SGD(pipe.parameters(), 1.0))
+        before = pipe.state_dict()
+        optimizer.step()
+        after = pipe.state_dict()
+        grads = [(before[name] - after[name]).item() for name in ("2.weight", "2.bias")]
+        found[str(places)] = {**caught, "calls": calls.item(), "grads": grads, "expected": expected}
+    return found
+
+
+def raised(call: Callable[[], Any]) -> dict[str, str]:
+    """What a call raises."""
+    try:
+        call()
+    except Exception as error:
+        return {"type": type(error).__name__, "message": str(error), "cause": str(error.__cause__)}
+    return {"type": "nothing", "message": "", "cause": ""}
+
+
+STASHED: list[Any] = []
+"""In a worker: weak references to what layers have stashed there."""
+
+
+@skippable(stash=["x"])
+class Stashes(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = x * 2
+        STASHED.append(weakref.ref(skip.untyped_storage()))
+        yield stash("x", skip)
+        del skip
+        return x + 1
+
+
+@skippable(pop=["x"])
+class Pops(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("x")
+        STASHED.append(weakref.ref(skip.untyped_storage()))
+        return x + skip
+
+
+def num_alive() -> int:
+    """How many of the skips are still there, in this process."""
+    gc.collect()
+    return sum(reference() is not None for reference in STASHED)
+
+
+def freed() -> dict[str, list[int]]:
+    """How many skips are alive on each worker after a forward pass, and after the backward pass."""
+    found = {}
+    for mode in ("never", "always"):
+        net = nn.Sequential(Stashes(), nn.Linear(2, 2), Pops())
+        pipe = Pipe(placed(net, "w1", None, "w2"), chunks=2, checkpoint=mode)
+        output = pipe(torch.rand(4, 2, requires_grad=True)).local_value()
+        alive = [rpc.rpc_sync(f"worker{k}", num_alive) for k in (1, 2)]
+        output.sum().backward()
+        found[mode] = alive + [rpc.rpc_sync(f"worker{k}", num_alive) for k in (1, 2)]
+    return found
+
+
+def odds() -> dict[str, Any]:
+    """Uses that are out of the ordinary."""
+    found: dict[str, Any] = {}
+    net = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    plain = copy.deepcopy(net)
+    pipe = Pipe(placed(net, "w1", "w1", "w2", None), chunks=2)
+    x = torch.rand(5, 2)
+    pipe.eval()
+    plain.eval()
+    with torch.no_grad():
+        output = pipe(x).local_value()
+        found["eval"] = (output - plain(x)).abs().max().item(), output.requires_grad
+    found["empty"] = list(pipe(torch.rand(0, 2)).local_value().shape)
+    twice = [pipe(x).local_value(), pipe(x.flip(0)).local_value()]
+    (twice[0].sum() + twice[1].square().sum()).backward()
+    (plain(x).sum() + plain(x.flip(0)).square().sum()).backward()
+    optimizer = pipe.follow(torch.optim.SGD(pipe.parameters(), 1.0))
+    other = torch.optim.SGD(plain.parameters(), 1.0)
+    optimizer.step()
+    other.step()
+    found["two passes"] = difference(pipe, plain)
+    found["second backward"] = raised(twice[0].sum().backward)
+    pipe.zero_grad()
+    optimizer.step()
+    found["zero_grad of the Pipe"] = difference(pipe, plain)
+    for parameter in (*list(pipe)[0].parameters(), *list(plain)[0].parameters()):
+        parameter.requires_grad_(False)
+    for model in (pipe, plain):
+        out = model(x).local_value() if model is pipe else model(x)
+        out.sum().backward()
+    optimizer.step()
+    other.zero_grad()
+    plain(x).sum().backward()
+    other.step()
+    found["frozen in mid-run"] = difference(pipe, plain)
+    pipe(x)  # never goes back
+    gc.collect()
+    pipe(x).local_value().sum().backward()
+    found["kept"] = [remote.call("num_kept") for remote in pipe._engine.remotes.values()]
+    pipe.load_state_dict({name: torch.full_like(value, 2) for name, value in plain.state_dict().items()})
+    found["loaded"] = [value.double().mean().item() for value in pipe.state_dict().values()]
+    found["keys"] = list(pipe.state_dict()) == list(plain.state_dict())
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    found["double"] = raised(pipe.double)
+    found["deepcopy"] = raised(lambda: copy.deepcopy(pipe))
+    found["followed twice"] = raised(lambda: pipe.follow(optimizer))
+    return found
+
+
+def difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest between their states."""
+    theirs = other.state_dict()
+    return max((value - theirs[name]).abs().max().item() for name, value in one.state_dict().items())
+
+
+def refusals() -> dict[str, Any]:
+    """What cannot be, and what is said about it."""
+    found: dict[str, Any] = {}
+    pipe = Pipe(placed(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), "w1", None))
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1)
+    pipe(torch.rand(2, 1)).local_value().sum().backward()
+    found["step of one that is not followed"] = raised(optimizer.step)
+    found["zero_grad of one that is not followed"] = raised(optimizer.zero_grad)
+    found["torch's clipping"] = raised(lambda: nn.utils.clip_grad_norm_(pipe.parameters(), 1.0))
+    found["unknown worker"] = raised(lambda: Pipe(nn.Sequential(WithDevice(nn.Linear(1, 1), "worker9/cpu"))))
+    tied = nn.Linear(1, 1)
+    other = nn.Linear(1, 1)
+    other.weight = tied.weight
+    found["shared"] = raised(lambda: Pipe(placed(nn.Sequential(tied, nn.Tanh(), other), "w1", None, None)))
+    stuck = nn.Linear(1, 1)
+    stuck.lock = (n for n in range(3))
+    found["not picklable"] = raised(lambda: Pipe(placed(nn.Sequential(stuck), "w1")))
+    found["no device there"] = raised(lambda: Pipe(nn.Sequential(WithDevice(nn.Linear(1, 1), "worker1/cuda:7"))))
+    found["after all that"] = raised(lambda: pipe(torch.rand(2, 1)).local_value().sum().backward())
+    return found
+
+
+def everything() -> dict[str, Any]:
+    """All of them, in one set of processes."""
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    with rpc_workers(2):
+        found: dict[str, Any] = {}
+        for job in (parity, overlap, errors, freed, odds, refusals):
+            found[job.__name__] = job()
+            gc.collect()
+        return found
+
+
+def killed() -> dict[str, Any]:
+    """A worker that dies in the middle of a pass."""
+    found: dict[str, Any] = {}
+    with rpc_workers(2, graceful=False) as workers:
+        pipe = Pipe(placed(nn.Sequential(nn.Linear(1, 1), Naps(), nn.Linear(1, 1)), "w1", "w2", None), chunks=4)
+        pipe(torch.rand(1, 1))
+        from threading import Timer
+
+        timer = Timer(NAP_SECONDS * 1.5, workers[1].kill)
+        timer.start()
+        start = time.perf_counter()
+        found["forward"] = raised(lambda: pipe(torch.rand(4, 1)))
+        found["seconds"] = time.perf_counter() - start
+        found["next"] = raised(lambda: pipe(torch.rand(4, 1)))
+        timer.join()
+    return found
