@@ -6,6 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
+from threading import Timer
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from strategies.pipeline import Pipe, WithDevice, pop, skippable, stash
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
 NAP_SECONDS = 0.15
-WEIGHTS = {"w1": "worker1/cpu", "w2": "worker2/cpu", "here": None}
 
 
 def placed(net: nn.Sequential, *places: str | None) -> nn.Sequential:
@@ -127,6 +127,26 @@ def overlap() -> dict[str, float]:
     }
 
 
+class FailsGoingBack(nn.Module):
+    """Raises in the backward pass of the third micro-batch that goes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = x * self.weight
+        if output.requires_grad:
+            output.register_hook(self._look)
+        return output
+
+    def _look(self, grad: Tensor) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise ArithmeticError("on the way back")
+
+
 class Fails(nn.Module):
     """Raises on the second row."""
 
@@ -143,17 +163,23 @@ def errors() -> dict[str, Any]:
         naps = Naps()
         pipe = Pipe(placed(nn.Sequential(naps, Fails(), nn.Linear(1, 1)), *places), chunks=8)
         caught = raised(lambda pipe=pipe: pipe(torch.arange(8.0).view(8, 1)))
-        calls = pipe.state_dict()["0.counted"]
+        calls = pipe.state_dict()["0.counted"].clone()
         ones = torch.full((8, 1), 3.0)
         output = pipe(ones).local_value()
         output.sum().backward()
         expected = [8 * 6.0, 8.0]
         optimizer = pipe.follow(torch.optim.SGD(pipe.parameters(), 1.0))
-        before = pipe.state_dict()
+        before = copy.deepcopy(pipe.state_dict())
         optimizer.step()
         after = pipe.state_dict()
         grads = [(before[name] - after[name]).item() for name in ("2.weight", "2.bias")]
         found[str(places)] = {**caught, "calls": calls.item(), "grads": grads, "expected": expected}
+    for place in ("w1", None):
+        pipe = Pipe(placed(nn.Sequential(nn.Linear(1, 1), FailsGoingBack(), Naps()), "w2", place, "w1"), chunks=6)
+        loss = pipe(torch.rand(6, 1)).local_value().sum()
+        found[f"back, {place}"] = raised(loss.backward)
+        pipe.zero_grad()
+        found[f"back, {place}, again"] = raised(lambda pipe=pipe: pipe(torch.rand(6, 1)).local_value().sum().backward())
     return found
 
 
@@ -232,7 +258,7 @@ def odds() -> dict[str, Any]:
     pipe.zero_grad()
     optimizer.step()
     found["zero_grad of the Pipe"] = difference(pipe, plain)
-    for parameter in (*list(pipe)[0].parameters(), *list(plain)[0].parameters()):
+    for parameter in (*pipe[0].parameters(), *plain[0].parameters()):
         parameter.requires_grad_(False)
     for model in (pipe, plain):
         out = model(x).local_value() if model is pipe else model(x)
@@ -303,8 +329,6 @@ def killed() -> dict[str, Any]:
     with rpc_workers(2, graceful=False) as workers:
         pipe = Pipe(placed(nn.Sequential(nn.Linear(1, 1), Naps(), nn.Linear(1, 1)), "w1", "w2", None), chunks=4)
         pipe(torch.rand(1, 1))
-        from threading import Timer
-
         timer = Timer(NAP_SECONDS * 1.5, workers[1].kill)
         timer.start()
         start = time.perf_counter()

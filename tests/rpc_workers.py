@@ -13,8 +13,8 @@ from torch.distributed import rpc
 
 
 @contextmanager
-def rpc_workers(number: int) -> Iterator[list[multiprocessing.process.BaseProcess]]:
-    """Starts ``worker1``, ``worker2``, ...; the calling process is ``worker0``. Ends them all at the end."""
+def rpc_workers(number: int, *, graceful: bool = True) -> Iterator[list[multiprocessing.process.BaseProcess]]:
+    """Starts ``worker1``, ``worker2``, ...; the calling process is ``worker0``. Ends them all, gracefully or not."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         processes = [
@@ -29,7 +29,7 @@ def rpc_workers(number: int) -> Iterator[list[multiprocessing.process.BaseProces
         try:
             _join(0, number + 1, f"file://{folder}/rpc")
             yield processes
-            rpc.shutdown()
+            rpc.shutdown(graceful=graceful)
         finally:
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -77,7 +77,7 @@ class Layers:
         """Takes a micro-batch through the layers.
 
         Args:
-            x: What the first layer takes.
+            x: What the first layer takes; leaves of autograd in it must not be changed in place, see :func:`entered`.
             microbatch: Its number; with the first one a pass begins.
             seed: That of the pass.
             context: The settings of the pass.
@@ -90,8 +90,6 @@ class Layers:
             self._deferred.forget()
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
         with context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering:
-            if grad:
-                x = entered(x)
             for layer, module in enumerate(self.layers, start=self.first_layer):
                 if doing is not None:
                     doing(f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}")

@@ -90,14 +90,36 @@ class Mailbox:
 class _Kept:
     """What a stage keeps of a micro-batch between its forward and its backward pass.
 
-    ``inputs`` are the input's leaves that want a gradient. ``outputs`` has an entry for each output that gets one from
-    the next stage; it is ``None`` if the micro-batch is recomputed, as is an entry whose output wants none after all.
+    ``inputs`` are places for the gradients of the input's tensors that want one; those tensors are not kept for it.
+    ``outputs`` has an entry for each output that gets one from the next stage; it is ``None`` if the micro-batch is
+    recomputed, as is an entry whose output wants none after all.
     """
 
-    inputs: list[Tensor]
+    inputs: list["_Gradient"]
     outputs: list[GradientEdge | None]
     recompute_from: Any = None
     flags: Flags | None = None
+
+
+@dataclass
+class _Gradient:
+    """Of one tensor that has entered a stage."""
+
+    value: Tensor | None = None
+
+
+class _Enter(torch.autograd.Function):
+    """From a tensor that has arrived to one that layers may change in place, and whose gradient goes to its place."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, arrived: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return arrived.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.gradient.value = grads[0]
+        return None, None, None
 
 
 class Stage:
@@ -182,12 +204,14 @@ class Stage:
         self.doing = f"F{m}, waiting for its input"
         x = self._inputs.receive(this.number, m)
         recompute = this.grad and m < this.recomputed
-        kept = _Kept([leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
+        kept = _Kept([_Gradient() for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
         if recompute:
             kept.recompute_from, kept.flags = x, Flags.of(self.layers)
             if self._writes_input is not False:
                 x = _copied(x)
-        before = _versions(x) if recompute else None
+            before = _versions(x)
+        elif this.grad:
+            x = _entered(x, kept.inputs)
         y = self._run_layers(this, m, x, grad=this.grad and not recompute, recomputing=False)
         if recompute:
             self._writes_input = bool(self._writes_input) or before != _versions(x)
@@ -221,7 +245,7 @@ class Stage:
             received = self._output_grads.receive(this.number, m)
             if kept.recompute_from is not None:
                 assert kept.flags is not None
-                x, kept.recompute_from = kept.recompute_from, None
+                x, kept.recompute_from = _entered(kept.recompute_from, kept.inputs), None
                 with kept.flags.entered(self.layers):
                     y = self._run_layers(this, m, x, grad=True, recomputing=True)
                 candidates = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
@@ -237,13 +261,26 @@ class Stage:
                 torch.autograd.backward(edges, grads)
         for m, inputs in done:
             if inputs:
-                self._input_grads.send([leaf.grad for leaf in inputs], this.number, m)
+                self._input_grads.send([gradient.value for gradient in inputs], this.number, m)
 
     def _run_layers(self, this: Pass, m: int, x: Any, *, grad: bool, recomputing: bool) -> Any:
         def doing(what: str) -> None:
             self.doing = what
 
         return self._own.run(x, m, this.seed, this.context, grad=grad, recomputing=recomputing, doing=doing)
+
+
+def _entered(value: Any, gradients: Sequence[_Gradient]) -> Any:
+    """The same value, made of tensors that may be changed in place and whose gradients go to ``gradients``."""
+    leaves, spec = tree_flatten(value)
+    ahead = iter(gradients)
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True)
+        own = [
+            _Enter.apply(anchor, t.detach(), next(ahead)) if isinstance(t, Tensor) and t.requires_grad else t
+            for t in leaves
+        ]
+    return tree_unflatten(own, spec)
 
 
 def _copied(value: Any) -> Any:
