@@ -34,7 +34,7 @@ def rpc_workers(number: int, *, graceful: bool = True) -> Iterator[list[multipro
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
             for process in processes:
-                process.join(10)
+                process.join(10 if graceful else 0)
                 process.kill()
 
 
