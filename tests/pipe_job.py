@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import os
 import time
 import warnings
 import weakref
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from threading import Timer
 from typing import Any
 
+import psutil
 import torch
 from rpc_workers import rpc_workers
 from skip_nets import u_net
@@ -337,3 +339,31 @@ def killed() -> dict[str, Any]:
         found["next"] = raised(lambda: pipe(torch.rand(4, 1)))
         timer.join()
     return found
+
+
+def private_rpc() -> dict[str, Any]:
+    """Without ``init_rpc`` of the user's; and with one of theirs afterwards."""
+    found: dict[str, Any] = {}
+    pipe = Pipe(nn.Sequential(nn.Linear(1, 1)))
+    twin = copy.deepcopy(pipe)
+    found["while a Pipe lives"] = listening()
+    reference = pipe(torch.rand(2, 1))
+    del pipe, twin
+    gc.collect()
+    found["value"] = list(reference.local_value().shape)
+    del reference
+    gc.collect()
+    found["afterwards"] = listening(), rpc.api._is_current_rpc_agent_set()
+    with rpc_workers(1):
+        found["sum"] = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1)).tolist()
+        found["local"] = list(Pipe(nn.Sequential(nn.Linear(1, 1)))(torch.rand(2, 1)).local_value().shape)
+        found["placed"] = raised(lambda: Pipe(placed(nn.Sequential(nn.Linear(1, 1)), "w1")))
+        gc.collect()
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{os.getcwd()}/rpc")
+    found["as another rank"] = raised(lambda: rpc.init_rpc("a", rank=1, world_size=2, rpc_backend_options=options))
+    return found
+
+
+def listening() -> list[str]:
+    """The addresses on which this process listens."""
+    return [connection.laddr.ip for connection in psutil.Process().net_connections() if connection.status == "LISTEN"]

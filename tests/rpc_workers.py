@@ -13,8 +13,10 @@ from torch.distributed import rpc
 
 
 @contextmanager
-def rpc_workers(number: int, *, graceful: bool = True) -> Iterator[list[multiprocessing.process.BaseProcess]]:
-    """Starts ``worker1``, ``worker2``, ...; the calling process is ``worker0``. Ends them all, gracefully or not."""
+def rpc_workers(
+    number: int, *, rank: int = 0, graceful: bool = True
+) -> Iterator[list[multiprocessing.process.BaseProcess]]:
+    """Starts ``number`` of ``worker0``, ``worker1``, ...; the calling process is that of ``rank``. Ends them, too."""
     with tempfile.TemporaryDirectory() as folder:
         context = multiprocessing.get_context("spawn")
         processes = [

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -98,6 +99,7 @@ def test_dropout_is_recomputed_with_the_same_masks():
 def test_deferred_batch_norm(mode):
     plain = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2))
     pipe = Pipe(copy.deepcopy(plain), chunks=4, checkpoint=mode, deferred_batch_norm=True)
+    pipe = copy.deepcopy(pipe)
     for _ in range(2):
         x = torch.rand(11, 3)
         plain(x)
@@ -243,6 +245,11 @@ def test_is_like_the_sequential():
     pipe.load_state_dict(plain.state_dict())
     twin = copy.deepcopy(pipe)
     assert_same_training(twin, plain, torch.rand(4, 1))
+    pickled = pickle.loads(pickle.dumps(twin))
+    assert torch.equal(pickled(torch.ones(2, 1)).local_value(), twin(torch.ones(2, 1)).local_value())
+    twin.b = nn.Linear(2, 2)
+    with pytest.raises(RuntimeError, match="a layer of Pipe has been replaced"):
+        twin(torch.rand(1, 1))
     empty = Pipe(nn.Sequential())
     assert empty(torch.tensor(42)).local_value() == 42
 
@@ -302,6 +309,8 @@ def test_odd_inputs(mode):
     pipe(leaf * 1.0).local_value().sum().backward()
     torch.testing.assert_close(leaf.grad, 2 * model[1].weight.sum(0).expand(4, 3))
     assert torch.equal(before, leaf)
+    with torch.inference_mode():
+        assert not pipe(torch.rand(4, 3)).local_value().requires_grad
     with torch.no_grad():
         assert not pipe(torch.rand(4, 3)).local_value().requires_grad
     embedding = Pipe(nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1)), chunks=3, checkpoint=mode)

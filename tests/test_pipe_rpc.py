@@ -1,5 +1,7 @@
 """``Pipe`` over three processes, against one process, in float64; ``pipe_job.py`` is what runs there."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pipe_job
@@ -114,6 +116,26 @@ def test_a_killed_worker():
     assert got["forward"]["type"] == got["next"]["type"] == "RuntimeError"
     assert "partition 1 on worker2/cpu (layers 1 to 1: Naps) did not answer" in got["forward"]["message"]
     assert got["seconds"] < 10
+
+
+@pytest.mark.slow
+def test_private_rpc():
+    got = run(pipe_job.private_rpc)
+    assert got["while a Pipe lives"] == ["127.0.0.1"]
+    assert got["value"] == [2, 1]
+    assert got["afterwards"] == ([], False)
+    assert "already initialized with worker_id: 0" in got["as another rank"]["message"]
+    assert (got["sum"], got["local"]) == ([2, 2], [2, 1])
+    assert "call init_rpc before the first Pipe of a process" in got["placed"]["message"]
+
+
+def test_a_process_ends_while_a_pipe_lives():
+    code = (
+        "import torch\nfrom strategies.pipeline import Pipe\npipe = Pipe(torch.nn.Sequential(torch.nn.Linear(1, 1)))\n"
+    )
+    code += "output = pipe(torch.rand(2, 1))\nassert 'pytorch_lightning' not in __import__('sys').modules"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_skips_go_straight():

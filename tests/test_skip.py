@@ -43,15 +43,14 @@ class Layer3(nn.Module):
         return x + (yield pop("1to3"))
 
 
-@pytest.mark.parametrize("rows", [5, 8])
 @pytest.mark.parametrize("mode", MODES)
-def test_u_net_trains_as_one_process(mode, rows):
+def test_u_net_trains_as_one_process(mode):
     plain = u_net()
     plain[3] = nn.GroupNorm(2, 12)  # BatchNorm sees micro-batches
     pipe = Pipe(copy.deepcopy(plain), chunks=3, checkpoint=mode)
     optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in (pipe, plain)]
-    for _ in range(3):
-        x = torch.rand(rows, 2, 8)
+    for _ in range(2):
+        x = torch.rand(5, 2, 8)
         losses = [pipe(x).local_value().square().mean(), plain(x).square().mean()]
         torch.testing.assert_close(*losses, rtol=1e-9, atol=1e-9)
         for loss, optimizer in zip(losses, optimizers, strict=True):

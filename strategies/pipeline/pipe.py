@@ -22,6 +22,7 @@ from strategies.pipeline.one_graph import ForwardPass, OneGraph
 from strategies.pipeline.placed import Placed
 from strategies.pipeline.private_rpc import PrivateRpc
 from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
+from strategies.pipeline.session import rpc_sessions
 from strategies.pipeline.skip import verify_skippables
 from strategies.pipeline.with_device import WithDevice, layers_of, partitions_of
 
@@ -72,6 +73,7 @@ class Pipe(nn.Module):
         """The device of each partition."""
         # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
         self._modules.update(layers_of(partitions))
+        self._layers = list(self._modules.values())
         self._engine: OneGraph | Placed
         if any(partition.place.worker for partition in partitions):
             self._engine = Placed(self, partitions, deferred_batch_norm=deferred_batch_norm)
@@ -94,6 +96,8 @@ class Pipe(nn.Module):
             TypeError: If no input is a tensor, or a partition returns none.
             ValueError: If inputs cannot be split alike, or are not on the first partition's device.
         """
+        if list(self._modules.values()) != self._layers:
+            raise RuntimeError("a layer of Pipe has been replaced, added or removed; make a new Pipe of the new layers")
         parts = scatter(inputs, self.chunks)
         self._check_devices(inputs)
         if not self.partitions:
@@ -241,6 +245,12 @@ def _check_workers(module: nn.Sequential) -> None:
         raise RuntimeError(
             f"layers are placed on {', '.join(sorted(named))}, but RPC has not been initialised; call "
             "torch.distributed.rpc.init_rpc in every process first"
+        )
+    if PrivateRpc.has_been or rpc_sessions() > 1:
+        raise RuntimeError(
+            f"layers are placed on {', '.join(sorted(named))}, but this process has had another RPC session before "
+            "this one, and torch keeps the first for what other processes hold (RRef); call init_rpc before the first "
+            "Pipe of a process, and once"
         )
     known = {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
     if unknown := sorted(named - known):

@@ -14,7 +14,7 @@ Index letters: ``m`` micro-batch, ``i`` partition.
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -253,7 +253,8 @@ def close(host: Any) -> None:
 def _close(hosts: Sequence[Any]) -> None:
     if rpc.api._is_current_rpc_agent_set():
         for host in hosts:
-            rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)
+            with suppress(RuntimeError):  # the worker has gone, and its threads with it
+                rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)
 
 
 def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
