@@ -1,10 +1,11 @@
-"""``Pipe`` over three processes, against one process, in float64; ``pipe_job.py`` is what runs there."""
+"""``Pipe`` over three processes against one, in float64; ``pipe_job.py`` and ``pipe_odds_job.py`` run there."""
 
 import subprocess
 import sys
 from typing import Any
 
 import pipe_job
+import pipe_odds_job
 import pytest
 import torch
 from harness import run
@@ -99,6 +100,12 @@ def test_out_of_the_ordinary(found):
 
 
 @pytest.mark.slow
+def test_values_of_all_kinds(found):
+    assert [name for name, same in found["mixed"].items() if not same] == []
+    assert len(found["mixed"]) == 8 * len(MODES)
+
+
+@pytest.mark.slow
 def test_refusals(found):
     messages = {name: got["message"] for name, got in found["refusals"].items()}
     for name in ("step of one that is not followed", "zero_grad of one that is not followed", "torch's clipping"):
@@ -112,7 +119,7 @@ def test_refusals(found):
 
 @pytest.mark.slow
 def test_a_killed_worker():
-    got = run(pipe_job.killed)
+    got = run(pipe_odds_job.killed)
     assert got["forward"]["type"] == got["next"]["type"] == "RuntimeError"
     assert "partition 1 on worker2/cpu (layers 1 to 1: Naps) did not answer" in got["forward"]["message"]
     assert got["seconds"] < 10
@@ -120,7 +127,7 @@ def test_a_killed_worker():
 
 @pytest.mark.slow
 def test_private_rpc():
-    got = run(pipe_job.private_rpc)
+    got = run(pipe_odds_job.private_rpc)
     assert got["while a Pipe lives"] == ["127.0.0.1"]
     assert got["value"] == [2, 1]
     assert got["afterwards"] == ([], False)

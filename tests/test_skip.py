@@ -18,11 +18,13 @@ from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
 @pytest.fixture(autouse=True)
 def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+    torch.set_num_threads(threads)
 
 
 @skippable(stash=["1to3"])

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from strategies.pipeline.chunks import has_tensor
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.layers import Layers, entered
+from strategies.pipeline.layers import Layers
 from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.recompute import Flags
 from strategies.pipeline.skip import Key, skips_of, waiting_skips
@@ -59,9 +59,9 @@ class OneGraph:
 
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
         """Takes the inputs of the micro-batches; returns their outputs."""
-        values = entered(list(parts)) if torch.is_grad_enabled() else list(parts)  # views that may not change in place
-        if 0 < this.recomputed < len(parts):  # the last ones may: they share memory with those kept for recomputing
-            values[this.recomputed :] = tree_map_only(Tensor, torch.clone, values[this.recomputed :])
+        values: list[Any] = list(parts)
+        if torch.is_grad_enabled():  # what a layer changes in place must not count as a change of other micro-batches
+            values = tree_map_only(Tensor, torch.clone, values)
         skips: list[dict[Key, Tensor | None]] = [{} for _ in parts]
         for m, i in clock_cycles(len(parts), len(self._partitions)):
             values[m] = self._partitions[i].run(values[m], skips[m], m, this)

@@ -123,8 +123,8 @@ class Placed:
             remote.start("forward", this, forward, [Action("B", m, i) for m in reversed(range(num))])
         for m, part in enumerate(parts):
             flags = [this.grad and leaf.requires_grad for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
-            detached = tree_map_only(Tensor, lambda tensor: tensor.detach(), part)
-            self._post.send(self._first, Place("F", this.number, m, None), (detached, flags))
+            own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), part)  # a layer may change it in place
+            self._post.send(self._first, Place("F", this.number, m, None), (own, flags))
         for m, i in clock_cycles(num, last + 1):
             if i in self._stages:
                 self._stages[i].run([Action("F", m, i)], this)
