@@ -10,11 +10,20 @@ from typing import Any
 _MODULE_OF = {
     "StrategyPlugin": "strategies.base",
     "DDPStrategy": "strategies.ddp",
+    "DataParallelStrategy": "strategies.dp",
     "RPCSequentialStrategy": "strategies.rpc_sequential",
+    "RemoteModule": "strategies.remote_module",
     "ZeROStrategy": "strategies.zero",
 }
 
-__all__ = ["DDPStrategy", "RPCSequentialStrategy", "StrategyPlugin", "ZeROStrategy"]
+__all__ = [
+    "DDPStrategy",
+    "DataParallelStrategy",
+    "RPCSequentialStrategy",
+    "RemoteModule",
+    "StrategyPlugin",
+    "ZeROStrategy",
+]
 
 
 def __getattr__(name: str) -> Any:

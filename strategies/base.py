@@ -12,7 +12,6 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
@@ -22,7 +21,6 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.plugins import CheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
-from pytorch_lightning.plugins.precision import DoublePrecision
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -36,6 +34,7 @@ from strategies.checkpoint_async import Background, check_links, snapshot, wait_
 from strategies.checkpoint_fit import check_fit
 from strategies.checkpoint_io import AtomicCheckpointIO, local_path
 from strategies.lifeline import Lifeline
+from strategies.loading import convert
 from strategies.optimizer import check_optimizer_states, parameters_of
 
 
@@ -49,6 +48,7 @@ class StrategyPlugin(Strategy):
 
     _step_handles: tuple[RemovableHandle, ...] = ()
     _async_save = False
+    _state_dict_type = "full"
     _background: Background | None = None
     _lifeline: Lifeline | None = None
     _waiting: Sequence[Callable[[], None]] = ()
@@ -103,7 +103,15 @@ class StrategyPlugin(Strategy):
         Raises:
             Exception: With ``async_save`` also what went wrong with the checkpoint before.
         """
-        if self._background is None:
+        if self._state_dict_type == "sharded":
+            if storage_options is not None:
+                raise TypeError('state_dict_type="sharded" takes no storage_options: it does not use the CheckpointIO.')
+            if (path := local_path(filepath)) is None:
+                raise ValueError(
+                    f'state_dict_type="sharded" writes into directories of this machine only, got {filepath}.'
+                )
+            self._save_in_parts(checkpoint, path)
+        elif self._background is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
             self._background.wait()  # before there is another copy
@@ -198,6 +206,11 @@ class StrategyPlugin(Strategy):
             return self._load_in_parts(local, weights_only)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
+    def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a checkpoint in parts, this process's and those of others. Here there is one part only."""
+        own = shards.flat({part: checkpoint[part] for part in shards.PARTS if part in checkpoint})
+        shards.save(path, checkpoint, [shards.plan(own)], lambda home, plans: [shards.write(home, plans[0], own)])
+
     def _load_in_parts(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         """Read a checkpoint in parts."""
         return shards.load(path, weights_only=weights_only)[0]
@@ -209,7 +222,7 @@ class StrategyPlugin(Strategy):
             RuntimeError: If names or shapes are not those of the model; it is as it was then. A model with a
                 ``load_state_dict`` of its own is asked nothing before.
         """
-        _convert(self)
+        convert(self)
         assert self.lightning_module is not None
         if type(self.lightning_module).load_state_dict is nn.Module.load_state_dict:  # another one knows what to do
             self._check_weights(checkpoint["state_dict"], strict)
@@ -254,32 +267,3 @@ class StrategyPlugin(Strategy):
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The user's own object behind Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def load_exactly(strategy: Strategy) -> None:
-    """Has any strategy load weights in the precision in which they train, as Relay's own do.
-
-    Under ``precision="64-true"`` Lightning loads a checkpoint into float32 weights, and makes float64 of them later.
-    """
-    # Can be pickled, for strategies that spawn.
-    load = partial(type(strategy).load_model_state_dict, strategy)
-    vars(strategy)["load_model_state_dict"] = partial(_convert_and_load, strategy, load)
-
-
-def _convert_and_load(
-    strategy: Strategy, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool = True
-) -> None:
-    _convert(strategy)
-    load(checkpoint, strict)
-
-
-def _convert(strategy: Strategy) -> None:
-    model = strategy.lightning_module
-    if model is None or not isinstance(strategy.precision_plugin, DoublePrecision):
-        return
-    # In mid-run, where a tuner may load too, it has been done, and cannot be done to layers of other processes.
-    if any(
-        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for tensor in chain(model.parameters(), model.buffers())
-    ):
-        strategy.precision_plugin.convert_module(model)

@@ -25,11 +25,11 @@ def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict
     """
     memo: dict[int, Any] = {id(tensor): tensor for tensor in private}
     for leaf in tree_leaves(checkpoint):
-        if (
-            isinstance(leaf, Tensor)
-            and id(leaf) not in memo
-            and (leaf.device.type != "cpu" or leaf.grad_fn is not None)
-        ):
+        if not isinstance(leaf, Tensor) or id(leaf) in memo:
+            continue
+        if leaf.is_meta:  # without a value
+            memo[id(leaf)] = leaf
+        elif leaf.device.type != "cpu" or leaf.grad_fn is not None:
             memo[id(leaf)] = leaf.detach().to("cpu", copy=True)
     return copy.deepcopy(checkpoint, memo)
 

@@ -8,6 +8,7 @@ PLUGINS = {
     "ddp": "DDPStrategy",
     "rpc_sequential": "RPCSequentialStrategy",
     "zero": "ZeROStrategy",
+    "dp": "DataParallelStrategy",
 }
 
 _ALIKE = 0.6  # of difflib's ratio

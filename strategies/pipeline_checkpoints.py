@@ -7,26 +7,25 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_group
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin, unwrapped
 from strategies.checkpoint_async import snapshot
 from strategies.checkpoint_fit import Place, check_fit, load_whole, nowhere, places
-from strategies.checkpoint_io import local_path
 from strategies.optimizer import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.named import flat
 from strategies.pipeline.placement import cut
 from strategies.pipeline.randomness import Seeds
+from strategies.sharding.states import whole_state_dict
 from strategies.shards import load
-from strategies.staged_shards import load_optimizer_states, save, shelve, tensors_of
-
-STATE_DICT_TYPES = ("full", "sharded")
-"""As FSDPStrategy calls them."""
+from strategies.staged_shards import load_optimizer_states, save, shelve
 
 
 class PipelineCheckpoints(StrategyPlugin):
@@ -36,7 +35,7 @@ class PipelineCheckpoints(StrategyPlugin):
     _seeds: Seeds | None
     _given_balance: list[int] | None
     _module_path: str
-    _state_dict_type: str
+    _divides_states: bool
     _received: list[Tensor]
     _shards: Path | None = None
 
@@ -55,16 +54,19 @@ class PipelineCheckpoints(StrategyPlugin):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state of an optimizer over all stages, as one process would have it; on the first replica only."""
-        if not self.is_global_zero:
+        if not (self.is_global_zero or self._divides_states):
             return {}
-        if self._pipeline is None or isinstance(optimizer, _MockOptimizer):
-            return super().optimizer_state(optimizer)
         own = unwrapped(optimizer)
+        if isinstance(own, _MockOptimizer):
+            return super().optimizer_state(optimizer)
+        if self._pipeline is None:
+            divided = self._divides_states and torch.distributed.is_initialized()
+            return whole_state_dict(own, _get_default_group()) if divided else super().optimizer_state(optimizer)
         state = self._pipeline.optimizers.state_dict(own, values=self._state_dict_type == "full")
         if self._background is not None:
             elsewhere = [number for number, p in enumerate(parameters_of(own)) if p.is_meta]
             self._received += flat([state["state"].get(number, {}) for number in elsewhere]).values()
-        return state
+        return state if self.is_global_zero else {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
@@ -75,22 +77,18 @@ class PipelineCheckpoints(StrategyPlugin):
         """
         if self._seeds is not None and "optimizer_states" in checkpoint:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
-        if self._state_dict_type == "full":
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-        elif storage_options is not None:
-            raise TypeError('state_dict_type="sharded" takes no storage_options: it does not use the CheckpointIO.')
-        elif (path := local_path(filepath)) is None:
-            raise ValueError(f'state_dict_type="sharded" writes into directories of this machine only, got {filepath}.')
-        elif self.is_global_zero:
-            self._save_in_parts(checkpoint, path)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
         self._received = []
 
     def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
         background, pipeline = self._background, self._pipeline
+        if not self.is_global_zero:
+            if self._divides_states:  # the first replica gathers at this moment
+                shelve({}, pipeline, self._module_path, copies=False)
+            return
         if background is not None:
             background.wait()
-            elsewhere = [tensor for tensor in tensors_of(checkpoint).values() if tensor.is_meta]
-            checkpoint = snapshot(checkpoint, elsewhere)
+            checkpoint = snapshot(checkpoint)
         names = shelve(checkpoint, pipeline, self._module_path, copies=background is not None)
         write = partial(save, checkpoint, path, pipeline, names)
         if background is None:

@@ -1,4 +1,4 @@
-"""What a pipeline cannot do (yet), each said in one message before it could go wrong."""
+"""What cannot be done (yet), each said in one message before it could go wrong."""
 
 from typing import Any
 
@@ -12,6 +12,25 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
+
+from strategies.names import did_you_mean
+from strategies.shards import STATE_DICT_TYPES
+
+
+def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) -> None:
+    """Checks in which form checkpoints are to be written.
+
+    Raises:
+        MisconfigurationException: If there is no such form, or if it goes past the user's plug-in.
+    """
+    if state_dict_type not in STATE_DICT_TYPES:
+        raise MisconfigurationException(
+            f"Unknown state_dict_type {state_dict_type!r}{did_you_mean(str(state_dict_type), STATE_DICT_TYPES)}"
+        )
+    if state_dict_type == "sharded" and checkpoint_io is not None:
+        raise MisconfigurationException(
+            f'state_dict_type="sharded" does not write through a CheckpointIO; leave out {checkpoint_io!r}.'
+        )
 
 
 def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:

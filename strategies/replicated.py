@@ -19,7 +19,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.launcher import RanksLauncher
-from strategies.pipeline.meeting import interface_towards
+from strategies.pipeline.meeting import LOOPBACK, interface_towards
 from strategies.pipeline.ranks import World
 from strategies.pipeline.replicas import Replicas
 from strategies.pipeline.session import environment_variables
@@ -143,16 +143,16 @@ class ReplicatedStrategy(ParallelStrategy):
         with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
             _init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
 
-    def replicas(self, timeout_seconds: float) -> Replicas | None:
+    def replicas(self, timeout_seconds: float, *, divide_states: bool) -> Replicas | None:
         """What the stages need to know of the other replicas; every replica asks at the same time."""
         if not self.is_distributed:
             return None
         if self.world is not None:
-            meeting = self.broadcast(self.world.meeting())
-            return Replicas(self.global_rank, self.world_size, meeting, timeout_seconds, self.world.address)
-        self._meeting_place = self.broadcast(mkdtemp(prefix="relay-") if self.is_global_zero else None)
-        meeting = f"file://{self._meeting_place}"
-        return Replicas(self.global_rank, self.world_size, meeting, timeout_seconds)
+            meeting, towards = self.broadcast(self.world.meeting()), self.world.address
+        else:
+            self._meeting_place = self.broadcast(mkdtemp(prefix="relay-") if self.is_global_zero else None)
+            meeting, towards = f"file://{self._meeting_place}", LOOPBACK
+        return Replicas(self.global_rank, self.world_size, meeting, timeout_seconds, towards, divide_states)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all replicas."""

@@ -24,8 +24,9 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
-from strategies.pipeline_checkpoints import STATE_DICT_TYPES, PipelineCheckpoints
+from strategies.pipeline_checkpoints import PipelineCheckpoints
 from strategies.replicated import ReplicatedStrategy
+from strategies.sharding.trial import check_divisible
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
 from strategies.summary import show_stages
 
@@ -44,7 +45,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
       ships their layers together with the user's optimizers, restricted to their parameters.
     * ``pre_backward`` only checks the loss: the backward pass itself leads the stages, or releases the gradients that
       they have computed. After it they are averaged over the replicas.
-    * ``post_optimizer_step`` does nothing: workers step from within the optimizer's own step.
+    * ``post_optimizer_step`` brings new values to the other replicas, if they divide the steps; workers have stepped
+      within the optimizer's own step.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
 
@@ -65,6 +67,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of once per micro-batch.
         module: Dotted path of the ``nn.Sequential`` within the model.
         data_parallel_size: Number of replicas of the pipeline, which divide ``devices`` and the data among them.
+        shard_optimizer_states: The replicas of a stage divide its optimizer states, and the steps, among them (ZeRO).
         state_dict_type: ``"full"``: a checkpoint is one file, gathered stage by stage and written by this process.
             ``"sharded"``: it is a directory, into which every stage writes its own part; ``python -m
             strategies.consolidate`` makes one file of it.
@@ -89,6 +92,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         deferred_batch_norm: bool = False,
         module: str = "sequential_module",
         data_parallel_size: int = 1,
+        shard_optimizer_states: bool = False,
         state_dict_type: str = "full",
         async_save: bool = False,
         accelerator: Any | None = None,
@@ -114,14 +118,12 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             raise MisconfigurationException(
                 f"data_parallel_size must be a whole number of at least 1, got {data_parallel_size!r}."
             )
-        if state_dict_type not in STATE_DICT_TYPES:
+        if shard_optimizer_states and data_parallel_size == 1:
             raise MisconfigurationException(
-                f"Unknown state_dict_type {state_dict_type!r}{did_you_mean(str(state_dict_type), STATE_DICT_TYPES)}"
+                "shard_optimizer_states=True divides the states of a stage among its replicas, but there is one only: "
+                "set data_parallel_size to 2 or more, or leave it out."
             )
-        if state_dict_type == "sharded" and checkpoint_io is not None:
-            raise MisconfigurationException(
-                f'state_dict_type="sharded" does not write through a CheckpointIO; leave out {checkpoint_io!r}.'
-            )
+        refusals.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
         self.balance = balance
@@ -129,6 +131,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
         self._state_dict_type, self._async_save, self._received = state_dict_type, async_save, []
+        self._divides_states = shard_optimizer_states
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
 
@@ -174,6 +177,9 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         own = [o for o in self._plain_optimizers() if not isinstance(o, _MockOptimizer)] if fitting else []
         for optimizer in own:
             refusals.check_optimizer(optimizer)
+            if self._divides_states:
+                with as_misconfiguration():
+                    check_divisible(optimizer)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
         with as_misconfiguration():
             self._pipeline = Pipeline(
@@ -184,7 +190,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 optimizers=own,
                 model=model,
                 seeds=self._seeds,
-                replicas=self.replicas(self._settings.rpc_timeout_sec),
+                replicas=self.replicas(self._settings.rpc_timeout_sec, divide_states=self._divides_states and fitting),
                 world=self.world,
             )
             self._pipeline.start()
@@ -240,7 +246,9 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             self._averages_gradients = True
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Nothing: the workers' parts have been stepped along with the driver's."""
+        """Brings new values to the other replicas, if they divide the steps; workers have stepped along."""
+        if self._pipeline is not None:
+            self._pipeline.optimizers.after_step(optimizer)
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
         return as_misconfiguration()(self._running().optimizers.clip_grad_norm)

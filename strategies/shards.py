@@ -27,6 +27,9 @@ from strategies.pipeline.channel import with_meta_tensors
 from strategies.pipeline.named import flat, replaced
 from strategies.shard_metadata import ShardReader
 
+STATE_DICT_TYPES = ("full", "sharded")
+"""A file, or this; as FSDPStrategy calls them."""
+
 PARTS = ("state_dict", "optimizer_states")
 """What of a checkpoint is in parts."""
 
@@ -80,13 +83,15 @@ def save(path: Path, checkpoint: Mapping[str, Any], plans: Sequence[SavePlan], w
         planner = dcp.DefaultSavePlanner()
         final_plans, metadata = planner.create_global_plan(list(plans))
         shards.mkdir()
-        results = write_all(shards, writer.prepare_global_plan(final_plans))
-        writer.finish(metadata, results)
-        sync_directory(shards)
+        try:
+            writer.finish(metadata, write_all(shards, writer.prepare_global_plan(final_plans)))
+            sync_directory(shards)
+        except BaseException:
+            remove(shards)
+            raise
         relay = {**checkpoint.get("relay", {}), "shards": shards.name}
-        bare = {part: _without_values(checkpoint[part]) for part in PARTS if part in checkpoint}
         with replacing(home / _META) as file:
-            torch.save({**checkpoint, **bare, "relay": relay}, file)
+            torch.save({**without_values(checkpoint), "relay": relay}, file)
         for old in home.glob(f"{_SHARDS}*"):
             if old != shards:
                 remove(old)
@@ -149,7 +154,7 @@ def _check(shards: Path, wanted: Mapping[str, Tensor]) -> None:
     ]
     missing += [name for name, place in stored.items() if place.relative_path in broken]
     if missing or unexpected:
-        told = [f"{file}, written by stage {file.lstrip('_').partition('_')[0]}" for file in sorted(broken)]
+        told = [f"{file}, written by process {file.lstrip('_').partition('_')[0]}" for file in sorted(broken)]
         files = f" (absent or too short: {'; '.join(told)})" if told else ""
         raise RuntimeError(
             f"the checkpoint {shards.parent} is not whole{files}, and nothing of it has been loaded: missing "
@@ -157,6 +162,11 @@ def _check(shards: Path, wanted: Mapping[str, Tensor]) -> None:
         )
 
 
-def _without_values(tree: Any) -> Any:
+def without_values(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint, of whose parts only shapes and types are left."""
+    return {**checkpoint, **{part: _bare(checkpoint[part]) for part in PARTS if part in checkpoint}}
+
+
+def _bare(tree: Any) -> Any:
     bare = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat(tree).items()}
     return replaced(tree, bare)

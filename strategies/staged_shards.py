@@ -114,7 +114,7 @@ def load_optimizer_states(states: list[dict[str, Any]], directory: Path, pipelin
     for remote in pipeline.remotes:
         remote.start("load_shelved_optimizer_states", _NUMBER)
     for k, optimizer in enumerate(optimizers.optimizers):
-        type(optimizer).load_state_dict(optimizer, {**states[k], **mine[k]})
+        optimizers.load_here(optimizer, {**states[k], **mine[k]})
     pipeline.wait()
 
 

@@ -8,7 +8,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.utilities.optimizer import _optimizers_to_device
 from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins.precision import Precision
@@ -20,16 +19,16 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
-from strategies.base import StrategyPlugin, unwrapped
-from strategies.optimizer import check_optimizer_states
+from strategies.base import unwrapped
+from strategies.refusals import check_state_dict_type
 from strategies.sharding.optimizers import ShardedOptimizers
-from strategies.sharding.states import gathered
 from strategies.sharding.trial import check_divisible
 from strategies.stages_of_model import as_misconfiguration
+from strategies.zero_checkpoints import ZeROCheckpoints
 from strategies.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
 
 
-class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
+class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
     """One copy of the model per process; optimizer state, and the work of the step, are divided among the processes.
 
     Each rank owns whole parameters, about 1/N of the bytes. The optimizer is the user's own object; it has state for
@@ -39,8 +38,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     the life of rank 0; ``setup`` brings every rank to the weights of rank 0 and divides the optimizers that
     ``configure_optimizers`` returned; ``barrier`` waits for all ranks; ``pre_backward`` has the backward pass reduce
     gradients, bucket by bucket; ``post_optimizer_step`` sends the new values from their owners to all ranks;
-    ``save_checkpoint`` writes from rank 0, on which ``optimizer_state`` has put the states together; ``teardown`` lets
-    go of parameters and optimizers.
+    ``save_checkpoint`` writes from rank 0, on which ``optimizer_state`` has put the states together, or in parts;
+    ``teardown`` lets go of parameters and optimizers.
 
     Args:
         stage: What is divided. 1: optimizer state. 2: gradients as well: each is reduced to the rank that owns it, and
@@ -52,6 +51,9 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         find_unused_parameters: Backward passes may leave out parameters; otherwise that is an error.
         broadcast_buffers: Bring buffers (such as running statistics) to those of rank 0 before each forward pass.
         bucket_cap_mb: About so many MiB of gradients travel at a time.
+        state_dict_type: ``"full"``: a checkpoint is one file, gathered and written by rank 0. ``"sharded"``: it is a
+            directory, into which every rank writes its own part; ``python -m strategies.consolidate`` makes one file of
+            it.
         async_save: Go on training while a checkpoint is written, from a copy in host memory.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
             timeout, start_method: As in Lightning's ``DDPStrategy``; usually left as they are.
@@ -70,6 +72,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         bucket_cap_mb: float = 4.0,
+        state_dict_type: str = "full",
         async_save: bool = False,
         accelerator: Any | None = None,
         parallel_devices: list[device] | None = None,
@@ -85,6 +88,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             raise MisconfigurationException(f"stage must be 1 or 2, got {stage!r}{more if stage == 3 else ''}.")
         if not bucket_cap_mb > 0:
             raise MisconfigurationException(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb!r}.")
+        check_state_dict_type(state_dict_type, checkpoint_io)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -95,7 +99,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self.stage, self._async_save = stage, async_save
+        self.stage, self._state_dict_type, self._async_save = stage, state_dict_type, async_save
         self._overlap, self._as_view = overlap_with_ddp, parameters_as_bucket_view
         self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
@@ -196,29 +200,10 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
         return self._running().clip_grad_norm
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """On rank 0 the whole state, put together from all ranks; on the others nothing. Every rank calls it."""
-        plain = unwrapped(optimizer)
-        if self._sharded is None or plain not in self._sharded.optimizers:
-            return super().optimizer_state(optimizer)
-        assert self._groups is not None
-        state = plain.state_dict()
-        state["state"] = gathered(state["state"], self._groups[1])
-        return state if self.is_global_zero else {}
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Take this rank's part of each optimizer's state, whoever saved it and on however many ranks."""
-        sharded = self._running()
-        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
-        for optimizer, state in zip(map(unwrapped, self.optimizers), checkpoint["optimizer_states"], strict=True):
-            if not isinstance(optimizer, _MockOptimizer):
-                sharded.load_state_dict(optimizer, state)
-        _optimizers_to_device(self.optimizers, self.root_device)
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Write from rank 0, which has got the state of the others by :meth:`optimizer_state`."""
+        """Write from rank 0, which has got the state of the others by :meth:`optimizer_state`, or from every rank."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:

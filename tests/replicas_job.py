@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from parity import Small
-from pytorch_lightning import seed_everything
+from pytorch_lightning import Callback, seed_everything
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -89,12 +89,23 @@ class ManualNet(Net):
             optimizer.zero_grad()
 
 
+class Saves(Callback):
+    """Saves in mid-fit, while other stages have their states."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Any, model: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 class Doomed(Net):
     def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
         if batch_idx == 2 and self.trainer.global_rank == 1:
             os.kill(self.trainer.strategy._pipeline._workers._processes[0].pid, signal.SIGKILL)
 
 
+DIVIDED = {"shard_optimizer_states": True}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "gpipe": (Net, {}, {}),
     "1f1b": (Net, {"schedule": "1f1b"}, {}),
@@ -106,10 +117,20 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "tied": (partial(Net, tied=True), {"checkpoint": "always"}, {}),
     "manual": (ManualNet, {}, {}),
+    "divided": (Net, DIVIDED, {}),
+    "divided, accumulated and clipped, 1f1b": (
+        Net,
+        {**DIVIDED, "schedule": "1f1b"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),
+    "divided, manual": (ManualNet, DIVIDED, {}),
 }
 
 
-def fit(make: Any, strategy: Any, devices: int, **settings: Any) -> tuple[Any, Trainer]:
+def fit(
+    make: Any, strategy: Any, devices: int, *, ckpt_path: Path | None = None, **settings: Any
+) -> tuple[Any, Trainer]:
     seed_everything(0, verbose=False)
     model = make()
     if int(os.environ.get("LOCAL_RANK", "0")):  # its weights have to become those of the first replica
@@ -118,7 +139,7 @@ def fit(make: Any, strategy: Any, devices: int, **settings: Any) -> tuple[Any, T
                 parameter.add_(1.0)
     own = {**QUIET, "use_distributed_sampler": False, **settings}
     trainer = Trainer(devices=devices, strategy=strategy, **own)
-    trainer.fit(model)
+    trainer.fit(model, ckpt_path=ckpt_path)
     return model, trainer
 
 
@@ -133,6 +154,13 @@ def job(folder: Path) -> dict[str, Any]:
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
         seen[name] = {"losses": model.losses, "metrics": metrics, "weights": strategy.all_gather(weights)}
+        seen[name]["states"] = strategy.all_gather(torch.tensor(len(trainer.optimizers[0].state)))
+    for form in ("full", "sharded"):
+        options = {**DIVIDED, "state_dict_type": form}
+        for epochs, start in ((1, None), (2, folder / f"1 {form}")):
+            strategy = RPCSequentialStrategy([3, 3], microbatches=3, data_parallel_size=REPLICAS, **options)
+            saves = Saves(folder / f"{epochs} {form}")
+            fit(Net, strategy, 2 * REPLICAS, callbacks=[saves], max_epochs=epochs, ckpt_path=start)
     strategy = RPCSequentialStrategy(microbatches=2, data_parallel_size=REPLICAS)
     model, _ = fit(Net, strategy, REPLICAS, use_distributed_sampler=True)
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()

@@ -92,7 +92,7 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureF
     content = file.read_bytes()
     for broken in (b"", content[:-1]):
         file.write_bytes(broken)
-        with pytest.raises(RuntimeError, match=r"too short: __1_0.distcp, written by stage 1\).*state_dict.0.b"):
+        with pytest.raises(RuntimeError, match=r"too short: __1_0.distcp, written by process 1\).*state_dict.0.b"):
             shards.load(path)
     file.unlink()
     with pytest.raises(SystemExit):
@@ -165,7 +165,8 @@ def in_parts() -> dict[str, Any]:
     losses = [loss for each in trained for loss in each["losses"]]
     seen["chain"] = {**trained[-1], "losses": losses}, fit(single(), 3)
 
-    # DDP reads all of it, a pipeline that saves into one file its part, and both go on alike.
+    # DDP and Lightning's own strategies read all of it, a pipeline that saves into one file its part; all go on alike.
+    seen["single"] = fit(single(), 3, ckpt_path=second)
     seen["ddp"] = fit({"strategy": DDPStrategy(), "devices": 1}, 3, ckpt_path=second)
     torch.distributed.destroy_process_group()
     seen["full"] = fit(pipeline(2), 3, ckpt_path=second)
@@ -188,7 +189,7 @@ def in_parts() -> dict[str, Any]:
         fit(pipeline(2, **SHARDED), 1, callbacks=[Saves("memory://a")])
 
     next(second.rglob("__1_0.distcp")).unlink()
-    with pytest.raises(RuntimeError, match=r"__1_0.distcp, written by stage 1\), and nothing of it has been loaded"):
+    with pytest.raises(RuntimeError, match=r"__1_0.distcp, written by process 1\), and nothing of it has been loaded"):
         fit(pipeline(3), 3, ckpt_path=second)
     return seen
 
@@ -198,7 +199,7 @@ def test_in_parts() -> None:
     seen = run(in_parts, allow=["process_group", "env"])
     chain, whole = seen["chain"]
     alike(chain, whole)
-    for name in ("ddp", "full"):
+    for name in ("single", "ddp", "full"):
         alike(seen[name], {**whole, "losses": whole["losses"][6:]})
     assert seen["kept"] == (["last.ckpt", "step=3.ckpt"], "last.ckpt", True)
     assert "sequential_module.0.weight" in seen["dropped"] and "sequential_module.0.bias" not in seen["dropped"]

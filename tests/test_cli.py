@@ -125,8 +125,8 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     ),
     "no such submodule": (
         replaced,
-        ("strategies.DDPStrategy", "strategies.dpd.DDPStrategy"),
-        "config.yaml: trainer.strategy: cannot import 'strategies.dpd.DDPStrategy': strategies has no 'dpd'; "
+        ("strategies.DDPStrategy", "strategies.ddd.DDPStrategy"),
+        "config.yaml: trainer.strategy: cannot import 'strategies.ddd.DDPStrategy': strategies has no 'ddd'; "
         "did you mean 'ddp'",
     ),
     "module that cannot import": (
@@ -191,7 +191,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "strategy's name": (
         option,
         ("--trainer.strategy=dpp",),
-        "unknown strategy 'dpp'; did you mean 'ddp'? (Relay's strategies: ddp, rpc_sequential",
+        "unknown strategy 'dpp'; did you mean 'dp' or 'ddp'? (Relay's strategies: ddp, rpc_sequential",
     ),
     "argument for a name": (
         lambda: [
@@ -363,7 +363,7 @@ def two_ranks() -> None:
         [*command, "--model.trouble=setup"], env=environment, capture_output=True, text=True, timeout=100
     )
     lines = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert (refused.returncode, len(lines)) == (2, 1), refused.stderr
+    assert (refused.returncode, len(lines)) == (2, 1), (refused.returncode, refused.stderr)
     assert "Traceback" not in refused.stderr
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
 from strategies.pipeline.channel import PeerFailed
-from strategies.pipeline.remote import Failures, RemoteStage, RemoteTraceback, _rebuilt
+from strategies.pipeline.remote import Failures, RemoteStage, RemoteTraceback, rebuilt
 from strategies.pipeline.worker import Failure, Host
 from trainer import Trainer
 
@@ -279,7 +279,7 @@ def reported(error: BaseException) -> Failure:
 
 
 def test_an_exception_keeps_its_type_and_gets_its_origin() -> None:
-    error = _rebuilt(reported(ZeroDivisionError("nought")))
+    error = rebuilt(reported(ZeroDivisionError("nought")))
     assert type(error) is ZeroDivisionError and str(error) == "nought"
     assert isinstance(error.__cause__, RemoteTraceback)
     assert str(error.__cause__).startswith(f"stage 1 (layers 3 to 4: A, B), process {os.getpid()} on ")
@@ -291,11 +291,11 @@ def test_an_exception_that_cannot_travel_is_told() -> None:
         pass
 
     for error in (Picky(3, unit="apples"), Holding("holds", threading.Lock()), SystemExit("a layer exits")):
-        rebuilt = _rebuilt(reported(error))
-        assert type(rebuilt) is RuntimeError
-        assert str(rebuilt).startswith("stage 1 (layers 3 to 4: A, B), process ")
-        assert type(error).__name__ in str(rebuilt) and str(error.args[0]) in str(rebuilt)
-        assert "Traceback" in str(rebuilt.__cause__)
+        came = rebuilt(reported(error))
+        assert type(came) is RuntimeError
+        assert str(came).startswith("stage 1 (layers 3 to 4: A, B), process ")
+        assert type(error).__name__ in str(came) and str(error.args[0]) in str(came)
+        assert "Traceback" in str(came.__cause__)
 
 
 def test_the_first_cause_is_raised_not_its_consequences() -> None:

@@ -16,8 +16,10 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import strategies
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, shards
 from trainer import Trainer
+
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, True, "2"])
@@ -30,6 +32,11 @@ def test_devices_that_do_not_divide() -> None:
     message = r"data_parallel_size=2 replicas cannot divide 3 devices evenly .*set devices to 2 times the number of st"
     with pytest.raises(MisconfigurationException, match=message):
         Trainer(accelerator="cpu", devices=3, strategy=RPCSequentialStrategy(data_parallel_size=2))
+
+
+def test_one_replica_divides_nothing() -> None:
+    with pytest.raises(MisconfigurationException, match=r"there is one only: set data_parallel_size to 2 or more"):
+        RPCSequentialStrategy(shard_optimizer_states=True)
 
 
 def environment() -> dict[str, str]:
@@ -47,16 +54,20 @@ def launch() -> dict[str, Any]:
     """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.pt"
-        assert start_job(str(results)).wait(timeout=150) == 0
+        assert start_job(str(results)).wait(timeout=280) == 0
         seen: dict[str, Any] = torch.load(results)
         results.unlink()
-        seen["checkpoints"] = {file.stem: torch.load(file, weights_only=True) for file in Path(folder).iterdir()}
+        seen["checkpoints"] = {file.stem: torch.load(file, weights_only=True) for file in Path(folder).glob("*.ckpt")}
+        seen["resumed"] = {
+            "full": torch.load(Path(folder) / "2 full", weights_only=True),
+            "sharded": shards.load(Path(folder) / "2 sharded")[0],
+        }
         return seen
 
 
 @pytest.fixture(scope="module")
 def replicas() -> dict[str, Any]:
-    return run(launch, timeout_seconds=170)
+    return run(launch, timeout_seconds=290)
 
 
 @pytest.mark.slow
@@ -81,6 +92,30 @@ def test_one_complete_checkpoint(replicas: dict[str, Any]) -> None:
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         assert torch.equal(weights, replicas[name]["weights"][0]), name
         assert len(checkpoint["optimizer_states"][0]["state"]) == len(list(model.parameters()))
+
+
+@pytest.mark.slow
+def test_replicas_divide_states(replicas: dict[str, Any]) -> None:
+    for name, (make, *_) in replicas_job.CASES.items():
+        states, number = replicas[name]["states"].tolist(), len(list(make().parameters()))
+        if name.startswith("divided"):
+            assert sum(states) == number and max(states) < number, name
+        else:
+            assert states == [number, number], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_divided_states_go_on(form: str, replicas: dict[str, Any]) -> None:
+    """Saved and loaded in mid-fit, by 2x2 processes."""
+    uninterrupted, resumed = replicas["checkpoints"]["gpipe 0"], replicas["resumed"][form]
+    for name, value in uninterrupted["state_dict"].items():
+        torch.testing.assert_close(resumed["state_dict"][name], value, rtol=1e-9, atol=1e-9)
+    (whole,), (gathered,) = uninterrupted["optimizer_states"], resumed["optimizer_states"]
+    assert list(gathered["state"]) == list(whole["state"])
+    for number, state in whole["state"].items():
+        for key, value in state.items():
+            torch.testing.assert_close(gathered["state"][number][key], value, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import strategies
-from strategies import StrategyPlugin, ZeROStrategy
+from strategies import StrategyPlugin, ZeROStrategy, shards
 
 # With two ranks there is one order to add their gradients in. With three, float64 shows that nothing else differs;
 # float32 and below round, and 16-bit passes carry that on.
@@ -157,18 +157,28 @@ def doomed() -> str:
     return str(said)
 
 
+@pytest.mark.slow
+def test_a_checkpoint_in_parts_that_one_rank_cannot_write() -> None:
+    said = run(launch, 2, "unsaved", 110.0, timeout_seconds=120)
+    both = said["file too large"]
+    assert all("could not be saved" in words and "rank 1: " in words for words in both), both
+    assert all("only others have ['state_dict.more']" in words for words in said["more on one rank"]), said
+    assert said["left"] and said["files"] == 2  # meta.pt and its shards
+
+
 def chain() -> list[dict[str, Any]]:
     """An epoch under each of several strategies, each resumed from the one before; and the same in one process."""
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{number}.ckpt" for number in range(6)]
-        stations = [(2, "stage 2, overlap, views"), (3, "stage 1, views"), (2, "ddp"), (2, "stage 2")]
+        files = [Path(folder) / f"{number}.ckpt" for number in range(7)]
+        stations = [(2, "stage 2, overlap, views"), (2, "in parts"), (3, "in parts, async"), (2, "ddp"), (2, "stage 2")]
         for number, (ranks, what) in enumerate(stations):
             job = start_job(str(ranks), what, str(files[number]), str(number + 1), str(files[number + 1]))
             assert job.wait(timeout=100) == 0, what
         torch.set_num_threads(1)
-        for start, end in ((files[4], 5), (None, 5)):
-            zero_job.resumed(1, SingleDeviceStrategy("cpu"), end, start, files[5] if start else files[0])
-        return [torch.load(file, weights_only=True) for file in (files[5], files[0])]
+        for start, end in ((files[5], 6), (None, 6)):
+            zero_job.resumed(1, SingleDeviceStrategy("cpu"), end, start, files[6] if start else files[0])
+        assert [shards.is_sharded(file) for file in files[1:5]] == [False, True, True, False]
+        return [torch.load(file, weights_only=True) for file in (files[6], files[0])]
 
 
 @pytest.mark.slow

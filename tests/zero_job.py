@@ -6,6 +6,8 @@ once more.
 
 import logging
 import os
+import resource
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -18,10 +20,11 @@ import pytorch_lightning as pl
 import torch
 import zero_nets as nets
 import zero_odd_nets as odd
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
-from strategies import DDPStrategy, ZeROStrategy
+from strategies import DDPStrategy, ZeROStrategy, shards
 from trainer import Trainer
 
 QUIET = {
@@ -40,6 +43,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2, "bucket_cap_mb": 1e-4},
     "stage 2, overlap": {"stage": 2, "overlap_with_ddp": True, "bucket_cap_mb": 0.2},
     "stage 2, overlap, views": {"stage": 2, "overlap_with_ddp": True, "parameters_as_bucket_view": True},
+}
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "in parts": {"state_dict_type": "sharded"},
+    "in parts, async": {"state_dict_type": "sharded", "async_save": True, "stage": 2},
 }
 
 
@@ -161,9 +168,50 @@ def refused(ranks: int) -> dict[str, str]:
     return said
 
 
+def unsaved(ranks: int, folder: Path) -> dict[str, Any]:
+    """What every rank says of checkpoints in parts that one rank cannot write, and whether the one before is whole."""
+    model, trainer = fit(Case(odd.SavesMore), ZeROStrategy(**IN_PARTS["in parts"]), ranks, max_epochs=1)
+    last, path = trainer.global_rank == ranks - 1, folder / "in_parts"
+    trainer.save_checkpoint(path)
+    said: dict[str, Any] = {}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10 if last else unlimited[0], unlimited[1]))
+    said["file too large"] = said_of(lambda: trainer.save_checkpoint(path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    model.more = last
+    said["more on one rank"] = said_of(lambda: trainer.save_checkpoint(path))
+    if trainer.is_global_zero:
+        left, parts = shards.load(path)[0]["state_dict"], list(path.iterdir())
+        said["left"] = all(torch.equal(left[name], value) for name, value in model.state_dict().items())
+        said["files"] = len(parts)
+    return said
+
+
+def said_of(action: Callable[[], object]) -> list[str]:
+    """The error of each rank."""
+    try:
+        action()
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    everyone = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, said)
+    return everyone
+
+
+class SavesInFit(Callback):
+    """Saves at the end of each epoch, beside what goes on then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, model: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def resumed(ranks: int, strategy: Any, epochs: int, start: Path | None, end: Path) -> None:
-    _, trainer = fit(Case(nets.Shared), strategy, ranks, max_epochs=epochs, ckpt_path=start)
-    trainer.save_checkpoint(end)
+    fit(Case(nets.Shared), strategy, ranks, max_epochs=epochs, ckpt_path=start, callbacks=[SavesInFit(end)])
 
 
 if __name__ == "__main__":
@@ -178,10 +226,12 @@ if __name__ == "__main__":
         seen = watched(ranks)
     elif what == "refused":
         seen = refused(ranks)
+    elif what == "unsaved":
+        seen = unsaved(ranks, results.parent)
     elif what == "doomed":
         fit(Case(odd.Doomed), "zero", ranks)
     else:  # a strategy: resumes RESULTS up to so many epochs, into another file
-        made = DDPStrategy() if what == "ddp" else ZeROStrategy(**OPTIONS[what])
+        made = DDPStrategy() if what == "ddp" else ZeROStrategy(**{**OPTIONS, **IN_PARTS}[what])
         resumed(ranks, made, int(sys.argv[4]), results if results.exists() else None, Path(sys.argv[5]))
     if torch.distributed.get_rank() == 0 and seen is not None:
         torch.save(seen, results)

@@ -154,3 +154,13 @@ class AddedGroup(Net):
         if self.trainer.global_step == 4:
             optimizer: Any = self.optimizers(use_pl_optimizer=False)
             optimizer.add_param_group({"params": [*self.first.parameters(), *self.norm.parameters()], "lr": 1e-3})
+
+
+class SavesMore(Net):
+    """Adds a tensor to its checkpoint, on some ranks only."""
+
+    more = False
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.more:
+            checkpoint["state_dict"]["more"] = torch.zeros(1)

@@ -26,8 +26,8 @@ from trainer.config import SaveConfigBesideCheckpoints
 from trainer.parser import ConstructorRaised, Parser
 from trainer.trainer import Trainer, resolve_strategy
 
-_HEAD_START_SECONDS = 1.0
-"""torchrun ends all ranks when one has ended: before others do, rank 0 has said why."""
+_HEAD_START_SECONDS = 10.0
+"""torchrun, and Lightning's rank 0, end all ranks when one has ended: before others do, rank 0 has said why."""
 
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric")
 
@@ -131,7 +131,9 @@ def _end(mistake: Exception) -> NoReturn:
     if getattr(rank_zero_only, "rank", 0) == 0:
         sys.stderr.write(f"error: {_one_line(mistake)}\n")
     else:
-        time.sleep(_HEAD_START_SECONDS)
+        starter, deadline = os.getppid(), time.monotonic() + _HEAD_START_SECONDS
+        while os.getppid() == starter and time.monotonic() < deadline:
+            time.sleep(0.05)
     raise SystemExit(2) from mistake
 
 

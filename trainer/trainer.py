@@ -10,7 +10,7 @@ from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 
 import strategies
-from strategies.base import load_exactly
+from strategies.loading import load_as_ours
 from strategies.names import PLUGINS, did_you_mean
 from trainer.resume import ResumingCheckpointConnector, ResumingEpochLoop, ResumingFitLoop
 
@@ -48,7 +48,7 @@ class Trainer(pl.Trainer):
         if isinstance(kwargs.get("strategy"), str):
             kwargs["strategy"] = resolve_strategy(kwargs["strategy"])
         super().__init__(**kwargs)
-        load_exactly(self.strategy)
+        load_as_ours(self.strategy)
         lightnings = self.fit_loop
         self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = ResumingEpochLoop(

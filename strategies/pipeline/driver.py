@@ -146,9 +146,7 @@ class Pipeline:
         own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
         for layers in self.stages[:-1]:
             move_to_meta(layers, self._model or self.module, self.optimizers.optimizers, keep=own)
-        for optimizer in self.optimizers.optimizers:  # the workers have these states; here they would only take memory
-            for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
-                del optimizer.state[parameter]
+        self.optimizers.drop_shipped_states()
         passes = self._passes = vars(self.module)["forward"] = Passes(
             self.module,
             self.stages,
@@ -166,6 +164,8 @@ class Pipeline:
             group, wait = self._replicas.join(last), self._patience or wait_here
             averaging = Averaging(group, lambda: self._here()[0], lambda: self._here()[1], wait=wait)
             averaging.share()
+            if self._replicas.divide_states:
+                self.optimizers.divide(averaging)
             self._averages = GradientAverages(averaging, self.remotes, passes)
         return passes
 
@@ -247,6 +247,7 @@ class Pipeline:
             self._passes.steps.close()
             self._passes = None
         self._averages = None
+        self.optimizers.end()
         if self._patience is not None:
             self._patience.end()
             self._patience = None

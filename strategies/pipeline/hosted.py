@@ -7,30 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
-from torch.utils._pytree import tree_map
 
 from strategies.optimizer import (
-    load_states,
-    norms_of_gradients,
-    parameters_of,
-    part_of,
     put_together,
-    set_hyperparameters,
 )
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import layouts
 from strategies.pipeline.gathered import GatheredGradients
+from strategies.pipeline.hosted_optimizers import HostedOptimizers
 from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
-from strategies.pipeline.named import flat
+from strategies.pipeline.named import flat, on_cpu
 from strategies.pipeline.replicas import Averaging
 from strategies.pipeline.schedule import Action
+from strategies.pipeline.shared_steps import SharedSteps
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.ties import TiedParameters
 from strategies.pipeline.wiring import Wiring
 from strategies.pipeline.words import describe
 
 
-class HostedStage:
+class HostedStage(HostedOptimizers):
     """A stage on a worker. Its public methods are the commands of the control plane."""
 
     def __init__(self, cargo: Cargo, wiring: Wiring) -> None:
@@ -61,12 +57,15 @@ class HostedStage:
             wiring.receiver,
         )
         self._averaging: Averaging | None = None
+        self._shared_steps = None
         if cargo.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
             self._averaging = Averaging(
                 cargo.replicas.join(cargo.index), lambda: parameters, lambda: list(self._layers.buffers())
             )
             self._averaging.share()
+            if cargo.replicas.divide_states:
+                self._shared_steps = SharedSteps(self._optimizers, self._averaging)
         self.shelf: dict[int, Any] = {}
         """What is on its way to or from a checkpoint in parts."""
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
@@ -171,57 +170,6 @@ class HostedStage:
         """Clears the gradients of every parameter."""
         self._layers.zero_grad(set_to_none)
 
-    def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
-        """Clears the gradients of an optimizer's parameters."""
-        self._optimizers[optimizer].zero_grad(set_to_none)
-
-    def step(
-        self, optimizer: int, values: list[dict[str, Any]], scaling: dict[str, Tensor], dtype: torch.dtype
-    ) -> None:
-        """Steps an optimizer with the driver's hyperparameters.
-
-        Args:
-            optimizer: Its number.
-            values: The hyperparameters of each group.
-            scaling: What a gradient scaler sets on an optimizer that unscales within its step.
-            dtype: The driver's default type, that of the counters which some optimizers make.
-        """
-        torch.set_default_dtype(dtype)
-        self._stage.doing = "optimizer step"
-        own = self._optimizers[optimizer]
-        set_hyperparameters(own, values)
-        vars(own).update(scaling)
-        own.step()
-        for name in scaling:
-            delattr(own, name)
-
-    def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
-        """Divides the gradients of an optimizer's parameters by the loss scale.
-
-        Returns:
-            Zero if all of them are finite.
-        """
-        found, device = torch.zeros((), device=self._stage.device), self._stage.device
-        scaler = torch.amp.GradScaler(device.type)
-        found_by_device = scaler._unscale_grads_(self._optimizers[optimizer], inv_scale.to(device), found, allow_fp16)
-        return sum(found.item() for found in found_by_device.values())
-
-    def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
-        """The norm of each gradient, by the parameter's number."""
-        norms = norms_of_gradients(parameters_of(self._optimizers[optimizer]), norm_type)
-        pairs = zip(self._numbers[optimizer], norms, strict=True)
-        return {number: norm.cpu() for number, norm in pairs if norm is not None}
-
-    def scale_grads(self, optimizer: int, factor: Tensor) -> None:
-        """Multiplies the gradients of an optimizer's parameters."""
-        for parameter in parameters_of(self._optimizers[optimizer]):
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
-
-    def clip_grad_values(self, optimizer: int, limit: float) -> None:
-        """Clamps every element of the gradients of an optimizer's parameters."""
-        torch.nn.utils.clip_grad_value_(parameters_of(self._optimizers[optimizer]), limit)
-
     def load_grads(self, grads: Mapping[str, Tensor | None]) -> None:
         """Takes over what :meth:`grads` gave."""
         for name, parameter in self._layers.named_parameters():
@@ -234,7 +182,7 @@ class HostedStage:
 
     def module_state(self) -> dict[str, Any]:
         """The ``state_dict`` of the layers, on the CPU."""
-        return dict(_on_cpu(self._layers.state_dict()))
+        return dict(on_cpu(self._layers.state_dict()))
 
     def module_layout(self) -> dict[str, Any]:
         """The same with layouts in place of tensors."""
@@ -252,7 +200,7 @@ class HostedStage:
             names: The names under which they will be written, and those which they have here.
             copies: Whether something may change them before they are written.
         """
-        states = {k: {"state": self.optimizer_states(k)} for k in range(len(self._optimizers))}
+        states = {k: {"state": self.whole_optimizer_states(k)} for k in range(len(self._optimizers))}
         own = flat({"state_dict": self.module_state(), "optimizer_states": states})
         self.shelf[number] = {name: own[here].clone() if copies else own[here] for name, here in names.items()}
 
@@ -271,29 +219,9 @@ class HostedStage:
         state = self._layers.state_dict()
         return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
 
-    def optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        """The state of each parameter of an optimizer, by its number in the whole one, on the CPU."""
-        own = self._optimizers[optimizer]
-        pairs = zip(self._numbers[optimizer], parameters_of(own), strict=True)
-        return {number: _on_cpu(own.state[p]) for number, p in pairs if own.state.get(p)}
-
-    def optimizer_layouts(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        """The same with layouts in place of tensors."""
-        return layouts(self.optimizer_states(optimizer))
-
-    def load_optimizer_states(self, optimizer: int, states: Mapping[Any, Any]) -> None:
-        """Loads, out of the states of a whole optimizer, those of this stage's parameters."""
-        places = {number: place for place, number in enumerate(self._numbers[optimizer])}
-        own = {places.get(key, key): state for key, state in part_of(states, self._numbers[optimizer]).items()}
-        load_states(self._optimizers[optimizer], own)
-
 
 def unpack(blob: bytes, wire: Callable[[Cargo], Wiring]) -> HostedStage:
     """Makes a stage of a pickled :class:`Cargo`, connected by ``wire``."""
     cargo = pickle.loads(blob)
     assert isinstance(cargo, Cargo)
     return HostedStage(cargo, wire(cargo))
-
-
-def _on_cpu(state: Any) -> Any:
-    return tree_map(lambda leaf: leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf, state)

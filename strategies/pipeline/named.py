@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
+from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -20,6 +20,11 @@ def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
     if isinstance(tree, OrderedDict):
         result.__dict__.update(tree.__dict__)  # a state dict's versions of modules
     return result
+
+
+def on_cpu(tree: Any) -> Any:
+    """The structure with its tensors in the memory of the host."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
 def _name(path: Sequence[Any], prefix: str) -> str:

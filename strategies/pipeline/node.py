@@ -51,8 +51,8 @@ class _Node(torch.autograd.Function):
         anchor = next(node for node, _ in ctx.next_functions if node is not None)
         if not torch._C._will_engine_execute_node(anchor):
             raise RuntimeError(
-                "torch.autograd.grad and backward(inputs=...) cannot go through a pipeline: its stages add their "
-                "gradients to .grad; call backward() on the loss"
+                "torch.autograd.grad and backward(inputs=...) cannot go through a pipeline or a remote module, which "
+                "add their gradients to .grad; call backward() on the loss"
             )
         wanted = [grad for grad, flag in zip(grads, ctx.wanted, strict=True) if flag]
         return None, None, None, None, *ctx.backward_part(wanted, ctx.inputs)

@@ -217,14 +217,15 @@ class RemoteStage:
             done.set_exception(lost)
             return
         if isinstance(value, Failure):
-            failed = _rebuilt(value)
+            failed = rebuilt(value)
             failures.add(failed, consequence=value.consequence)
             done.set_exception(failed)
         else:
             done.set_result(value)
 
 
-def _rebuilt(failure: Failure) -> BaseException:
+def rebuilt(failure: Failure) -> BaseException:
+    """The exception of another process, with the traceback there as its cause."""
     try:
         error = pickle.loads(failure.pickled)
         assert isinstance(error, BaseException)

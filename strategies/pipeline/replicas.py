@@ -9,6 +9,7 @@ A stage averages its gradients when its own backward passes are done, while thos
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from strategies.pipeline.channel import Wait, wait_here
 from strategies.pipeline.meeting import LOOPBACK
 from strategies.pipeline.session import join_group
+from strategies.sharding.states import gathered
 
 _BUCKET_BYTES = 25 * 2**20
 """As in DistributedDataParallel: large enough to use the network well, and so that little memory is taken twice."""
@@ -35,6 +37,7 @@ class Replicas:
         meeting: Where processes of the same stage meet, the same for all; see :mod:`~strategies.pipeline.meeting`.
         timeout_seconds: How long to wait for another replica.
         towards: An address that all can reach.
+        divide_states: Whether the same stage of all divides its optimizer states among them.
     """
 
     number: int
@@ -42,6 +45,7 @@ class Replicas:
     meeting: str
     timeout_seconds: float
     towards: str = LOOPBACK
+    divide_states: bool = False
 
     def join(self, stage: int) -> ProcessGroup:
         """Connects the processes of one stage, and returns when all are there."""
@@ -68,11 +72,11 @@ class Averaging:
         wait: Wait = wait_here,
     ) -> None:
         self._group, self._parameters, self._buffers, self._wait = group, parameters, buffers, wait
-        self._count = group.size()
+        self.replica, self.count = group.rank(), group.size()
 
     def share(self) -> None:
         """Gives parameters and buffers the values that they have in replica 0."""
-        self._share([*self._parameters(), *self._buffers()])
+        self.spread([*self._parameters(), *self._buffers()], 0)
 
     @torch.no_grad()
     def average(self) -> None:
@@ -84,7 +88,7 @@ class Averaging:
         self._agree(parameters)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for grad in grads:
-            grad.div_(self._count)  # first: the sum might be too large for float16
+            grad.div_(self.count)  # first: the sum might be too large for float16
         buckets = [(bucket, _message(bucket)) for bucket in _buckets(grads)]
         self._finish([self._group.allreduce([message]) for _, message in buckets])
         for bucket, message in buckets:
@@ -92,7 +96,20 @@ class Averaging:
             for grad, mean in zip(bucket, parts, strict=True):
                 if mean is not grad:
                     grad.copy_(mean.view(grad.shape) if mean.shape != grad.shape else mean)
-        self._share(self._buffers())
+        self.spread(self._buffers(), 0)
+
+    @torch.no_grad()
+    def spread(self, tensors: Sequence[Tensor], replica: int) -> None:
+        """Gives tensors the values that they have in one of the replicas."""
+        for bucket in _filled(tensors):
+            message = torch.cat([tensor.detach().cpu().flatten().view(torch.uint8) for tensor in bucket])
+            self._finish([self._group.broadcast(message, replica)])
+            for tensor, value in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
+                tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # a copy is where its type may be
+
+    def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
+        """Puts optimizer states together on replica 0; see :func:`~strategies.sharding.states.gathered`."""
+        return gathered(states, self._group, self._wait)
 
     def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
         """Lets a parameter that has a gradient in some replica have one in this one too, and of the same layout."""
@@ -109,14 +126,6 @@ class Averaging:
                 parameter.grad = zeros if dense else zeros.to_sparse(1)
             elif grad is not None and grad.is_sparse and dense:
                 parameter.grad = grad.to_dense()
-
-    @torch.no_grad()
-    def _share(self, tensors: Sequence[Tensor]) -> None:
-        for bucket in _filled(tensors):
-            message = torch.cat([tensor.detach().cpu().flatten().view(torch.uint8) for tensor in bucket])
-            self._finish([self._group.broadcast(message, 0)])
-            for tensor, value in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
-                tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # a copy is where its type may be
 
     def _finish(self, works: Sequence[Work]) -> None:
         self._wait(lambda: [work.wait() for work in works])

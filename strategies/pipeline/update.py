@@ -23,6 +23,8 @@ from strategies.optimizer import (
 )
 from strategies.pipeline.channel import with_meta_tensors
 from strategies.pipeline.remote import RemoteStage
+from strategies.pipeline.replicas import Averaging
+from strategies.pipeline.shared_steps import SharedSteps
 
 
 class PipelineOptimizers:
@@ -49,6 +51,23 @@ class PipelineOptimizers:
         self.numbers: list[list[list[int]]] = []
         """For each stage on a worker and each optimizer, the numbers of the parameters that live there."""
         self._shipped = [_group_sizes(optimizer) for optimizer in optimizers]
+        self._shared_steps: SharedSteps | None = None
+
+    def drop_shipped_states(self) -> None:
+        """Lets go of the states that the workers have by now; here they would only take memory."""
+        for optimizer in self.optimizers:
+            for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
+                del optimizer.state[parameter]
+
+    def divide(self, averaging: Averaging) -> None:
+        """From now on the replicas of each stage divide states and steps among them."""
+        self._shared_steps = SharedSteps(self.optimizers, averaging)
+
+    def end(self) -> None:
+        """Leaves the optimizers whole, but for states that replicas have divided."""
+        if self._shared_steps is not None:
+            self._shared_steps.close()
+            self._shared_steps = None
 
     def add(self, optimizer: Optimizer, numbers: list[list[int]]) -> None:
         """Adds one that was made after the start, with the numbers of its parameters on each worker's stage."""
@@ -76,6 +95,13 @@ class PipelineOptimizers:
         self.num_steps += 1
         for remote in self._remotes:
             remote.start("step", k, values, scaling, torch.get_default_dtype())
+        if self._shared_steps is not None:
+            self._shared_steps.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """To be called after each step of what lives on the driver."""
+        if self._shared_steps is not None:
+            self._shared_steps.after_step(optimizer)
 
     def _number_of(self, optimizer: Optimizer) -> int:
         numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]
@@ -157,8 +183,10 @@ class PipelineOptimizers:
         """
         k = self._number_of(optimizer)
         state = type(optimizer).state_dict(optimizer)  # the instance's is this one
+        if self._shared_steps is not None:
+            state["state"] = self._shared_steps.gathered(state["state"])
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
-            given = with_meta_tensors(remote.call("optimizer_states" if values else "optimizer_layouts", k))
+            given = with_meta_tensors(remote.call("whole_optimizer_states" if values else "optimizer_layouts", k))
             if foreign := sorted(given.keys() - set(numbers[k])):
                 raise RuntimeError(
                     f"{remote.description} gave a state of optimizer {k} that is not that of its parameters: "
@@ -177,9 +205,15 @@ class PipelineOptimizers:
         k = self._number_of(optimizer)
         check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
         here = [number for number, p in enumerate(parameters_of(optimizer)) if not p.is_meta]
-        type(optimizer).load_state_dict(optimizer, {**state, "state": part_of(state["state"], here)})
+        self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
             remote.call("load_optimizer_states", k, part_of(state["state"], numbers[k]))
+
+    def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads the states of what lives on the driver."""
+        if self._shared_steps is not None:
+            state = {**state, "state": self._shared_steps.own_part(optimizer, state["state"])}
+        type(optimizer).load_state_dict(optimizer, state)
 
     def fetch(self, remote: RemoteStage) -> None:
         """Puts a worker's states into the user's optimizers; called once its parameters are here again."""

@@ -123,13 +123,24 @@ class Host:
         return result
 
     def _failure(self, error: BaseException) -> Failure:
-        pickled = b""
-        if isinstance(error, Exception):  # an exit, raised again, would end the driver
-            with suppress(Exception):  # what a user's exception holds need not survive pickling; its traceback does
-                pickled = cloudpickle.dumps(error)
         stage = self._name if self._stage is None else self._stage.describe()
-        where = f"{stage}, process {os.getpid()} on {socket.gethostname()}, in {self.progress()[1]}"
-        return Failure(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
+        return failure_of(error, stage, self.progress()[1])
+
+
+def failure_of(error: BaseException, what: str, doing: str) -> Failure:
+    """Describes an exception for whoever has asked.
+
+    Args:
+        error: The exception, which goes along if it can be pickled.
+        what: What it happened to.
+        doing: What that was doing.
+    """
+    pickled = b""
+    if isinstance(error, Exception):  # an exit, raised again, would end the driver
+        with suppress(Exception):  # what a user's exception holds need not survive pickling; its traceback does
+            pickled = cloudpickle.dumps(error)
+    where = f"{what}, process {os.getpid()} on {socket.gethostname()}, in {doing}"
+    return Failure(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
 
 
 def host(blob: bytes, rank: int, session: Session) -> Host:

@@ -1,7 +1,6 @@
 """The user's optimizers, each of which steps on every rank the parameters that this rank owns.
 
-Within a step the groups of an optimizer hold this rank's parameters only, so that state exists for those only; around
-it they are whole, and so is everything that a scheduler or a loop sees. The new values then go to the other ranks:
+Gradients go to their owners, and the new values from them to the other ranks:
 
     step at the end      backward ─▶ all gradients ─▶ step ─▶ new values
     step in backward     backward ─▶ bucket ─▶ its step ─▶ its new values
@@ -17,9 +16,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from strategies.optimizer import norms_of_gradients, numbers_of, parameters_of, restricted, within_a_step
+from strategies.optimizer import norms_of_gradients, parameters_of, restricted, within_a_step
 from strategies.sharding.bucket import Bucket
-from strategies.sharding.partition import assign_owners, form_buckets
+from strategies.sharding.ownership import Ownership
+from strategies.sharding.partition import form_buckets
 from strategies.sharding.reducer import LAG, Reducer
 from strategies.sharding.transfer import Exchange, InFlight
 
@@ -54,11 +54,9 @@ class ShardedOptimizers:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._whole, self._step_in_backward = whole_gradients, step_in_backward
         self._as_view, self._bucket_bytes = parameters_as_bucket_view, bucket_bytes
-        self._owners: dict[Tensor, int] = {}
-        self._optimizer_of: dict[Tensor, int] = {}
+        self.ownership = Ownership(self.optimizers, group.rank(), group.size())
         self._trained: dict[Tensor, None] = {}
         self._buckets: list[Bucket] = []
-        self._narrowed: dict[Optimizer, list[list[Tensor]]] = {}
         self._in_backward_of: Optimizer | None = None
         self._stepped: set[Bucket] = set()
         self._exchange, self._sharing = Exchange(group), InFlight(LAG)
@@ -72,13 +70,6 @@ class ShardedOptimizers:
             name_of=lambda parameter: self._names.get(parameter, "(not of the model)"),
         )
         self._up_to_date_buckets()
-        for optimizer in self.optimizers:  # some make their state at once
-            for parameter in [p for p in optimizer.state if self._owners.get(p, self._rank) != self._rank]:
-                del optimizer.state[parameter]
-
-    @property
-    def _rank(self) -> int:
-        return self._group.rank()
 
     def close(self) -> None:
         """Leaves optimizers and parameters as they were, but for the state, which stays divided."""
@@ -86,33 +77,21 @@ class ShardedOptimizers:
             hook.remove()
         self._hooks = []
         self.reducer.close()
-        for optimizer in list(self._narrowed):
-            self._widen(optimizer)
+        self.ownership.widen_all()
         for bucket in self._buckets:
             bucket.release()
 
-    def owned(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters of an optimizer whose state this rank has."""
-        return [p for p in parameters_of(optimizer) if self._owners.get(p) == self._rank]
-
     def after_step(self, optimizer: Optimizer) -> None:
         """To be called on every rank after each step: brings the new values to all ranks."""
-        if within_a_step(optimizer) or optimizer not in self._narrowed:
+        if within_a_step(optimizer) or not self.ownership.is_narrowed(optimizer):
             return
-        self._widen(optimizer)
+        self.ownership.widen(optimizer)
         changed = set(parameters_of(optimizer))
         for bucket in self._buckets:
             if bucket.owner is not None and bucket not in self._stepped and changed.intersection(bucket.parameters):
                 self._share(bucket)
         self._sharing.drain()
         self._stepped.clear()
-
-    def load_state_dict(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole state."""
-        mine = set(numbers_of(optimizer, self.owned(optimizer)))
-        others = set(range(len(parameters_of(optimizer)))) - mine
-        kept = {number: value for number, value in state["state"].items() if number not in others}
-        optimizer.load_state_dict({**state, "state": kept})
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their common norm is at most ``max_norm``.
@@ -148,7 +127,7 @@ class ShardedOptimizers:
 
     def _share(self, bucket: Bucket) -> None:
         number = self._buckets.index(bucket)
-        self._sharing.add(bucket.start_sharing(self._exchange, number, mine=bucket.owner == self._rank))
+        self._sharing.add(bucket.start_sharing(self._exchange, number, mine=bucket.owner == self.ownership.rank))
 
     # Steps
 
@@ -185,23 +164,13 @@ class ShardedOptimizers:
 
     def _narrow(self, optimizer: Optimizer) -> None:
         self.reducer.complete()
-        self._widen(optimizer)  # after a step that failed
-        done = {parameter for bucket in self._stepped for parameter in bucket.parameters}
-        left = {parameter for parameter in self.owned(optimizer) if parameter not in done}
-        self._narrowed[optimizer] = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in left]
-
-    def _widen(self, optimizer: Optimizer) -> None:
-        whole = self._narrowed.pop(optimizer, [])
-        for group, parameters in zip(optimizer.param_groups, whole, strict=False):
-            group["params"] = parameters
+        self.ownership.narrow(optimizer, {parameter for bucket in self._stepped for parameter in bucket.parameters})
 
     def _gradients_are_there(self, bucket: Bucket) -> None:
         optimizer = self._in_backward_of
         if optimizer is None or bucket.optimizer is None or self.optimizers[bucket.optimizer] is not optimizer:
             return
-        if bucket.owner == self._rank:
+        if bucket.owner == self.ownership.rank:
             # Made anew each time, it has the learning rates and whatever else the user's has at this step.
             part = restricted(optimizer, bucket.parameters)
             part.state = optimizer.state
@@ -209,37 +178,24 @@ class ShardedOptimizers:
         self._stepped.add(bucket)
         self._share(bucket)
 
-    # Owners and buckets
+    # Buckets
 
     def _up_to_date_buckets(self) -> list[Bucket]:
         """Takes in what has been thawed, or added to an optimizer, since the last backward pass."""
-        taken_in = False
-        for number, optimizer in enumerate(self.optimizers):
-            new = [p for p in parameters_of(optimizer) if p not in self._owners]
-            taken_in |= any(p in self._trained for p in new)  # was in a bucket that nobody owns
-            for trained in (True, False):  # frozen parameters have no state, so they must not count
-                self._assign(number, [p for p in new if p.requires_grad is trained])
-        candidates = dict.fromkeys([*self._names, *self._owners])
+        taken_in = any(p in self._trained for p in self.ownership.take_in())  # was in a bucket that nobody owns
+        candidates = dict.fromkeys([*self._names, *self.ownership.owners])
         thawed = [p for p in candidates if p.requires_grad and p not in self._trained]
         if thawed or taken_in:
             self._trained.update(dict.fromkeys(thawed))
             self._form_buckets([p for p in reversed(candidates) if p in self._trained])
         return self._buckets
 
-    def _assign(self, number: int, parameters: list[Tensor]) -> None:
-        loads = [0] * self._group.size()
-        for parameter, owner in self._owners.items():
-            # Balanced for each optimizer: one keeps more state for a parameter than another.
-            loads[owner] += parameter.nbytes * (self._optimizer_of[parameter] == number and parameter.requires_grad)
-        owners = assign_owners([parameter.nbytes for parameter in parameters], loads)
-        self._owners.update(zip(parameters, owners, strict=True))
-        self._optimizer_of.update(dict.fromkeys(parameters, number))
-
     def _form_buckets(self, parameters: list[Tensor]) -> None:
         """Forms buckets of parameters in the order in which the backward pass is expected to reach them."""
         for before in self._buckets:
             before.release()
-        kinds = [(self._owners.get(p), self._optimizer_of.get(p), p.dtype, p.device) for p in parameters]
+        owners, optimizer_of = self.ownership.owners, self.ownership.optimizer_of
+        kinds = [(owners.get(p), optimizer_of.get(p), p.dtype, p.device) for p in parameters]
         self._buckets = []
         for numbers in form_buckets(kinds, [p.nbytes for p in parameters], self._bucket_bytes):
             members = [parameters[number] for number in numbers]

@@ -8,53 +8,64 @@ import pickle
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.optimizer import in_order
+from strategies.pipeline.channel import Wait, wait_here
+
+_TAG = 3
+"""Of these messages."""
 
 
-def gathered(state: dict[int, Any], group: ProcessGroup) -> dict[int, Any]:
+def whole_state_dict(optimizer: Optimizer, group: ProcessGroup) -> dict[str, Any]:
+    """On rank 0 the state dict of an optimizer that ranks have divided; on the others nothing. Every rank calls it."""
+    state = optimizer.state_dict()
+    state["state"] = gathered(state["state"], group)
+    return state if group.rank() == 0 else {}
+
+
+def gathered(state: dict[int, Any], group: ProcessGroup, wait: Wait = wait_here) -> dict[int, Any]:
     """Puts together what ranks have; every rank calls this.
 
     Args:
         state: What this rank has: by number, any structure of tensors and plain values.
         group: The ranks, on gloo.
+        wait: Calls what waits for another rank.
 
     Returns:
         On rank 0 what all ranks have, in order of numbers; on the others nothing.
     """
     if group.rank() > 0:
-        _send(state, group)
+        _send(state, group, wait)
         return {}
     whole = dict(state)
     for rank in range(1, group.size()):
-        whole.update(_receive(rank, group))
+        whole.update(_receive(rank, group, wait))
     return in_order(whole)
 
 
-def _send(state: dict[int, Any], group: ProcessGroup) -> None:
-    leaves, structure = tree_flatten(state)
-    tensors = [leaf.detach().cpu().contiguous() for leaf in leaves if isinstance(leaf, Tensor)]
-    outlines = [_Outline(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    description = torch.frombuffer(bytearray(pickle.dumps((outlines, structure))), dtype=torch.uint8)
+def _send(state: dict[int, Any], group: ProcessGroup, wait: Wait) -> None:
+    tensors = [leaf.detach().cpu().contiguous() for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    outlines = tree_map_only(Tensor, _Outline, state)
+    description = torch.frombuffer(bytearray(pickle.dumps(outlines)), dtype=torch.uint8)
     for tensor in (torch.tensor([len(description)]), description, *tensors):
-        dist.send(tensor, group=group, group_dst=0)
+        wait(group.send([tensor], 0, _TAG).wait)
 
 
-def _receive(rank: int, group: ProcessGroup) -> dict[int, Any]:
-    length = torch.empty(1, dtype=torch.int64)
-    dist.recv(length, group=group, group_src=rank)
-    description = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(description, group=group, group_src=rank)
-    leaves, structure = pickle.loads(description.numpy().tobytes())
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, _Outline):
-            leaves[number] = tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-            dist.recv(tensor, group=group, group_src=rank)
-    state: dict[int, Any] = tree_unflatten(leaves, structure)
+def _receive(rank: int, group: ProcessGroup, wait: Wait) -> dict[int, Any]:
+    def received(*shape: int, dtype: torch.dtype) -> Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        wait(group.recv([tensor], rank, _TAG).wait)
+        return tensor
+
+    description = received(int(received(1, dtype=torch.int64)), dtype=torch.uint8)
+    outlines = pickle.loads(description.numpy().tobytes())
+    state: dict[int, Any] = tree_map_only(
+        _Outline, lambda outline: received(*outline.shape, dtype=outline.dtype), outlines
+    )
     return state
 
 

@@ -1,0 +1,1 @@
+"""The basics of ``torch.distributed``, one small program each; see README.md."""

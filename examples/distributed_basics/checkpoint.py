@@ -1,0 +1,75 @@
+"""Saving and loading a checkpoint under DDP.
+
+``python -m examples.distributed_basics.checkpoint``
+
+Rank 0 saves, since all ranks have the same state; the others wait until the file is there; each loads it to a device of
+its own. The run goes on as if it had not been interrupted.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.testing import assert_close
+
+from examples.distributed_basics.digits import accuracy, batches_of_all, digits, perceptron, sgd, share, train
+from examples.distributed_basics.launch import launch, say
+
+
+def save(model: nn.Module, optimizer: Optimizer, path: Path, rank: int) -> None:
+    """Every process calls it; returns when the file is there."""
+    if rank == 0:
+        unfinished = path.with_suffix(".part")
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
+        unfinished.replace(path)  # a run that dies here leaves the old file or the new one, never half of one
+    dist.barrier()  # nobody reads what is not written yet
+
+
+def load(model: nn.Module, optimizer: Optimizer, path: Path, device: torch.device) -> None:
+    """Loads what rank 0 saved, which lay on *its* device, to the one of this process."""
+    state = torch.load(path, map_location=device, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def program(rank: int, num_processes: int, folder: str) -> None:
+    enough = torch.cuda.device_count() >= num_processes
+    device = torch.device("cuda", rank) if enough else torch.device("cpu")
+    data, path = digits(), Path(folder) / "model.pt"
+    batches = share(batches_of_all(data), rank, num_processes)
+    batches = [(images.to(device), targets.to(device)) for images, targets in batches]
+    half = len(batches) // 2
+
+    model = perceptron().to(device)
+    ddp, optimizer = DistributedDataParallel(model), sgd(model)
+    train(ddp, optimizer, batches[:half])
+    save(model, optimizer, path, rank)  # the model, not the wrapper, whose names begin with "module."
+    if rank == 0:
+        say(rank, f"saved {path.name} after {half} steps")
+    train(ddp, optimizer, batches[half:])
+
+    resumed = perceptron().to(device)
+    for parameter in resumed.parameters():
+        nn.init.zeros_(parameter)  # nothing but the file knows the weights
+    resumed_optimizer = sgd(resumed)
+    load(resumed, resumed_optimizer, path, device)
+    train(DistributedDataParallel(resumed), resumed_optimizer, batches[half:])
+    for own, expected in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert_close(own, expected, rtol=0, atol=0)
+    say(rank, f"loaded it to {device}, trained on, and has the weights of the run without interruption")
+    if rank == 0:
+        say(rank, f"accuracy {accuracy(resumed.cpu(), data):.3f}")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="relay-basics-") as folder:
+        launch(program, 2, folder)
+    print("checkpoint: saved once, loaded by both ranks, nothing lost")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What the training programs here share: 1,797 real images of handwritten digits, a model, and a plain training loop.
+
+In float64, so that ways to train that are the same on paper agree to the last digits.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD, Optimizer
+from torch.utils.data import TensorDataset
+
+BATCH = 64
+"""Images of all processes together in each step."""
+
+
+def digits() -> TensorDataset:
+    """Images `[1797, 64]` and the digits that they show `[1797]`."""
+    data = load_digits()
+    return TensorDataset(torch.tensor(data.data / 16, dtype=torch.float64), torch.tensor(data.target))
+
+
+def perceptron() -> nn.Sequential:
+    """The same weights in every process, and whenever it is called."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
+
+
+def sgd(model: nn.Module) -> Optimizer:
+    return SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """An ordinary loop, for one process as for several."""
+    for images, targets in batches:
+        optimizer.zero_grad()
+        cross_entropy(model(images), targets).backward()
+        optimizer.step()
+
+
+def batches_of_all(data: TensorDataset, num_epochs: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Each step's batch for one process; the last, smaller one of an epoch is left out."""
+    order = range(0, len(data) - BATCH + 1, BATCH)
+    return [data[start : start + BATCH] for _ in range(num_epochs) for start in order]
+
+
+def share(batches: Iterable[tuple[Tensor, Tensor]], rank: int, num_processes: int) -> list[tuple[Tensor, Tensor]]:
+    """What one process takes of each of these batches."""
+    return [(images[rank::num_processes], targets[rank::num_processes]) for images, targets in batches]
+
+
+def accuracy(model: nn.Module, data: TensorDataset) -> float:
+    images, targets = data[:]
+    with torch.no_grad():
+        return (model(images).argmax(1) == targets).double().mean().item()

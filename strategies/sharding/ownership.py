@@ -1,0 +1,89 @@
+"""Who steps which parameter: each of some ranks has a share of every optimizer's parameters, and state for those only.
+
+Around a step the groups of an optimizer are whole, and so is everything that a scheduler or a loop sees; within it they
+hold this rank's parameters only.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.optimizer import numbers_of, parameters_of
+from strategies.sharding.partition import assign_owners
+
+
+class Ownership:
+    """Divides the parameters of optimizers among ranks, which come to the same result without asking each other.
+
+    Those on the ``meta`` device belong to another stage and to none of these ranks.
+
+    Args:
+        optimizers: The same ones on every rank.
+        rank: This one.
+        size: How many ranks there are.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer], rank: int, size: int) -> None:
+        self.optimizers, self.rank, self._size = list(optimizers), rank, size
+        self.owners: dict[Tensor, int] = {}
+        self.optimizer_of: dict[Tensor, int] = {}
+        """The number of the optimizer that has a parameter."""
+        self._narrowed: dict[Optimizer, list[list[Tensor]]] = {}
+        self.take_in()
+        for optimizer in self.optimizers:  # some make their state at once
+            for parameter in [p for p in optimizer.state if self.owners.get(p, rank) != rank]:
+                del optimizer.state[parameter]
+
+    def take_in(self) -> list[Tensor]:
+        """Gives owners to parameters that have none yet, and returns those."""
+        taken_in = []
+        for number, optimizer in enumerate(self.optimizers):
+            new = [p for p in parameters_of(optimizer) if p not in self.owners and not p.is_meta]
+            for trained in (True, False):  # frozen parameters have no state, so they must not count
+                self._assign(number, [p for p in new if p.requires_grad is trained])
+            taken_in += new
+        return taken_in
+
+    def owned(self, optimizer: Optimizer) -> list[Tensor]:
+        """The parameters of an optimizer whose state this rank has."""
+        return [p for p in parameters_of(optimizer) if self.owners.get(p) == self.rank]
+
+    def narrow(self, optimizer: Optimizer, done: Collection[Tensor] = ()) -> None:
+        """Leaves this rank's parameters in the groups, without those that have been stepped already."""
+        self.widen(optimizer)  # after a step that failed
+        left = {parameter for parameter in self.owned(optimizer) if parameter not in done}
+        self._narrowed[optimizer] = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if parameter in left]
+
+    def is_narrowed(self, optimizer: Optimizer) -> bool:
+        """Whether a step is under way, or has failed."""
+        return optimizer in self._narrowed
+
+    def widen(self, optimizer: Optimizer) -> None:
+        """Makes the groups whole again."""
+        whole = self._narrowed.pop(optimizer, [])
+        for group, parameters in zip(optimizer.param_groups, whole, strict=False):
+            group["params"] = parameters
+
+    def widen_all(self) -> None:
+        """Makes the groups of all optimizers whole again."""
+        for optimizer in list(self._narrowed):
+            self.widen(optimizer)
+
+    def own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Out of the states of a whole optimizer those that this rank keeps."""
+        mine = set(numbers_of(optimizer, self.owned(optimizer)))
+        others = set(range(len(parameters_of(optimizer)))) - mine
+        return {number: value for number, value in states.items() if number not in others}
+
+    def _assign(self, number: int, parameters: list[Tensor]) -> None:
+        loads = [0] * self._size
+        for parameter, owner in self.owners.items():
+            # Balanced for each optimizer: one keeps more state for a parameter than another.
+            loads[owner] += parameter.nbytes * (self.optimizer_of[parameter] == number and parameter.requires_grad)
+        owners = assign_owners([parameter.nbytes for parameter in parameters], loads)
+        self.owners.update(zip(parameters, owners, strict=True))
+        self.optimizer_of.update(dict.fromkeys(parameters, number))

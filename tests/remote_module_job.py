@@ -1,0 +1,306 @@
+"""Two processes, the first of which uses modules on the second; what it saw is returned as plain types and tensors."""
+
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.futures import Future
+from torch.multiprocessing import ProcessExitedException
+
+import strategies
+from examples.distributed_basics.launch import launch, remote_procedure_calls
+
+STEPS = 6
+
+
+class Net(nn.Module):
+    """Several inputs and outputs, a buffer, something frozen, a keyword; float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.norm = nn.Linear(3, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.frozen.requires_grad_(False)
+        self.relu = nn.ReLU(inplace=True)
+        self.double()
+
+    def forward(self, x: Tensor, both: dict[str, Tensor], *, factor: float = 1.0) -> tuple[Tensor, dict[str, Any]]:
+        x = self.relu(x)  # in place, on an input
+        hidden = self.norm(self.frozen(self.first(x).tanh()) + both["y"]) * factor
+        return hidden, {"rows": len(x), "whole": both["whole"] * 2, "sum": hidden.sum(1)}
+
+
+class Around(nn.Module):
+    """A model that has a part elsewhere."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.own = inner, nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, both: dict[str, Tensor]) -> Tensor:
+        hidden, others = self.inner(x, both, factor=0.5)
+        return self.own(hidden).sum() + others["sum"].square().sum()
+
+
+class Fails(nn.Module):
+    """Raises where its argument says."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        if where == "constructor":
+            raise KeyError("no such table")
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the layer")
+
+
+class Exits(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        sys.exit("a layer exits")
+
+
+def model(inner: Callable[[], nn.Module]) -> Around:
+    torch.manual_seed(0)
+    return Around(inner()).double()
+
+
+def trained(net: Around, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Losses, gradients of the inputs and everything of a model after some steps, two calls of it in each."""
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    generator = torch.Generator().manual_seed(1)
+    losses, grads = [], []
+    for _ in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss: Any = 0
+        for rows in (5, 3):
+            x, y = (torch.randn(rows, n, dtype=torch.float64, generator=generator) for n in (3, 4))
+            x.requires_grad_()
+            loss = loss + net(x.clone(), {"y": y, "whole": torch.arange(3)})
+            grads.append(x)
+        loss.backward()
+        for each in (*optimizers, *schedulers):
+            each.step()
+        losses.append(loss.item())
+    return {
+        "losses": losses,
+        "input_grads": [x.grad for x in grads],
+        "grads": {n: p.grad for n, p in (*net.inner.named_parameters("inner"), *net.own.named_parameters("own"))},
+        "requires_grad": [p.requires_grad for p in net.inner.parameters()],
+        "buffers": dict(net.inner.named_buffers()),
+        "state": dict(net.state_dict()),
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
+        "evaluated": net.eval()(torch.ones(1, 3).double(), {"y": torch.ones(1, 4).double(), "whole": torch.ones(1)}),
+    }
+
+
+def optimizer(inner: nn.Module, cls: Any, **options: Any) -> torch.optim.Optimizer:
+    if isinstance(inner, strategies.RemoteModule):
+        return inner.optimizer(cls, **options)
+    return cls(inner.parameters(), **options)
+
+
+def both_ways(inner: nn.Module, cls: Any, **options: Any) -> dict[str, Any]:
+    """Trains a model around a module that is here or elsewhere."""
+    torch.manual_seed(0)
+    start = Net().state_dict()
+    net = model(lambda: inner)
+    assert not inner.load_state_dict(start).missing_keys
+    own = torch.optim.SGD(net.own.parameters(), lr=0.1)
+    return trained(net, [optimizer(inner, cls, **options), own])
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.05}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+}
+
+
+def attempt(function: Callable[[], Any]) -> tuple[str, str, str]:
+    """Type, message and cause of what a function raises."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error), str(error.__cause__)
+    return "nothing", "", ""
+
+
+def mistakes(Remote: Any) -> dict[str, tuple[str, str, str]]:
+    """What each mistake is told."""
+    linear = Remote("owner", nn.Linear, args=(2, 2))
+    x = torch.ones(1, 2)
+    loss = linear(x).sum()
+    loss.backward(retain_graph=True)
+    state = {"weight": torch.zeros(2, 2), "bias": torch.zeros(3)}
+    around = nn.Sequential(linear)
+    return {
+        "wrong name": attempt(lambda: Remote("ownr/cpu", nn.Linear, args=(1, 1))),
+        "no name": attempt(lambda: Remote("cpu", nn.Linear, args=(1, 1))),
+        "no device": attempt(lambda: Remote("owner/gpu", nn.Linear, args=(1, 1))),
+        "no callers": attempt(lambda: Remote("owner", nn.Linear, args=(1, 1), num_callers=0)),
+        "cannot be pickled": attempt(lambda: Remote("owner", nn.Linear, args=(threading.Lock(), 1))),
+        "constructor": attempt(lambda: Remote("owner", Fails, args=("constructor",))),
+        "no module": attempt(lambda: Remote("owner", dict)),
+        "forward": attempt(lambda: Remote("owner", Fails, args=("forward",))(x)),
+        "forward_async": attempt(lambda: Remote("owner", Fails, args=("forward",)).forward_async(x).wait()),
+        "exit": attempt(lambda: Remote("owner", Exits)(x)),
+        "arguments": attempt(lambda: linear(x, x)),
+        "second backward": attempt(loss.backward),
+        "autograd.grad": attempt(lambda: torch.autograd.grad(linear(x.requires_grad_()).sum(), x)),
+        "local optimizer": attempt(lambda: torch.optim.SGD(linear.parameters(), lr=1.0)),
+        "clipping": attempt(lambda: torch.nn.utils.clip_grad_norm_(linear.parameters(), 0.1)),
+        "optimizer": attempt(lambda: linear.optimizer(torch.optim.SGD, lr=-1.0)),
+        "shape": attempt(lambda: around.load_state_dict({f"0.{name}": value for name, value in state.items()})),
+        "missing caller": attempt(lambda: impatient(Remote("owner", nn.Linear, args=(1, 1), num_callers=2).zero_grad)),
+        "keys": attempt(lambda: around.load_state_dict({"0.weight": torch.zeros(2, 2), "0.wait": x})),
+    }
+
+
+def impatient(function: Callable[[], Any]) -> None:
+    """Calls it with a time-out of one second for RPC."""
+    before = rpc.get_rpc_timeout()
+    rpc._set_rpc_timeout(1.0)
+    try:
+        function()
+    finally:
+        rpc._set_rpc_timeout(before)
+
+
+def graphs(Remote: Any) -> list[int]:
+    """How many graphs the owner keeps: none without gradients, one a call, none after backward or when dropped."""
+    linear, numbers = Remote("owner", nn.Linear, args=(2, 2)), []
+
+    def count() -> None:
+        gc.collect()
+        numbers.append(linear._call("num_graphs"))
+
+    with torch.no_grad():
+        linear(torch.ones(1, 2))
+    count()
+    outputs = [linear(torch.ones(1, 2)) for _ in range(3)]
+    count()
+    outputs.pop().sum().backward()
+    count()
+    outputs.clear()
+    count()
+    return numbers
+
+
+def others(Remote: Any) -> dict[str, Any]:
+    """The rest, one by one."""
+    dropout = Remote("owner/cpu", lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))  # found by no name
+    modes = {mode: dropout.train(mode)(torch.ones(50, 4)) for mode in (True, False)}
+    table = Remote("rank:1", nn.Embedding, args=(5, 2), kwargs={"sparse": True})
+    step = table.optimizer(torch.optim.SparseAdam, lr=0.1)
+    before = table.state_dict()["weight"]
+    future = table.forward_async(torch.tensor([[1, 3]]))
+    future.wait().sum().backward()
+    (grad,) = (p.grad for p in table.parameters())
+    assert grad is not None
+    step.step()
+    changed = (table.state_dict()["weight"] != before).any(1).tolist()
+    table.zero_grad()
+    here = Remote("caller", nn.Linear, args=(2, 1))
+    here(torch.ones(1, 2)).sum().backward()
+    table.requires_grad_(False)
+    converted = [here.state_dict()["weight"].dtype]
+    for convert in (here.double, lambda: here.to("cpu"), here.half):
+        convert()
+        converted.append(here.state_dict()["weight"].dtype)
+    return {
+        "modes": modes,
+        "is_future": isinstance(future, Future),
+        "sparse": (grad.is_sparse, grad.to_dense()),
+        "changed": changed,
+        "zeroed": [p.grad for p in table.parameters()],
+        "frozen": table(torch.tensor([1])).requires_grad,
+        "own process": [p.grad for p in here.parameters()],
+        "dtypes": converted,
+        "in words": repr(nn.Sequential(table)),
+        "counted": len(list(nn.Sequential(table, nn.Linear(1, 1)).parameters())),
+    }
+
+
+def saved(Remote: Any) -> dict[str, Any]:
+    """An optimizer of one process goes on elsewhere, and back."""
+    torch.manual_seed(0)
+    one = nn.Linear(2, 2).double()
+    first = torch.optim.Adam(one.parameters(), lr=0.1)
+    there = Remote("owner", nn.Linear, args=(2, 2)).double()
+    second = there.optimizer(torch.optim.Adam, lr=0.5)
+
+    def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        module(torch.ones(3, 2).double()).square().sum().backward()
+        optimizer.step()
+
+    step(one, first)
+    there.load_state_dict(one.state_dict())
+    second.load_state_dict(first.state_dict())
+    step(there, second)
+    one.load_state_dict(there.state_dict())
+    first.load_state_dict(second.state_dict())
+    step(one, first)
+    step(there, second)
+    return {"one": one.state_dict(), "there": dict(there.state_dict()), "lr": second.param_groups[0]["lr"]}
+
+
+def program(rank: int, num_processes: int, file: str) -> None:
+    Remote = strategies.RemoteModule
+    seen: dict[str, Any] = {"no RPC": attempt(lambda: Remote("owner", nn.Linear, args=(1, 1)))}
+    with remote_procedure_calls(["caller", "owner"][rank], rank, num_processes):
+        if rank == 0:
+            seen["imports Lightning"] = "pytorch_lightning" in sys.modules
+            for name, (cls, options) in OPTIMIZERS.items():
+                seen[name] = both_ways(Remote("owner/cpu", Net), cls, **options)
+            seen |= {"mistakes": mistakes(Remote), "graphs": graphs(Remote), "saved": saved(Remote)}
+            linear = Remote("owner", nn.Linear, args=(1, 1))
+            seen |= others(Remote)
+            tree = [psutil.Process(), *psutil.Process().parent().children()]
+            sockets = [c for process in tree for c in process.net_connections("inet") if c.status == "LISTEN"]
+            seen["listening on"] = sorted({c.laddr.ip for c in sockets})
+    if rank == 0:
+        seen["after RPC"] = attempt(lambda: linear(torch.ones(1, 1)))
+        torch.save(seen, file)
+
+
+class Dies(nn.Module):
+    def forward(self, x: Tensor) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bereaved(rank: int, num_processes: int, file: str) -> None:
+    with remote_procedure_calls(["caller", "owner"][rank], rank, num_processes):
+        if rank == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # with which the launcher ends who is left
+            remote = strategies.RemoteModule("owner", Dies)
+            torch.save([attempt(lambda: remote(torch.ones(1))), attempt(remote.state_dict)], file)
+            os._exit(0)
+
+
+def owner_dies() -> list[tuple[str, str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "seen.pt"
+        try:
+            launch(bereaved, 2, str(file))
+        except ProcessExitedException:
+            told: list[tuple[str, str, str]] = torch.load(file)
+            return told
+    raise AssertionError("the owner was to die")
+
+
+def job() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "seen.pt"
+        launch(program, 2, str(file))
+        seen: dict[str, Any] = torch.load(file)
+        return seen

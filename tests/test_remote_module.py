@@ -1,0 +1,105 @@
+"""RemoteModule: one process's losses, gradients and states from a module on another one, and what mistakes are told."""
+
+import re
+from typing import Any
+
+import pytest
+import remote_module_job
+import torch
+from harness import run
+from torch.testing import assert_close
+
+from strategies import RemoteModule
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    return run(remote_module_job.job, timeout_seconds=120)
+
+
+@pytest.mark.parametrize("name", remote_module_job.OPTIMIZERS)
+def test_trains_as_in_one_process(seen: dict[str, Any], name: str) -> None:
+    cls, options = remote_module_job.OPTIMIZERS[name]
+    expected, actual = remote_module_job.both_ways(remote_module_job.Net(), cls, **options), seen[name]
+    assert expected.keys() == actual.keys()
+    assert list(expected["state"]) == list(actual["state"])
+    assert expected["losses"][-1] != expected["losses"][0]
+    # The processes run the same operations in the same order.
+    assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert seen["imports Lightning"] is False
+
+
+def test_modes_futures_and_what_a_model_around_it_sees(seen: dict[str, Any]) -> None:
+    assert (seen["modes"][True] == 0).any() and not (seen["modes"][False] == 0).any()
+    assert seen["is_future"]
+    assert seen["in words"] == "Sequential(\n  (0): RemoteModule(Embedding on owner/cpu)\n)"
+    assert seen["counted"] == 2  # those of the local layer
+    assert seen["dtypes"] == [torch.float32, torch.float64, torch.float64, torch.float16]
+    assert [grad.tolist() for grad in seen["own process"]] == [[[1, 1]], [1]]
+
+
+def test_sparse_gradients_and_freezing(seen: dict[str, Any]) -> None:
+    is_sparse, grad = seen["sparse"]
+    assert is_sparse and grad.tolist() == [[0, 0], [1, 1], [0, 0], [1, 1], [0, 0]]
+    assert seen["changed"] == [False, True, False, True, False]
+    assert seen["zeroed"] == [None]
+    assert seen["frozen"] is False
+
+
+def test_optimizer_states_go_on_elsewhere(seen: dict[str, Any]) -> None:
+    assert_close(seen["saved"]["one"], seen["saved"]["there"], rtol=0, atol=0)
+    assert seen["saved"]["lr"] == 0.1
+
+
+def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
+    assert seen["graphs"] == [0, 3, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        ("wrong name", "ValueError", "'ownr/cpu' names no process of RPC; did you mean 'owner'"),
+        ("no name", "ValueError", "'cpu' names no process of RPC; valid names: caller, owner"),
+        ("no device", "ValueError", "must be '<workername>/<device>', such as 'ps/cpu', got 'owner/gpu': Expected one"),
+        ("no callers", "ValueError", "num_callers must be at least 1, got 0"),
+        ("cannot be pickled", "TypeError", "Linear cannot be sent to owner/cpu.*'_thread.lock'.*give a function that"),
+        ("constructor", "KeyError", "no such table"),
+        ("no module", "TypeError", "expected an nn.Module of <class 'dict'>, got dict"),
+        ("forward", "ZeroDivisionError", "in the layer"),
+        ("forward_async", "ZeroDivisionError", "in the layer"),
+        ("exit", "RuntimeError", "Exits, process .* in forward failed: SystemExit: a layer exits"),
+        ("arguments", "TypeError", "takes 2 positional arguments but 3 were given"),
+        ("second backward", "RuntimeError", "a second backward pass through one call of a remote module"),
+        ("autograd.grad", "RuntimeError", "cannot go through a pipeline or a remote module"),
+        ("local optimizer", "RuntimeError", r"this is a copy of a parameter.*use RemoteModule.optimizer\(cls, lr="),
+        ("missing caller", "RuntimeError", r"on owner/cpu did not answer: .*timeout.*wait for all 2 callers\)"),
+        ("clipping", "RuntimeError", "Inplace update to inference tensor"),
+        ("optimizer", "ValueError", "Invalid learning rate: -1.0"),
+        ("shape", "RuntimeError", "size mismatch for bias"),
+        ("keys", "RuntimeError", r'(?s)Missing key\(s\) .*"0.bias".*Unexpected key\(s\) .*"0.wait"'),
+    ],
+)
+def test_mistakes_are_told(seen: dict[str, Any], mistake: str, error: str, message: str) -> None:
+    kind, told, cause = seen["mistakes"][mistake]
+    assert kind == error
+    assert re.search(message, told)
+    if mistake in ("constructor", "forward", "forward_async"):
+        assert re.search(r"(?s)process \d+ on .*Traceback.*remote_module_job.py.*" + error, cause)
+
+
+def test_without_rpc(seen: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=r"needs torch.distributed.rpc, which is not initialised.*rpc.init_rpc"):
+        RemoteModule("owner/cpu", torch.nn.Linear, args=(1, 1))
+    assert seen["no RPC"][0] == "RuntimeError"
+    assert "RPC has not been initialized" in seen["after RPC"][1]
+
+
+def test_listens_on_the_loopback_interface_only(seen: dict[str, Any]) -> None:
+    assert seen["listening on"] == ["127.0.0.1"]
+
+
+@pytest.mark.slow
+def test_an_owner_that_dies_is_told_at_once() -> None:
+    for kind, message, _ in run(remote_module_job.owner_dies):
+        assert kind == "RuntimeError"
+        assert message.startswith("the remote module on owner/cpu did not answer: ")
