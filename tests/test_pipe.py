@@ -177,6 +177,14 @@ def test_several_inputs_and_outputs(mode):
     assert (len(different[0]), len(different[3]), different[1]) == (3, 6, [1.0] * 3)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_backward_of_the_reference(mode):
+    net = nn.Sequential(Lambda(lambda x: (x * 2, torch.tensor([False]))), Lambda(lambda x, flag: x * 3))
+    x = torch.rand(1, requires_grad=True)
+    Pipe(net, checkpoint=mode)(x).backward()
+    assert x.grad == 6
+
+
 def test_what_it_refuses():
     with pytest.raises(TypeError, match=r"takes an nn\.Sequential"):
         Pipe(nn.ModuleList([nn.Linear(1, 1)]))

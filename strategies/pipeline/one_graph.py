@@ -163,7 +163,8 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
+    ahead = device.type == "cuda"  # to the host, nobody would wait for the copy
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=ahead), value)
 
 
 def _versions(value: Any) -> list[int]:
