@@ -74,8 +74,9 @@ class Inbox:
     def forget(self, number: int) -> None:
         """Drops what has arrived of a pass."""
         with self._changed:
-            for place in [place for place in self._arrived if place.number == number]:
-                del self._arrived[place]
+            for place in list(self._arrived):  # a copy at one stroke: the garbage collector may come here at any time
+                if place.number == number:
+                    self._arrived.pop(place, None)
 
 
 def deliver(inbox: Any, place: Place, value: Any) -> None:
@@ -212,8 +213,9 @@ class Router:
         """Drops what is left of a pass."""
         self._inbox.forget(number)
         for kept in (self._wanting, self._expected):
-            for key in [key for key in kept if key[0] == number]:
-                kept.pop(key, None)
+            for key in list(kept):
+                if key[0] == number:
+                    kept.pop(key, None)
 
 
 @dataclass(frozen=True)

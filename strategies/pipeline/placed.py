@@ -196,7 +196,8 @@ class Placed:
             self._failures = self._no_failures()  # the next pass starts with none
             for i, remote in self.remotes.items():
                 remote.failures = self._failures
-                rpc.rpc_async(self._inboxes[i].owner(), give_up, args=(self._inboxes[i], number), timeout=0)
+                with suppress(RuntimeError):  # it has gone
+                    rpc.rpc_async(self._inboxes[i].owner(), give_up, args=(self._inboxes[i], number), timeout=0)
             self.forget(number)
             failures.raise_cause()
 
