@@ -232,6 +232,16 @@ def freed() -> dict[str, list[int]]:
     return found
 
 
+def two_processes() -> list[dict[str, Any]]:
+    """A small U-Net half on another process, and in one."""
+    torch.set_default_dtype(torch.float64)
+    net = u_net()
+    net[3] = nn.GroupNorm(2, 12)
+    with rpc_workers(1):
+        pipe = Pipe(placed(copy.deepcopy(net), None, "w1", "w1", "w1", None, None, "w1", None), chunks=3)
+        return [trained(pipe), trained(net)]
+
+
 def everything() -> dict[str, Any]:
     """All of them, in one set of processes."""
     from pipe_odds_job import mixed, odds, refusals

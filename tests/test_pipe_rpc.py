@@ -117,6 +117,10 @@ def test_refusals(found):
     assert found["refusals"]["after all that"]["type"] == "nothing"
 
 
+def test_two_processes_train_as_one():
+    assert_same(*run(pipe_job.two_processes), 1e-9)
+
+
 @pytest.mark.slow
 def test_a_killed_worker():
     got = run(pipe_odds_job.killed)
