@@ -1,5 +1,40 @@
-"""The pipeline engine: plain PyTorch, no Lightning import."""
+"""The pipeline engine: plain PyTorch, no Lightning import. Names are imported on first use (PEP 562)."""
 
-from strategies.pipeline.balance import balance_by_size, balance_by_time
+from importlib import import_module
+from typing import Any
 
-__all__ = ["balance_by_size", "balance_by_time"]
+_MODULE_OF = {
+    "Namespace": "strategies.pipeline.skip",
+    "NoChunk": "strategies.pipeline.chunks",
+    "Pipe": "strategies.pipeline.pipe",
+    "WithDevice": "strategies.pipeline.with_device",
+    "balance_by_size": "strategies.pipeline.balance",
+    "balance_by_time": "strategies.pipeline.balance",
+    "pop": "strategies.pipeline.skip",
+    "skippable": "strategies.pipeline.skip",
+    "stash": "strategies.pipeline.skip",
+    "verify_skippables": "strategies.pipeline.skip",
+}
+
+__all__ = [
+    "Namespace",
+    "NoChunk",
+    "Pipe",
+    "WithDevice",
+    "balance_by_size",
+    "balance_by_time",
+    "pop",
+    "skippable",
+    "stash",
+    "verify_skippables",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'strategies.pipeline' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

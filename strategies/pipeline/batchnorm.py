@@ -78,6 +78,10 @@ class DeferredStatistics:
             norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), momentum)
         self._moments.clear()
 
+    def forget(self) -> None:
+        """Drops what was gathered in a pass that an error has ended."""
+        self._moments.clear()
+
     def remove(self) -> None:
         """Takes the hooks off the layers."""
         for hook in self._hooks:

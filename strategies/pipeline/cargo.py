@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from strategies.pipeline.layers import CallLayer
 from strategies.pipeline.replicas import Replicas
 from strategies.pipeline.ties import Tie
 
@@ -24,6 +25,7 @@ class Cargo:
         numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
         ties: The parameters that several stages share.
         replicas: The other pipelines, if there are several.
+        call: How a layer is called; see :class:`~strategies.pipeline.layers.Layers`.
     """
 
     index: int
@@ -35,3 +37,4 @@ class Cargo:
     numbers: list[list[int]]
     ties: list[Tie]
     replicas: Replicas | None
+    call: CallLayer | None = None

@@ -1,19 +1,18 @@
 """A worker's stage: its layers, its part of the optimizers, and the commands that the driver may send it."""
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from strategies.optimizer import (
     put_together,
 )
 from strategies.pipeline.cargo import Cargo
-from strategies.pipeline.channel import Receiver, Sender, layouts
+from strategies.pipeline.channel import layouts
 from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.hosted_optimizers import HostedOptimizers
 from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
@@ -23,45 +22,39 @@ from strategies.pipeline.schedule import Action
 from strategies.pipeline.shared_steps import SharedSteps
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.ties import TiedParameters
+from strategies.pipeline.wiring import Wiring
 from strategies.pipeline.words import describe
-
-FEED_TAG = 2
-"""Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
 
 
 class HostedStage(HostedOptimizers):
     """A stage on a worker. Its public methods are the commands of the control plane."""
 
-    def __init__(self, cargo: Cargo, group: ProcessGroup) -> None:
-        self._index, self._driver = cargo.index, group.size() - 1
+    def __init__(self, cargo: Cargo, wiring: Wiring) -> None:
+        self._index = cargo.index
         device = torch.device(cargo.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._layers = cargo.layers.to(device)
         self._optimizers = [put_together(*parts) for parts in cargo.optimizers]
         self._numbers = cargo.numbers
-        first, limit = cargo.index == 0, group.size() + 2
-        self._limit = limit
-        source, inputs_tag = (self._driver, FEED_TAG) if first else (cargo.index - 1, 0)
-        self._outputs = Sender(group, cargo.index + 1, limit=limit)
-        # The driver takes the gradients of its inputs only after its own backward pass: no limit, it would wait for it.
-        self._input_grads = Sender(group, source, tag=inputs_tag, limit=None if first else limit)
+        self._wiring, self._outputs, self._input_grads = wiring, wiring.outputs, wiring.input_grads
         self._stage = Stage(
             self._layers,
             cargo.first_layer,
             device,
-            inputs=Receiver(group, source, device=device, tag=inputs_tag),
-            outputs=self._outputs,
-            output_grads=Receiver(group, cargo.index + 1, device=device),
-            input_grads=self._input_grads,
+            inputs=wiring.inputs,
+            outputs=wiring.outputs,
+            output_grads=wiring.output_grads,
+            input_grads=wiring.input_grads,
             deferred_batch_norm=cargo.deferred_batch_norm,
+            call=cargo.call,
         )
         self._ties = TiedParameters(
             cargo.index,
             cargo.ties,
             dict(self._layers.named_parameters(remove_duplicate=False)),
-            lambda peer, tag: Sender(group, peer, tag=tag),
-            lambda peer, tag: Receiver(group, peer, device=device, tag=tag),
+            wiring.sender,
+            wiring.receiver,
         )
         self._averaging: Averaging | None = None
         self._shared_steps = None
@@ -102,6 +95,7 @@ class HostedStage(HostedOptimizers):
         if this.grad:
             self._passes[this.number] = this, later
         self._stage.run(actions, this)
+        self._wiring.settle()
 
     def backward(self, number: int) -> None:
         """Runs the backward part of a pass."""
@@ -109,6 +103,7 @@ class HostedStage(HostedOptimizers):
         self._stage.run(actions, this)
         self._outputs.flush()  # they have arrived, or there would have been no gradients; so they need not be kept
         self._ties.move_gradients(number)
+        self._wiring.settle()
 
     def interleave(self, this: Pass, actions: list[Action]) -> None:
         """Runs a whole pass; its gradients wait for :meth:`release`."""
@@ -118,7 +113,7 @@ class HostedStage(HostedOptimizers):
         def bounded() -> Iterator[Action]:
             for action in actions:
                 yield action
-                self._input_grads.flush(keep=self._limit)  # the driver has taken those before
+                self._input_grads.flush(keep=self._wiring.limit)  # the driver has taken those before
 
         with gathered.gathering():
             self._stage.run(bounded(), this)
@@ -137,6 +132,7 @@ class HostedStage(HostedOptimizers):
         self._passes.pop(number, None)
         self._gathered.pop(number, None)
         self._stage.discard(number)
+        self._wiring.forget(number)
 
     def num_kept(self) -> int:
         """How many micro-batches wait for their backward pass."""
@@ -154,6 +150,15 @@ class HostedStage(HostedOptimizers):
         """Sets ``requires_grad`` of each parameter, in the order of ``parameters()``."""
         for parameter, flag in zip(self._layers.parameters(), flags, strict=True):
             parameter.requires_grad_(flag)
+
+    def adopt(self, blob: bytes, numbers: list[int]) -> None:
+        """Takes in a part of one more optimizer, in which this stage's parameters stand by their names."""
+        cls, attributes = pickle.loads(blob)
+        named = dict(self._layers.named_parameters())
+        for group in attributes["param_groups"]:
+            group["params"] = [named[name] for name in group["params"]]
+        self._optimizers.append(put_together(cls, attributes))
+        self._numbers.append(numbers)
 
     def average_grads(self) -> None:
         """Averages the gradients over the replicas of this stage; see :meth:`Averaging.average`."""
@@ -185,9 +190,7 @@ class HostedStage(HostedOptimizers):
 
     def load_module_state(self, state: Mapping[str, Any]) -> None:
         """Loads what :meth:`module_state` gave."""
-        self._layers.load_state_dict(
-            state, strict=False
-        )  # the driver knows which keys belong and tells what is missing
+        self._layers.load_state_dict(state, strict=False)  # the driver knows what belongs, and tells what is missing
 
     def shelve(self, number: int, names: Mapping[str, str], copies: bool) -> None:
         """Sets tensors aside, to be written as they are now.
@@ -217,8 +220,8 @@ class HostedStage(HostedOptimizers):
         return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
 
 
-def unpack(blob: bytes, group: ProcessGroup) -> HostedStage:
-    """Makes a stage of a pickled :class:`Cargo`."""
+def unpack(blob: bytes, wire: Callable[[Cargo], Wiring]) -> HostedStage:
+    """Makes a stage of a pickled :class:`Cargo`, connected by ``wire``."""
     cargo = pickle.loads(blob)
     assert isinstance(cargo, Cargo)
-    return HostedStage(cargo, group)
+    return HostedStage(cargo, wire(cargo))

@@ -22,11 +22,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.gathered import GatheredGradients
+from strategies.pipeline.layers import entered
 from strategies.pipeline.node import with_backward
-from strategies.pipeline.passes import Passes, Run
+from strategies.pipeline.passes import Passes
 from strategies.pipeline.randomness import layer_seed
+from strategies.pipeline.run import Run
 from strategies.pipeline.schedule import Action
-from strategies.pipeline.stage import entered
 from strategies.pipeline.suspended import Step
 
 Code = Callable[[], Tensor | None]
@@ -74,7 +75,7 @@ def interleave(
 
 
 def _release(
-    run: Run, gathered: GatheredGradients, scale: float, grads: Sequence[Tensor | None], _: Any
+    run: Run[Passes], gathered: GatheredGradients, scale: float, grads: Sequence[Tensor | None], _: Any
 ) -> list[Tensor | None]:
     passes = run.spend()
     passes.num_backward += 1
@@ -89,7 +90,7 @@ def _release(
 class _Interleaved:
     """One pass."""
 
-    def __init__(self, passes: Passes, run: Run, codes: Sequence[Code], weights: Sequence[float]) -> None:
+    def __init__(self, passes: Passes, run: Run[Passes], codes: Sequence[Code], weights: Sequence[float]) -> None:
         self._passes, self._this, self._codes, self._weights = passes, run.this, codes, weights
         self.learns = False
         """Whether the loss of any micro-batch wants a backward pass."""

@@ -4,7 +4,7 @@ Carried are the mode, ``requires_grad`` and plain attributes (numbers, flags, wo
 At the end the worker's plain attributes come back, as its tensors do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -50,6 +50,14 @@ class Mirror:
         }
         trained, self._trained = self._trained, _trained(self._layers)
         return changed, None if trained == self._trained else self._trained
+
+    def carry(self, later: Callable[..., None]) -> None:
+        """Carries what has changed to the stage, by ``later(command, argument)``."""
+        attributes, trained = self.changes()
+        if attributes:
+            later("set_attributes", attributes)
+        if trained is not None:
+            later("set_requires_grad", trained)
 
     def take_back(self, attributes: Sequence[Mapping[str, Any]]) -> None:
         """Gives the driver's copies the worker's attributes, but for those that have been changed here since."""

@@ -6,7 +6,6 @@ driver runs its own inside that node and does not wait for the others, whose wor
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -24,52 +23,11 @@ from strategies.pipeline.node import with_backward
 from strategies.pipeline.ports import Ports
 from strategies.pipeline.recompute import num_recomputed
 from strategies.pipeline.remote import Failures, RemoteStage
+from strategies.pipeline.run import Run
 from strategies.pipeline.schedule import SCHEDULES, Action
 from strategies.pipeline.settings import Settings
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.suspended import Steps
-
-
-class Run:
-    """One pass, from its forward part until its backward part has run or can no longer come.
-
-    A result that the user keeps keeps this, which therefore does not keep the pipeline.
-    """
-
-    def __init__(self, this: Pass, passes: "Passes") -> None:
-        self.this = this
-        self._passes = weakref.ref(passes)
-        self._is_spent = False
-        self.rows: list[list[int]] = []
-        """For each output that wants a gradient, the number of rows that each micro-batch gave."""
-        self.flags: list[list[bool]] = []
-        """For each such output, whether that of each micro-batch wants one (those recomputed are only guessed)."""
-
-    def spend(self) -> "Passes":
-        """Notes that the backward part runs now, after which nothing is kept for it any more.
-
-        Raises:
-            RuntimeError: If it has run before, or the pipeline has ended.
-        """
-        passes = self._passes()
-        if passes is None:
-            raise RuntimeError("the pipeline that computed this has ended, so it has no backward pass any more")
-        if self._is_spent:
-            raise RuntimeError(
-                "the backward pass of this batch has already run through the pipeline, whose stages keep nothing for "
-                "a second one (retain_graph=True has no effect on them); add the losses up and call backward once"
-            )
-        self._is_spent = True
-        return passes
-
-    def backward(self, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Runs the backward part on every stage; see :meth:`Passes.backward`."""
-        return self.spend().backward(self, grads, inputs)
-
-    def __del__(self) -> None:
-        passes = self._passes()
-        if passes is not None and not self._is_spent:
-            passes.forget(self.this.number)
 
 
 class Passes:
@@ -135,7 +93,7 @@ class Passes:
             leaves[place] = tensor
         return tree_unflatten(leaves, spec)
 
-    def _forward(self, x: Any, fed_flags: list[bool], grad: bool) -> tuple[Run, Any, list[bool]]:
+    def _forward(self, x: Any, fed_flags: list[bool], grad: bool) -> tuple["Run[Passes]", Any, list[bool]]:
         """Returns the run, the merged output, and for each tensor of it whether it wants a gradient."""
         parts = split(x, self._settings.microbatches)
         run = self.begin(len(parts), grad)
@@ -157,7 +115,9 @@ class Passes:
         run.flags = [[t.requires_grad for t in column] for column in columns]
         return run, output, wanted
 
-    def backward(self, run: Run, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    def backward(
+        self, run: "Run[Passes]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         """Runs the backward part of a pass on every stage.
 
         Args:
@@ -192,7 +152,7 @@ class Passes:
         ]
         return merged
 
-    def begin(self, microbatches: int, grad: bool, context: PassContext | None = None) -> Run:
+    def begin(self, microbatches: int, grad: bool, context: PassContext | None = None) -> "Run[Passes]":
         """Begins a pass: what has to be the same everywhere is, once the stages do what they are told next."""
         if list(self._module._modules.values()) != self._children:
             raise RuntimeError(
@@ -236,11 +196,7 @@ class Passes:
 
     def _carry_changes(self, i: int) -> None:
         """Carries what has changed on the driver to stage ``i``, together with the next call."""
-        attributes, trained = self.mirrors[i].changes()
-        if attributes:
-            self.remotes[i].later("set_attributes", attributes)
-        if trained is not None:
-            self.remotes[i].later("set_requires_grad", trained)
+        self.mirrors[i].carry(self.remotes[i].later)
 
     def forget(self, number: int) -> None:
         """Has every stage forget a pass whose backward part can no longer come."""

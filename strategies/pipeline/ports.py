@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from strategies.pipeline.channel import Receiver, Sender, Wait
-from strategies.pipeline.hosted import FEED_TAG
 from strategies.pipeline.stage import Input, Mailbox, Output
 from strategies.pipeline.ties import Tie, TiedParameters
+from strategies.pipeline.wiring import FEED_TAG
 
 
 @dataclass

@@ -113,7 +113,7 @@ class RemoteStage:
         timeout_seconds: float,
     ) -> None:
         self._name, self._stage, self.description = name, stage, description
-        self._ended, self._failures, self._timeout_seconds = ended, failures, timeout_seconds
+        self._ended, self.failures, self._timeout_seconds = ended, failures, timeout_seconds
         self._number = 0
         self._is_given_up = False
         self._later: deque[Command] = deque()  # the garbage collector may append from any thread
@@ -137,7 +137,8 @@ class RemoteStage:
         commands.append((command, arguments))
         reply = rpc.rpc_async(self._name, perform, args=(self._stage, self._number, commands), timeout=0)
         self._number += 1
-        reply.add_done_callback(lambda reply: self._settle(reply, done))
+        failures = self.failures  # those of now: who leads the stages may have others by the time of the reply
+        reply.add_done_callback(lambda reply: self._settle(reply, done, failures))
         return done
 
     def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -156,10 +157,10 @@ class RemoteStage:
                 a failure of this command: what can still be saved from a broken pipeline is.
             RuntimeError: If the stage does nothing for the time-out.
         """
-        if not self._failures.raised:
+        if not self.failures.raised:
             self._wait_for(started)
-            if self._failures.any:
-                self._failures.raise_cause()
+            if self.failures.any:
+                self.failures.raise_cause()
         return self._rescued(started)
 
     def call(self, command: str, *arguments: Any) -> Any:
@@ -191,12 +192,12 @@ class RemoteStage:
     def _wait_for(self, started: "Future[Any]") -> None:
         """Returns when the command is done, or any stage has failed, or this one has stopped doing anything."""
         before = None
-        while not wait([started, self._failures.first], self._timeout_seconds, FIRST_COMPLETED).done:
+        while not wait([started, self.failures.first], self._timeout_seconds, FIRST_COMPLETED).done:
             asked = rpc.rpc_async(self._name, progress, args=(self._stage,), timeout=self._timeout_seconds)
             now = asked.wait()
             if now == before:
                 self._is_given_up = True
-                self._failures.add(
+                self.failures.add(
                     RuntimeError(
                         f"{self.description} has done nothing for {self._timeout_seconds:g} s; it stands in {now[1]}. "
                         "If it only takes its time, raise rpc_timeout_sec."
@@ -205,19 +206,19 @@ class RemoteStage:
                 )
             before = now
 
-    def _settle(self, reply: Any, done: "Future[Any]") -> None:
+    def _settle(self, reply: Any, done: "Future[Any]", failures: Failures) -> None:
         """Runs on a thread of RPC as soon as the reply is there."""
         try:
             value = reply.value()
         except Exception as error:
             ended = self._ended()
             lost = RuntimeError(f"{self.description} did not answer: {ended or error}")
-            self._failures.add(lost, consequence=ended is None and is_consequence(error))
+            failures.add(lost, consequence=ended is None and is_consequence(error))
             done.set_exception(lost)
             return
         if isinstance(value, Failure):
             failed = rebuilt(value)
-            self._failures.add(failed, consequence=value.consequence)
+            failures.add(failed, consequence=value.consequence)
             done.set_exception(failed)
         else:
             done.set_result(value)

@@ -31,6 +31,16 @@ class _Remote:
     relay_name: str
     """Which tensor this is, or was computed from."""
 
+    relay_advice: str = (
+        "For gradients of all stages set the Trainer's gradient_clip_val, or call self.clip_gradients(...) or "
+        "trainer.strategy.clip_grad_norm_(...), which returns their norm and with max_norm=inf leaves them as they "
+        "are; to clear them call zero_grad() of the optimizer or of the model."
+    )
+    """What to do about gradients."""
+
+    relay_is_followed: bool = True
+    """Whether what an optimizer does to this reaches the worker; otherwise it may not read the gradient either."""
+
     @classmethod
     def __torch_function__(
         cls,
@@ -41,7 +51,8 @@ class _Remote:
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if _descriptor(func) is Tensor.grad and func.__name__ == "__get__" and not _may_read(sys._getframe(1)):
+            reads_gradient = _descriptor(func) is Tensor.grad and func.__name__ == "__get__"
+            if reads_gradient and not (args[0].relay_is_followed and _may_read(sys._getframe(1))):
                 args[0]._refuse_gradient()
             if sys._getframe(1).f_globals.get("__name__") in _MAKE_UP_VALUES:
                 args[0]._refuse("SummaryWriter")
@@ -64,10 +75,7 @@ class _Remote:
 
     def _refuse_gradient(self) -> NoReturn:
         raise RuntimeError(
-            f"the gradient of {self.relay_name} is on another stage of the pipeline. For gradients "
-            "of all stages set the Trainer's gradient_clip_val, or call self.clip_gradients(...) or "
-            "trainer.strategy.clip_grad_norm_(...), which returns their norm and with max_norm=inf leaves them as they "
-            "are; to clear them call zero_grad() of the optimizer or of the model."
+            f"the gradient of {self.relay_name} is on another stage of the pipeline. {self.relay_advice}"
         )
 
     def _refuse(self, what: str) -> NoReturn:

@@ -10,19 +10,17 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.pipeline.batchnorm import DeferredStatistics
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.randomness import layer_seed, preserved_random_state, seed_device
+from strategies.pipeline.layers import CallLayer, Layers
+from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.recompute import Flags, frozen_statistics
 from strategies.pipeline.schedule import Action
 
@@ -92,26 +90,36 @@ class Mailbox:
 class _Kept:
     """What a stage keeps of a micro-batch between its forward and its backward pass.
 
-    ``inputs`` are the input's leaves that want a gradient. ``outputs`` has an entry for each output that gets one from
-    the next stage; it is ``None`` if the micro-batch is recomputed, as is an entry whose output wants none after all.
+    ``inputs`` are places for the gradients of the input's tensors that want one; those tensors are not kept for it.
+    ``outputs`` has an entry for each output that gets one from the next stage; it is ``None`` if the micro-batch is
+    recomputed, as is an entry whose output wants none after all.
     """
 
-    inputs: list[Tensor]
+    inputs: list["_Gradient"]
     outputs: list[GradientEdge | None]
     recompute_from: Any = None
     flags: Flags | None = None
 
 
+@dataclass
+class _Gradient:
+    """Of one tensor that has entered a stage."""
+
+    value: Tensor | None = None
+
+
 class _Enter(torch.autograd.Function):
-    """The identity from a leaf to a tensor that layers may change in place."""
+    """From a tensor that has arrived to one that layers may change in place, and whose gradient goes to its place."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
+    def forward(ctx: Any, anchor: Tensor, arrived: Tensor, gradient: _Gradient) -> Tensor:
+        ctx.gradient = gradient
+        return arrived.detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+        ctx.gradient.value = grads[0]
+        return None, None, None
 
 
 class Stage:
@@ -123,6 +131,7 @@ class Stage:
         device: Where the layers live.
         inputs, outputs, output_grads, input_grads: The ports.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
+        call: How a layer is called; see :class:`~strategies.pipeline.layers.Layers`.
     """
 
     def __init__(
@@ -136,13 +145,12 @@ class Stage:
         output_grads: Input,
         input_grads: Output,
         deferred_batch_norm: bool = False,
+        call: CallLayer | None = None,
     ) -> None:
-        self.layers = layers
-        self.first_layer = first_layer
-        self.device = device
+        self.layers, self.first_layer, self.device = layers, first_layer, device
+        self._own = Layers(layers, first_layer, device, deferred_batch_norm=deferred_batch_norm, call=call)
         self._inputs, self._outputs, self._output_grads, self._input_grads = inputs, outputs, output_grads, input_grads
         self._kept: dict[tuple[int, int], _Kept] = {}
-        self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._writes_input: bool | None = None
         self.num_done = 0
         self._doing = ""
@@ -150,8 +158,7 @@ class Stage:
     def close(self) -> None:
         """Leaves the layers as they were; keeps nothing of any pass."""
         self._kept.clear()
-        if self._deferred is not None:
-            self._deferred.remove()
+        self._own.close()
 
     @property
     def doing(self) -> str:
@@ -197,12 +204,14 @@ class Stage:
         self.doing = f"F{m}, waiting for its input"
         x = self._inputs.receive(this.number, m)
         recompute = this.grad and m < this.recomputed
-        kept = _Kept([leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
+        kept = _Kept([_Gradient() for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
         if recompute:
             kept.recompute_from, kept.flags = x, Flags.of(self.layers)
             if self._writes_input is not False:
                 x = _copied(x)
-        before = _versions(x) if recompute else None
+            before = _versions(x)
+        elif this.grad:
+            x = _entered(x, kept.inputs)
         y = self._run_layers(this, m, x, grad=this.grad and not recompute, recomputing=False)
         if recompute:
             self._writes_input = bool(self._writes_input) or before != _versions(x)
@@ -216,8 +225,8 @@ class Stage:
             kept.outputs = [get_gradient_edge(t) for t, flag in zip(tensors, flags, strict=True) if flag]
         if kept.inputs or any(flags):
             self._kept[this.number, m] = kept
-        if self._deferred is not None and m == this.microbatches - 1:
-            self._deferred.commit()
+        if m == this.microbatches - 1:
+            self._own.end_forward()
         self._outputs.send(y, this.number, m, requires_grad=flags)
 
     def _backward(self, this: Pass, microbatches: Sequence[int]) -> None:
@@ -236,7 +245,7 @@ class Stage:
             received = self._output_grads.receive(this.number, m)
             if kept.recompute_from is not None:
                 assert kept.flags is not None
-                x, kept.recompute_from = kept.recompute_from, None
+                x, kept.recompute_from = _entered(kept.recompute_from, kept.inputs), None
                 with kept.flags.entered(self.layers):
                     y = self._run_layers(this, m, x, grad=True, recomputing=True)
                 candidates = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
@@ -248,29 +257,29 @@ class Stage:
                     grads.append(grad)
         self.doing = ", ".join(f"B{m}" for m in microbatches)
         if edges:
-            with frozen_statistics(self.layers, _BatchNorm if self._deferred else None):  # of what checkpoints itself
+            with frozen_statistics(self.layers, self._own.frozen_in_backward):  # of what checkpoints itself
                 torch.autograd.backward(edges, grads)
         for m, inputs in done:
             if inputs:
-                self._input_grads.send([leaf.grad for leaf in inputs], this.number, m)
+                self._input_grads.send([gradient.value for gradient in inputs], this.number, m)
 
     def _run_layers(self, this: Pass, m: int, x: Any, *, grad: bool, recomputing: bool) -> Any:
-        frozen = _NormBase if recomputing else _BatchNorm if self._deferred else None
-        gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
-        with this.context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering:
-            if grad:
-                x = entered(x)
-            for layer, module in enumerate(self.layers, start=self.first_layer):
-                self.doing = f"{'recomputing ' if recomputing else ''}F{m}, layer {layer}"
-                seed_device(layer_seed(this.seed, m, layer), self.device)
-                x = module(x)
-        return x
+        def doing(what: str) -> None:
+            self.doing = what
+
+        return self._own.run(x, m, this.seed, this.context, grad=grad, recomputing=recomputing, doing=doing)
 
 
-def entered(value: Any) -> Any:
-    """The same value, made of tensors that may be changed in place though those of ``value`` are leaves."""
+def _entered(value: Any, gradients: Sequence[_Gradient]) -> Any:
+    """The same value, made of tensors that may be changed in place and whose gradients go to ``gradients``."""
     leaves, spec = tree_flatten(value)
-    own = [_Enter.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
+    ahead = iter(gradients)
+    with torch.enable_grad():
+        anchor = torch.zeros((), requires_grad=True)
+        own = [
+            _Enter.apply(anchor, t.detach(), next(ahead)) if isinstance(t, Tensor) and t.requires_grad else t
+            for t in leaves
+        ]
     return tree_unflatten(own, spec)
 
 

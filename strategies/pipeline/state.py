@@ -21,11 +21,14 @@ class StateOfStages:
     Args:
         module: The whole module.
         stages: Its parts.
-        remotes: Where the first of them live; the others live here.
+        remotes: Where each of them lives; it is here if that is ``None`` or not said.
     """
 
-    def __init__(self, module: nn.Sequential, stages: Sequence[nn.Sequential], remotes: Sequence[RemoteStage]) -> None:
-        self._module, self._stages, self._remotes = module, stages, remotes
+    def __init__(
+        self, module: nn.Module, stages: Sequence[nn.Sequential], remotes: Sequence[RemoteStage | None]
+    ) -> None:
+        self._module, self._stages = module, stages
+        self._remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
         self._gathers, self._scatters = "module_state", True
         self._handles: list[Any] = [
             module.register_state_dict_post_hook(partial(self._gather)),  # torch sets an attribute on it
@@ -37,7 +40,7 @@ class StateOfStages:
         for handle in self._handles:
             handle.remove()
 
-    def whole(self) -> nn.Sequential:
+    def whole(self) -> nn.Module:
         """The module as one process would have it now: this stage's layers, and copies of those of the others."""
         module, last = self._module, self._stages[-1]
         here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
@@ -50,7 +53,9 @@ class StateOfStages:
             del own[handle.id]
         whole._state_dict_hooks, whole._load_state_dict_pre_hooks = map(OrderedDict, hooks)
         whole._modules = {}
-        for layers, remote in zip(self._stages, self._remotes, strict=False):
+        for layers, remote in zip(self._stages, self._remotes, strict=True):
+            if remote is None:
+                continue
             tensors = remote.call("tensors")
             for name, p in layers.named_parameters():
                 memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
@@ -90,9 +95,9 @@ class StateOfStages:
         here = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for i, layers in enumerate(self._stages):
             own = {n: v for n, v in here.items() if n[len(prefix) :].partition(".")[0] in layers._modules}
-            if i < len(self._remotes):
+            if (remote := self._remotes[i]) is not None:
                 parameters = dict(layers.named_parameters(remove_duplicate=False))
-                given = self._given(i, [name for name in parameters if prefix + name in own])
+                given = self._given(i, remote, [name for name in parameters if prefix + name in own])
                 state.update({prefix + name: value for name, value in given.items()})
                 owned_here = [prefix + name for name, p in parameters.items() if not p.is_meta]  # tied ones
                 state.update({name: own[name] for name in owned_here if name in own})
@@ -103,18 +108,18 @@ class StateOfStages:
             if prefix + name in state:
                 state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
 
-    def _given(self, i: int, wanted: Sequence[str]) -> dict[str, Any]:
+    def _given(self, i: int, remote: RemoteStage, wanted: Sequence[str]) -> dict[str, Any]:
         """What stage ``i`` gives for its layers.
 
         Raises:
             RuntimeError: If it lacks what is wanted, or has what belongs to others.
         """
-        given: dict[str, Any] = with_meta_tensors(self._remotes[i].call(self._gathers))
+        given: dict[str, Any] = with_meta_tensors(remote.call(self._gathers))
         missing = [name for name in wanted if name not in given]
         foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
         if missing or foreign:
             raise RuntimeError(
-                f"{self._remotes[i].description} gave a state that is not that of its layers: missing {missing}, "
+                f"{remote.description} gave a state that is not that of its layers: missing {missing}, "
                 f"unexpected {foreign}. No checkpoint can be made of it."
             )
         return given
@@ -128,7 +133,9 @@ class StateOfStages:
         for name, parameter in named.items():  # as in one process, the last value of a tied parameter stays
             if prefix + name in state:
                 state[prefix + name] = state[prefix + last[parameter]]
-        for layers, remote in zip(self._stages, self._remotes, strict=False):
+        for layers, remote in zip(self._stages, self._remotes, strict=True):
+            if remote is None:
+                continue
             own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
             remote.call("load_module_state", {name: state[prefix + name] for name in own})
             for name, here in own.items():

@@ -69,6 +69,13 @@ class PipelineOptimizers:
             self._shared_steps.close()
             self._shared_steps = None
 
+    def add(self, optimizer: Optimizer, numbers: list[list[int]]) -> None:
+        """Adds one that was made after the start, with the numbers of its parameters on each worker's stage."""
+        self.optimizers.append(optimizer)
+        self._shipped.append(_group_sizes(optimizer))
+        for own, new in zip(self.numbers, numbers, strict=True):
+            own.append(new)
+
     def step_remotes(self, optimizer: Optimizer) -> None:
         """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting.
 

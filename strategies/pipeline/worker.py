@@ -13,20 +13,23 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 import cloudpickle
 import torch
-from torch.distributed import ProcessGroup, rpc
+from torch.distributed import rpc
 from torch.futures import Future
 
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.hosted import HostedStage, unpack
 from strategies.pipeline.session import Session, join_data_plane, join_rpc
+from strategies.pipeline.wiring import to_neighbours
 
 Command = tuple[str, tuple[Any, ...]]
 """The name of a method of :class:`~strategies.pipeline.hosted.HostedStage`, and its arguments."""
@@ -58,13 +61,17 @@ class Host:
     """Runs the commands for a stage one after another, in the order in which the driver numbered them.
 
     The stage is unpacked on the compute thread too, ahead of the first command, whose result tells if that fails.
+
+    Args:
+        unpack: Makes the stage.
+        name: What to call it as long as there is none.
     """
 
-    def __init__(self, blob: bytes, group: ProcessGroup) -> None:
-        self._rank = group.rank()
-        self._packed: tuple[bytes, ProcessGroup] | None = (blob, group)
+    def __init__(self, unpack: Callable[[], HostedStage], name: str) -> None:
+        self._name = name
+        self._unpack: Callable[[], HostedStage] | None = unpack
         self._stage: HostedStage | None = None
-        self._queue: SimpleQueue[tuple[int, list[Command], Future]] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, list[Command], Future] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
     def submit(self, number: int, commands: list[Command]) -> Future:
@@ -72,6 +79,10 @@ class Host:
         future: Future = Future()
         self._queue.put((number, commands, future))
         return future
+
+    def close(self) -> None:
+        """Ends the compute thread, once it has done what it was told before."""
+        self._queue.put(None)
 
     @property
     def hosted(self) -> HostedStage:
@@ -87,7 +98,10 @@ class Host:
         early: dict[int, tuple[list[Command], Future]] = {}
         following = 0
         while True:
-            number, commands, future = self._queue.get()
+            got = self._queue.get()
+            if got is None:
+                return
+            number, commands, future = got
             early[number] = commands, future
             while following in early:
                 commands, future = early.pop(following)
@@ -98,8 +112,8 @@ class Host:
         result = None
         try:
             if self._stage is None:
-                assert self._packed is not None
-                self._stage, self._packed = unpack(*self._packed), None
+                assert self._unpack is not None
+                self._stage, self._unpack = self._unpack(), None
             for name, arguments in commands:
                 result = getattr(self._stage, name)(*arguments)
         except BaseException as error:  # a layer may even exit; the driver must hear of it
@@ -109,7 +123,7 @@ class Host:
         return result
 
     def _failure(self, error: BaseException) -> Failure:
-        stage = f"stage {self._rank}" if self._stage is None else self._stage.describe()
+        stage = self._name if self._stage is None else self._stage.describe()
         return failure_of(error, stage, self.progress()[1])
 
 
@@ -131,7 +145,8 @@ def failure_of(error: BaseException, what: str, doing: str) -> Failure:
 
 def host(blob: bytes, rank: int, session: Session) -> Host:
     """Connects this process to the others; called by ``rpc.remote``, so that the driver gets an ``RRef``."""
-    return Host(blob, join_data_plane(session, rank))
+    group = join_data_plane(session, rank)
+    return Host(partial(unpack, blob, partial(to_neighbours, group=group)), f"stage {rank}")
 
 
 @rpc.functions.async_execution

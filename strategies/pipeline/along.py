@@ -1,0 +1,104 @@
+"""Lets stages in other processes follow the user's optimizer object, through whichever of its methods is called."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from strategies.optimizer import within_a_step
+from strategies.pipeline.update import PipelineOptimizers
+
+
+def take_along(
+    own: Optimizer,
+    optimizers: PipelineOptimizers,
+    *,
+    holders: Iterable[Any] = (),
+    refused: type[Exception] = RuntimeError,
+) -> list[Callable[[], None]]:
+    """Makes every step, every ``zero_grad`` and the state of an optimizer those of all stages.
+
+    Args:
+        own: The user's optimizer.
+        optimizers: Where it is one of those over all stages.
+        holders: What is around it, with a ``zero_grad`` of its own.
+        refused: The type of the error for an optimizer that cannot be followed.
+
+    Returns:
+        Functions that end this.
+    """
+    undo = [own.register_step_pre_hook(_StepAlong(optimizers, refused)).remove]
+    for holder in (own, *holders):
+        both = partial(_zero_grad_too, holder.zero_grad, partial(optimizers.zero_grad_remotes, own))
+        undo.append(replaced(holder, "zero_grad", both))
+    undo.append(replaced(own, "state_dict", partial(optimizers.state_dict, own)))
+    undo.append(replaced(own, "load_state_dict", partial(optimizers.load_state_dict, own)))
+    return undo
+
+
+class _StepAlong:
+    """A step pre-hook that steps the workers' parts once the gradients are there.
+
+    A closure that the optimizer calls within its step may compute them; without one they are there already.
+    The workers then step at the same time as the driver.
+    """
+
+    def __init__(self, optimizers: PipelineOptimizers, refused: type[Exception]) -> None:
+        self._optimizers, self._refused = optimizers, refused
+
+    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if within_a_step(optimizer):
+            return None
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._optimizers.step_remotes(optimizer)
+            return None
+        return args[:1], {**kwargs, "closure": _Once(closure, self._optimizers, optimizer, self._refused)}
+
+
+class _Once:
+    """A closure that is followed by the workers' step, and that can be called once in a step."""
+
+    def __init__(
+        self,
+        closure: Callable[[], Any],
+        optimizers: PipelineOptimizers,
+        optimizer: Optimizer,
+        refused: type[Exception],
+    ) -> None:
+        self._closure: Callable[[], Any] | None = closure
+        self._optimizers, self._optimizer, self._refused = optimizers, optimizer, refused
+
+    def __call__(self) -> Any:
+        if self._closure is None:
+            raise self._refused(
+                f"{type(self._optimizer).__name__} evaluates the loss several times within a step, which a pipeline "
+                "cannot follow. Use an optimizer that makes one update from one gradient, such as AdamW."
+            )
+        closure, self._closure = self._closure, None
+        result = closure()
+        self._optimizers.step_remotes(self._optimizer)
+        return result
+
+
+def _zero_grad_too(
+    original: Callable[[bool], None], clear_remotes: Callable[[bool], None], set_to_none: bool = True
+) -> None:
+    original(set_to_none)
+    clear_remotes(set_to_none)
+
+
+def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
+    """Sets a method of one object; returns what takes that back."""
+    own = vars(holder)
+    had, before = name in own, own.get(name)
+    own[name] = method
+
+    def undo() -> None:
+        if had:
+            own[name] = before
+        else:
+            own.pop(name, None)
+
+    return undo

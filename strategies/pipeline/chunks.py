@@ -1,0 +1,105 @@
+"""How ``Pipe`` splits its inputs into micro-batches and joins their outputs.
+
+Unlike :mod:`~strategies.pipeline.microbatch` it looks at positional arguments only, not into what they are made of, and
+splits each tensor by itself, as the ``Pipe`` that PyTorch removed in 2.4 did.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class NoChunk:
+    """Marks an input of :class:`~strategies.pipeline.pipe.Pipe` that every micro-batch gets whole.
+
+    Args:
+        tensor: The input.
+
+    Raises:
+        TypeError: If it is no tensor; those are given whole anyway.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"NoChunk is for tensors; {type(tensor).__name__} is given to every micro-batch anyway")
+        self._tensor = tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The input."""
+        return self._tensor
+
+
+def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
+    """Splits positional arguments into those of each micro-batch.
+
+    Args:
+        inputs: Tensors ``[batch, ...]``, which are split by ``Tensor.chunk``; and others, which are not.
+        chunks: How many micro-batches there are at most.
+
+    Returns:
+        The arguments of each micro-batch; tensors are views.
+
+    Raises:
+        TypeError: If no argument is a tensor.
+        ValueError: If the tensors differ in the number of parts that they give, or one has no dimension.
+    """
+    if not has_tensor(inputs):
+        kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
+        raise TypeError(
+            f"Pipe got {kinds}, but needs a tensor among its inputs, to split its first dimension into micro-batches; "
+            "give those in tuples, lists and dicts as arguments of their own"
+        )
+    scalars = [place for place, value in enumerate(inputs) if isinstance(value, Tensor) and value.dim() == 0]
+    if scalars and chunks > 1:
+        raise ValueError(f"input {scalars[0]} of Pipe has no dimension to split; give it as NoChunk(tensor)")
+    pieces = {
+        place: (value,) if value.dim() == 0 else value.chunk(chunks)
+        for place, value in enumerate(inputs)
+        if isinstance(value, Tensor)
+    }
+    counts = sorted({len(parts) for parts in pieces.values()} or {1})
+    if len(counts) > 1:
+        sizes = ", ".join(str(len(value)) for value in inputs if isinstance(value, Tensor))
+        raise ValueError(
+            f"the inputs of Pipe have {sizes} rows, which give different numbers of micro-batches ({counts}) for "
+            f"chunks={chunks}; give what is no batch as NoChunk(tensor)"
+        )
+    whole = [value.tensor if isinstance(value, NoChunk) else value for value in inputs]
+    return [tuple(pieces[k][m] if k in pieces else value for k, value in enumerate(whole)) for m in range(counts[0])]
+
+
+def gather(outputs: Sequence[Any]) -> Any:
+    """Joins what the last layer returned for each micro-batch: tensors by their rows, others into a list.
+
+    Raises:
+        ValueError: If the micro-batches gave outputs of different kinds, or a tensor has no rows.
+    """
+    if not isinstance(outputs[0], tuple):
+        return _joined(outputs)
+    lengths = sorted({len(output) if isinstance(output, tuple) else 1 for output in outputs})
+    if len(lengths) > 1:
+        raise ValueError(f"the last layer returned different numbers of values for the micro-batches: {lengths}")
+    return tuple(_joined(column) for column in zip(*outputs, strict=True))
+
+
+def _joined(column: Sequence[Any]) -> Any:
+    if not isinstance(column[0], Tensor):
+        return list(column)
+    if any(not isinstance(value, Tensor) for value in column):
+        raise ValueError(f"the last layer returned a tensor and other things: {[type(value) for value in column]}")
+    if len(column) == 1:
+        return column[0]
+    if column[0].dim() == 0:
+        raise ValueError(
+            "the last layer returned a tensor without rows, which cannot be joined over micro-batches; reduce it "
+            "outside of Pipe"
+        )
+    return torch.cat(list(column))
+
+
+def has_tensor(values: Sequence[Any]) -> bool:
+    """Whether one of the arguments is a tensor."""
+    return any(isinstance(value, Tensor | NoChunk) for value in values)

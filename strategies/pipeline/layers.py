@@ -1,0 +1,115 @@
+"""Consecutive layers and how one micro-batch goes through them: random seeds, running statistics, settings of the pass.
+
+What a micro-batch is made of and how gradients come back is the caller's affair: a :class:`Stage` of the strategy or of
+``Pipe``, or the one autograd graph of a ``Pipe`` in one process.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from strategies.pipeline.batchnorm import DeferredStatistics
+from strategies.pipeline.context import PassContext
+from strategies.pipeline.randomness import layer_seed, seed_device
+from strategies.pipeline.recompute import frozen_statistics
+
+CallLayer = Callable[[nn.Module, Any], Any]
+"""Takes a layer and what the one before it returned."""
+
+
+class _Enter(torch.autograd.Function):
+    """The identity from a leaf to a tensor that layers may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Layers:
+    """Runs micro-batches through some layers.
+
+    Args:
+        layers: The layers; their names are those of the whole module's children.
+        first_layer: The first one's place in the whole module, which seeds its random numbers.
+        device: Where the layers live.
+        deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
+        call: How a layer is called.
+    """
+
+    def __init__(
+        self,
+        layers: nn.Sequential,
+        first_layer: int,
+        device: torch.device,
+        *,
+        deferred_batch_norm: bool = False,
+        call: CallLayer | None = None,
+    ) -> None:
+        self.layers, self.first_layer, self.device = layers, first_layer, device
+        self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
+        self._call = call
+
+    @property
+    def frozen_in_backward(self) -> type[_NormBase] | None:
+        """The normalising layers whose statistics a backward pass must leave alone: one may checkpoint itself."""
+        return _BatchNorm if self._deferred else None
+
+    def run(
+        self,
+        x: Any,
+        microbatch: int,
+        seed: int,
+        context: PassContext,
+        *,
+        grad: bool,
+        recomputing: bool,
+        doing: Callable[[str], None] | None = None,
+    ) -> Any:
+        """Takes a micro-batch through the layers.
+
+        Args:
+            x: What the first layer takes; leaves of autograd in it must not be changed in place, see :func:`entered`.
+            microbatch: Its number; with the first one a pass begins.
+            seed: That of the pass.
+            context: The settings of the pass.
+            grad: Whether autograd is to record it.
+            recomputing: Whether this has been done before, so that nothing is counted twice.
+            doing: Told what is done, for error reports.
+        """
+        frozen = _NormBase if recomputing else self.frozen_in_backward
+        if self._deferred is not None and microbatch == 0 and not recomputing:
+            self._deferred.forget()
+        gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
+        with context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering:
+            for layer, module in enumerate(self.layers, start=self.first_layer):
+                if doing is not None:
+                    doing(f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}")
+                seed_device(layer_seed(seed, microbatch, layer), self.device)
+                x = module(x) if self._call is None else self._call(module, x)
+        return x
+
+    def end_forward(self) -> None:
+        """Notes that the last micro-batch of a pass is through."""
+        if self._deferred is not None:
+            self._deferred.commit()
+
+    def close(self) -> None:
+        """Leaves the layers as they were."""
+        if self._deferred is not None:
+            self._deferred.remove()
+
+
+def entered(value: Any) -> Any:
+    """The same value, made of tensors that may be changed in place though those of ``value`` are leaves."""
+    leaves, spec = tree_flatten(value)
+    own = [_Enter.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
+    return tree_unflatten(own, spec)

@@ -1,0 +1,235 @@
+"""Skip connections: a layer stashes a tensor by name, a later layer pops it, wherever the two run.
+
+    @skippable(stash=["1to3"])                     @skippable(pop=["1to3"])
+    class Down(nn.Module):                         class Up(nn.Module):
+        def forward(self, x):                          def forward(self, x):
+            yield stash("1to3", x)                         skip = yield pop("1to3")
+            return self.conv(x)                            return self.conv(x + skip)
+
+    nn.Sequential(Down(), Middle(), Up())
+                    └────────────────┘
+
+In a plain ``nn.Sequential`` the tensor waits on the thread that runs it; in a ``Pipe`` it travels straight from the
+partition that stashes to the one that pops, and its gradient back. The idea and the names are those of torchgpipe
+(Kim et al., 2020, https://arxiv.org/abs/2004.09910).
+"""
+
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+Layer = TypeVar("Layer", bound=type[nn.Module])
+
+_DECLARED = "_relay_skips"
+"""Where a skippable class keeps which names it stashes and pops."""
+
+_NAMESPACES = "_relay_namespaces"
+"""Where a skippable layer keeps the namespace of each name."""
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Keeps skips of the same name apart; see ``isolate`` in :func:`skippable`. Copies are the same namespace."""
+
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+Key = tuple[Namespace | None, str]
+"""A skip: its namespace, and its name."""
+
+
+@dataclass(frozen=True)
+class stash:
+    """``yield stash(name, tensor)`` in a skippable layer's ``forward`` sets a tensor, or ``None``, aside."""
+
+    name: str
+    tensor: Tensor | None
+
+
+@dataclass(frozen=True)
+class pop:
+    """``tensor = yield pop(name)`` in a skippable layer's ``forward`` takes what was stashed under that name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _Names:
+    stashed: tuple[str, ...]
+    popped: tuple[str, ...]
+
+
+class _Waiting(threading.local):
+    """The skips that have been stashed and not yet popped on a thread: a plain ``nn.Sequential`` hands on nothing else.
+
+    Code of a ``Pipe`` replaces it for as long as it runs layers; see :func:`waiting_skips`.
+    """
+
+    def __init__(self) -> None:
+        self.skips: dict[Key, Tensor | None] = {}
+
+
+_here = _Waiting()
+
+
+@contextmanager
+def waiting_skips(skips: dict[Key, Tensor | None]) -> Iterator[None]:
+    """Within this, layers that run on this thread pop from ``skips`` and stash into it."""
+    before, _here.skips = _here.skips, skips
+    try:
+        yield
+    finally:
+        _here.skips = before
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
+    """Lets a layer's ``forward`` yield :class:`stash` and :class:`pop`.
+
+    The class stays what it is: names in its ``state_dict``, and how it is pickled, do not change. It gets a method
+    ``isolate(namespace, *, only=None)``, which puts its skips, or those in ``only``, into a namespace and returns the
+    layer; a layer that stashes and the one that pops must be in the same one.
+
+    Args:
+        stash: The names that ``forward`` stashes.
+        pop: The names that it pops.
+
+    Raises:
+        TypeError: If the class is skippable already, or one of torch's own, which others use.
+    """
+    names = _Names(_names("stash", stash), _names("pop", pop))
+
+    def decorated(cls: Layer) -> Layer:
+        if _DECLARED in vars(cls) or cls.__module__.split(".")[0] == "torch":
+            raise TypeError(
+                f"skippable changes a class, so it cannot take {cls.__qualname__}: decorate a subclass of it"
+            )
+        forward: Callable[..., Any] = cls.forward
+
+        @wraps(forward)
+        def carried_out(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return _carry_out(self, names, forward(self, *args, **kwargs))
+
+        for name, value in {_DECLARED: names, "forward": carried_out, "isolate": _isolate}.items():
+            setattr(cls, name, value)
+        return cls
+
+    return decorated
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Checks that every skip is stashed by one layer and popped by one later layer, or later in the same one.
+
+    Raises:
+        TypeError: If not; the message lists each layer and name.
+    """
+    stashed, popped, wrong = set[Key](), set[Key](), []
+    for path, layer, names in _skippables(module):
+        both = set(names.stashed) & set(names.popped)
+        wrong += [f"layer {path} both stashes and pops {name!r}" for name in both]
+        for name in set(names.popped) - both:
+            key = _key(layer, name)
+            if key in popped:
+                wrong.append(f"layer {path} pops {name!r}, which a layer before it has popped: isolate the pairs")
+            elif key not in stashed:
+                wrong.append(f"layer {path} pops {name!r}, which no layer before it stashes")
+            popped.add(key)
+        for name in set(names.stashed) - both:
+            key = _key(layer, name)
+            if key in stashed:
+                wrong.append(f"layer {path} stashes {name!r}, which a layer before it has stashed: isolate the pairs")
+            stashed.add(key)
+    wrong += [f"{name!r} is stashed, but no layer after that pops it" for _, name in stashed - popped]
+    if wrong:
+        raise TypeError("skip connections do not match: " + "; ".join(sorted(wrong)))
+
+
+def skips_of(layer: nn.Module) -> tuple[list[Key], list[Key]]:
+    """What a layer and the layers in it stash, and what they pop."""
+    found = list(_skippables(layer))
+    return (
+        [_key(inner, name) for _, inner, names in found for name in names.stashed],
+        [_key(inner, name) for _, inner, names in found for name in names.popped],
+    )
+
+
+def _skippables(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Names]]:
+    for path, layer in module.named_modules():
+        names = getattr(type(layer), _DECLARED, None)
+        if names is not None:
+            yield path, layer, names
+
+
+def _names(what: str, given: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(given)
+    if isinstance(given, str) or any(not isinstance(name, str) for name in names):
+        raise TypeError(f"{what} takes a list of names, got {given!r}")
+    return names
+
+
+def _key(layer: nn.Module, name: str) -> Key:
+    namespaces: Mapping[str, Namespace] = vars(layer).get(_NAMESPACES, {})
+    return namespaces.get(name), name
+
+
+def _isolate(self: Any, namespace: Namespace, *, only: Iterable[str] | None = None) -> Any:
+    """Puts this layer's skips, or those in ``only``, into a namespace; returns the layer."""
+    names: _Names = getattr(type(self), _DECLARED)
+    declared = {*names.stashed, *names.popped}
+    chosen = declared if only is None else set(_names("only", only))
+    if unknown := sorted(chosen - declared):
+        raise ValueError(f"{type(self).__name__} neither stashes nor pops {unknown}, only {sorted(declared)}")
+    vars(self)[_NAMESPACES] = {**vars(self).get(_NAMESPACES, {}), **dict.fromkeys(chosen, namespace)}
+    return self
+
+
+def _carry_out(layer: nn.Module, names: _Names, running: Any) -> Any:
+    """Runs a skippable layer's ``forward`` and does what it yields; returns what it returns."""
+    to_stash, to_pop = set(names.stashed), set(names.popped)
+    kind = type(layer).__name__
+    output = running
+    if isinstance(running, Generator):
+        answer = None
+        while True:
+            try:
+                asked = running.send(answer)
+            except StopIteration as end:
+                output = end.value
+                break
+            answer = _answer(layer, asked, to_stash, to_pop)
+            asked = None  # or this frame would keep what was stashed
+    if to_stash or to_pop:
+        raise RuntimeError(
+            f"{kind} has returned without "
+            + " and ".join(
+                f"{verb} {sorted(left)}" for verb, left in (("stashing", to_stash), ("popping", to_pop)) if left
+            )
+        )
+    return output
+
+
+def _answer(layer: nn.Module, asked: Any, to_stash: set[str], to_pop: set[str]) -> Tensor | None:
+    kind = type(layer).__name__
+    if not isinstance(asked, stash | pop):
+        raise TypeError(f"{kind} has yielded {type(asked).__name__}; skippable layers yield stash(...) or pop(...)")
+    left = to_stash if isinstance(asked, stash) else to_pop
+    if asked.name not in left:
+        verb = type(asked).__name__
+        raise RuntimeError(
+            f"{kind} yields {verb}({asked.name!r}), which it has done before or which is not in skippable({verb}=...)"
+        )
+    left.remove(asked.name)
+    key = _key(layer, asked.name)
+    if isinstance(asked, pop):
+        if key not in _here.skips:
+            raise RuntimeError(f"{kind} pops {asked.name!r}, which has not been stashed")
+        return _here.skips.pop(key)
+    if asked.tensor is not None and not isinstance(asked.tensor, Tensor):
+        raise TypeError(f"{kind} stashes {type(asked.tensor).__name__} as {asked.name!r}; it takes a tensor or None")
+    _here.skips[key] = asked.tensor
+    return None

@@ -1,0 +1,65 @@
+"""What a stage on a worker is connected to: its neighbours over gloo, or other partitions of a ``Pipe`` over RPC."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from strategies.pipeline.cargo import Cargo
+from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.stage import Input, Output
+
+FEED_TAG = 2
+"""Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
+
+
+class Flushed(Output, Protocol):
+    """An output of which it can be known that things have arrived; see :class:`~strategies.pipeline.channel.Sender`."""
+
+    def flush(self, keep: int = 0) -> None: ...
+
+    def fail(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """The connections of a stage.
+
+    Attributes:
+        inputs, outputs, output_grads, input_grads: Its ports.
+        sender, receiver: Make a channel to a peer with a tag, for tied parameters.
+        limit: How many values may be under way to one peer.
+        settle: Called at the end of each part of a pass, when nothing more is to be sent.
+        forget: Drops what is left of a pass.
+    """
+
+    inputs: Input
+    outputs: Flushed
+    output_grads: Input
+    input_grads: Flushed
+    sender: Callable[[int, int], Sender]
+    receiver: Callable[[int, int], Receiver]
+    limit: int
+    settle: Callable[[], None]
+    forget: Callable[[int], None]
+
+
+def to_neighbours(cargo: Cargo, group: ProcessGroup) -> Wiring:
+    """Connects a stage to the one before, or to the driver's loader, and to the one after."""
+    device = torch.device(cargo.device)
+    first, limit = cargo.index == 0, group.size() + 2
+    source, inputs_tag = (group.size() - 1, FEED_TAG) if first else (cargo.index - 1, 0)
+    return Wiring(
+        inputs=Receiver(group, source, device=device, tag=inputs_tag),
+        outputs=Sender(group, cargo.index + 1, limit=limit),
+        output_grads=Receiver(group, cargo.index + 1, device=device),
+        # The driver takes the gradients of its inputs only after its own backward pass: no limit, it would wait for it.
+        input_grads=Sender(group, source, tag=inputs_tag, limit=None if first else limit),
+        sender=lambda peer, tag: Sender(group, peer, tag=tag),
+        receiver=lambda peer, tag: Receiver(group, peer, device=device, tag=tag),
+        limit=limit,
+        settle=lambda: None,  # a failing neighbour says so itself
+        forget=lambda number: None,
+    )
