@@ -190,7 +190,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 optimizers=own,
                 model=model,
                 seeds=self._seeds,
-                replicas=self.replicas(self._settings.rpc_timeout_sec, divide_states=self._divides_states and fitting),
+                replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
                 world=self.world,
             )
             self._pipeline.start()

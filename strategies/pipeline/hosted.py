@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from strategies.optimizer import (
     put_together,
 )
+from strategies.pipeline.activity import Activity
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import Receiver, Sender, layouts
 from strategies.pipeline.gathered import GatheredGradients
@@ -32,7 +34,8 @@ FEED_TAG = 2
 class HostedStage(HostedOptimizers):
     """A stage on a worker. Its public methods are the commands of the control plane."""
 
-    def __init__(self, cargo: Cargo, group: ProcessGroup) -> None:
+    def __init__(self, cargo: Cargo, group: ProcessGroup, activity: Activity) -> None:
+        self._activity = activity
         self._index, self._driver = cargo.index, group.size() - 1
         device = torch.device(cargo.device)
         if device.type == "cuda":
@@ -40,35 +43,39 @@ class HostedStage(HostedOptimizers):
         self._layers = cargo.layers.to(device)
         self._optimizers = [put_together(*parts) for parts in cargo.optimizers]
         self._numbers = cargo.numbers
-        first, limit = cargo.index == 0, group.size() + 2
+        first, limit, wait = cargo.index == 0, group.size() + 2, activity.wait
         self._limit = limit
         source, inputs_tag = (self._driver, FEED_TAG) if first else (cargo.index - 1, 0)
-        self._outputs = Sender(group, cargo.index + 1, limit=limit)
+        self._outputs = Sender(group, cargo.index + 1, limit=limit, wait=wait)
         # The driver takes the gradients of its inputs only after its own backward pass: no limit, it would wait for it.
-        self._input_grads = Sender(group, source, tag=inputs_tag, limit=None if first else limit)
+        self._input_grads = Sender(group, source, tag=inputs_tag, limit=None if first else limit, wait=wait)
         self._stage = Stage(
             self._layers,
             cargo.first_layer,
             device,
-            inputs=Receiver(group, source, device=device, tag=inputs_tag),
+            inputs=Receiver(group, source, device=device, tag=inputs_tag, wait=wait),
             outputs=self._outputs,
-            output_grads=Receiver(group, cargo.index + 1, device=device),
+            output_grads=Receiver(group, cargo.index + 1, device=device, wait=wait),
             input_grads=self._input_grads,
             deferred_batch_norm=cargo.deferred_batch_norm,
+            activity=activity,
         )
         self._ties = TiedParameters(
             cargo.index,
             cargo.ties,
             dict(self._layers.named_parameters(remove_duplicate=False)),
-            lambda peer, tag: Sender(group, peer, tag=tag),
-            lambda peer, tag: Receiver(group, peer, device=device, tag=tag),
+            lambda peer, tag: Sender(group, peer, tag=tag, wait=wait),
+            lambda peer, tag: Receiver(group, peer, device=device, tag=tag, wait=wait),
         )
         self._averaging: Averaging | None = None
         self._shared_steps = None
         if cargo.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
             self._averaging = Averaging(
-                cargo.replicas.join(cargo.index), lambda: parameters, lambda: list(self._layers.buffers())
+                wait(partial(cargo.replicas.join, cargo.index)),
+                lambda: parameters,
+                lambda: list(self._layers.buffers()),
+                wait=wait,
             )
             self._averaging.share()
             if cargo.replicas.divide_states:
@@ -79,11 +86,6 @@ class HostedStage(HostedOptimizers):
         self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
             parameter.grad = None
-
-    @property
-    def progress(self) -> tuple[int, str]:
-        """How many things the stage has done so far, and what it does now or did last."""
-        return self._stage.num_done, self._stage.doing
 
     def describe(self) -> str:
         """Stage and layers in words, for error reports."""
@@ -158,7 +160,7 @@ class HostedStage(HostedOptimizers):
     def average_grads(self) -> None:
         """Averages the gradients over the replicas of this stage; see :meth:`Averaging.average`."""
         assert self._averaging is not None
-        self._stage.doing = "averaging gradients"
+        self._activity.doing = "averaging gradients"
         self._averaging.average()
 
     def zero_all_grads(self, set_to_none: bool) -> None:
@@ -217,8 +219,8 @@ class HostedStage(HostedOptimizers):
         return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
 
 
-def unpack(blob: bytes, group: ProcessGroup) -> HostedStage:
+def unpack(blob: bytes, group: ProcessGroup, activity: Activity) -> HostedStage:
     """Makes a stage of a pickled :class:`Cargo`."""
     cargo = pickle.loads(blob)
     assert isinstance(cargo, Cargo)
-    return HostedStage(cargo, group)
+    return HostedStage(cargo, group, activity)

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from strategies.pipeline.activity import Activity
 from strategies.pipeline.batchnorm import DeferredStatistics
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.randomness import layer_seed, preserved_random_state, seed_device
@@ -123,6 +124,7 @@ class Stage:
         device: Where the layers live.
         inputs, outputs, output_grads, input_grads: The ports.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
+        activity: Where it says what it does.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Stage:
         output_grads: Input,
         input_grads: Output,
         deferred_batch_norm: bool = False,
+        activity: Activity | None = None,
     ) -> None:
         self.layers = layers
         self.first_layer = first_layer
@@ -144,24 +147,13 @@ class Stage:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._writes_input: bool | None = None
-        self.num_done = 0
-        self._doing = ""
+        self._activity = activity or Activity()
 
     def close(self) -> None:
         """Leaves the layers as they were; keeps nothing of any pass."""
         self._kept.clear()
         if self._deferred is not None:
             self._deferred.remove()
-
-    @property
-    def doing(self) -> str:
-        """What the stage does now or did last, for error reports: ``F3, layer 5``."""
-        return self._doing
-
-    @doing.setter
-    def doing(self, what: str) -> None:
-        self._doing = what
-        self.num_done += 1
 
     @property
     def num_kept(self) -> int:
@@ -194,7 +186,7 @@ class Stage:
                 self._backward(this, at_once)
 
     def _forward(self, this: Pass, m: int) -> None:
-        self.doing = f"F{m}, waiting for its input"
+        self._activity.doing = f"F{m}, waiting for its input"
         x = self._inputs.receive(this.number, m)
         recompute = this.grad and m < this.recomputed
         kept = _Kept([leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
@@ -232,7 +224,7 @@ class Stage:
             done.append((m, kept.inputs))
             if not kept.outputs:  # the gradient ends in this stage; the one before still waits for an answer
                 continue
-            self.doing = f"B{m}, waiting for its gradients"
+            self._activity.doing = f"B{m}, waiting for its gradients"
             received = self._output_grads.receive(this.number, m)
             if kept.recompute_from is not None:
                 assert kept.flags is not None
@@ -246,7 +238,7 @@ class Stage:
                 if edge is not None and grad is not None:
                     edges.append(edge)
                     grads.append(grad)
-        self.doing = ", ".join(f"B{m}" for m in microbatches)
+        self._activity.doing = ", ".join(f"B{m}" for m in microbatches)
         if edges:
             with frozen_statistics(self.layers, _BatchNorm if self._deferred else None):  # of what checkpoints itself
                 torch.autograd.backward(edges, grads)
@@ -261,7 +253,7 @@ class Stage:
             if grad:
                 x = entered(x)
             for layer, module in enumerate(self.layers, start=self.first_layer):
-                self.doing = f"{'recomputing ' if recomputing else ''}F{m}, layer {layer}"
+                self._activity.doing = f"{'recomputing ' if recomputing else ''}F{m}, layer {layer}"
                 seed_device(layer_seed(this.seed, m, layer), self.device)
                 x = module(x)
         return x

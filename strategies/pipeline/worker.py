@@ -24,6 +24,7 @@ import torch
 from torch.distributed import ProcessGroup, rpc
 from torch.futures import Future
 
+from strategies.pipeline.activity import Activity, Progress
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.hosted import HostedStage, unpack
 from strategies.pipeline.session import Session, join_data_plane, join_rpc
@@ -31,6 +32,20 @@ from strategies.pipeline.session import Session, join_data_plane, join_rpc
 Command = tuple[str, tuple[Any, ...]]
 """The name of a method of :class:`~strategies.pipeline.hosted.HostedStage`, and its arguments."""
 
+
+_WORDS = {
+    "module_state": "save, handing over weights",
+    "module_layout": "save",
+    "optimizer_states": "save, handing over optimizer states",
+    "optimizer_layouts": "save",
+    "shelve": "save",
+    "tensors": "teardown, handing over weights",
+    "attributes": "teardown, handing over attributes",
+    "extra_state": "teardown, handing over extra states",
+    "load_module_state": "load, taking over weights",
+    "load_optimizer_states": "load, taking over optimizer states",
+}
+"""What a stage does, where the command itself does not say it."""
 
 _PARENT_CHECK_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -60,8 +75,8 @@ class Host:
     The stage is unpacked on the compute thread too, ahead of the first command, whose result tells if that fails.
     """
 
-    def __init__(self, blob: bytes, group: ProcessGroup) -> None:
-        self._rank = group.rank()
+    def __init__(self, blob: bytes, group: ProcessGroup, activity: Activity) -> None:
+        self._rank, self._activity = group.rank(), activity
         self._packed: tuple[bytes, ProcessGroup] | None = (blob, group)
         self._stage: HostedStage | None = None
         self._queue: SimpleQueue[tuple[int, list[Command], Future]] = SimpleQueue()
@@ -79,15 +94,16 @@ class Host:
         assert self._stage is not None
         return self._stage
 
-    def progress(self) -> tuple[int, str]:
-        """How many things the stage has done so far, and what it is doing."""
-        return self._stage.progress if self._stage is not None else (0, "unpacking its layers")
+    def progress(self) -> Progress:
+        """How far the stage is."""
+        return self._activity.progress()
 
     def _work(self) -> None:
         early: dict[int, tuple[list[Command], Future]] = {}
         following = 0
+        self._activity.begin()
         while True:
-            number, commands, future = self._queue.get()
+            number, commands, future = self._activity.idle(self._queue.get)
             early[number] = commands, future
             while following in early:
                 commands, future = early.pop(following)
@@ -99,8 +115,11 @@ class Host:
         try:
             if self._stage is None:
                 assert self._packed is not None
-                self._stage, self._packed = unpack(*self._packed), None
+                self._activity.doing = "unpacking its layers"
+                self._stage, self._packed = unpack(*self._packed, self._activity), None
             for name, arguments in commands:
+                if name in _WORDS:
+                    self._activity.doing = _WORDS[name]
                 result = getattr(self._stage, name)(*arguments)
         except BaseException as error:  # a layer may even exit; the driver must hear of it
             if self._stage is not None:
@@ -110,7 +129,7 @@ class Host:
 
     def _failure(self, error: BaseException) -> Failure:
         stage = f"stage {self._rank}" if self._stage is None else self._stage.describe()
-        return failure_of(error, stage, self.progress()[1])
+        return failure_of(error, stage, self._activity.doing)
 
 
 def failure_of(error: BaseException, what: str, doing: str) -> Failure:
@@ -131,7 +150,8 @@ def failure_of(error: BaseException, what: str, doing: str) -> Failure:
 
 def host(blob: bytes, rank: int, session: Session) -> Host:
     """Connects this process to the others; called by ``rpc.remote``, so that the driver gets an ``RRef``."""
-    return Host(blob, join_data_plane(session, rank))
+    activity = Activity(session.note(rank))
+    return Host(blob, join_data_plane(session, rank), activity)
 
 
 @rpc.functions.async_execution
@@ -140,9 +160,10 @@ def perform(stage: Any, number: int, commands: list[Command]) -> Future:
     return stage.local_value().submit(number, commands)
 
 
-def progress(stage: Any) -> tuple[int, str]:
+def progress(stage: Any) -> Progress:
     """Asks the stage behind the ``RRef`` how far it is, while it computes; see :meth:`Host.progress`."""
-    return stage.local_value().progress()
+    answer: Progress = stage.local_value().progress()
+    return answer
 
 
 def _die_with_parent(enabled: bool) -> None:
