@@ -41,9 +41,9 @@ class Answers:
         self.asked += 1
         return SimpleNamespace(done=lambda: answer is not None, wait=lambda: answer)
 
-    def watched(self, seconds: float) -> str:
+    def watched(self, seconds: float, timeout_seconds: float = TIMEOUT) -> str:
         """Why it was given up within that time; nothing if it was not."""
-        watch = Watch([self.remote], TIMEOUT)
+        watch = Watch([self.remote], timeout_seconds)
         given_up = self.killed.wait(seconds)
         watch.end()
         if not given_up:
@@ -85,8 +85,8 @@ def test_one_that_lives_is_not(alive: Callable[[int], Progress]) -> None:
 
 
 def test_one_that_is_busy_with_one_thing_for_too_long() -> None:
-    why = Answers(lambda asked: progress(busy=time.monotonic())).watched(30 * TIMEOUT)
-    assert "is busy with one thing" in why and "for 4 s" in why
+    why = Answers(lambda asked: progress(busy=time.monotonic())).watched(10, TIMEOUT / 4)
+    assert "is busy with one thing" in why and "for 1 s" in why
 
 
 def test_one_that_does_not_answer() -> None:
