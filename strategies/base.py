@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from strategies import shards
+from strategies.arguments import checked
 from strategies.checkpoint_async import Background, check_links, snapshot, wait_before_looking
 from strategies.checkpoint_fit import check_fit
 from strategies.checkpoint_io import AtomicCheckpointIO, local_path
@@ -58,6 +59,12 @@ class StrategyPlugin(Strategy):
     _waiting: Sequence[Callable[[], None]] = ()
     _timeout: timedelta | None = None  # of the process group
     _on_loopback: ExitStack | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls) and cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            own = cast(Any, cls)
+            own.__init__ = checked(own.__init__)  # of Relay's own; a user's subclass takes what it likes
 
     def _configure_launcher(self) -> None:
         # Called when the Trainer is built: the environment is known, and no process has been started.

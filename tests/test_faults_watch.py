@@ -56,8 +56,10 @@ class Answers:
         return str(raised.value)
 
 
-def progress(num_done: int = 1, *, waits: bool = False, busy: float = 0.0, stack: str = "sleep()") -> Progress:
-    return Progress(num_done, "F2, layer 1", waits, busy, stack)
+def progress(
+    num_done: int = 1, *, waits: bool = False, idle: bool = False, busy: float = 0.0, stack: str = "sleep()"
+) -> Progress:
+    return Progress(num_done, "F2, layer 1", waits, idle, busy, stack)
 
 
 def test_one_that_sleeps_is_given_up_with_its_stack() -> None:
@@ -75,10 +77,11 @@ def test_one_that_sleeps_is_given_up_with_its_stack() -> None:
     [
         lambda asked: progress(asked),
         lambda asked: progress(waits=True),
+        lambda asked: progress(idle=True),
         lambda asked: progress(busy=time.monotonic()),
         lambda asked: progress(stack=f"line {asked}"),
     ],
-    ids=["gets on", "waits for others", "computes", "moves"],
+    ids=["gets on", "waits for others", "has nothing to do", "computes", "moves"],
 )
 def test_one_that_lives_is_not(alive: Callable[[int], Progress]) -> None:
     assert Answers(alive).watched(3 * TIMEOUT) == ""
@@ -87,6 +90,16 @@ def test_one_that_lives_is_not(alive: Callable[[int], Progress]) -> None:
 def test_one_that_is_busy_with_one_thing_for_too_long() -> None:
     why = Answers(lambda asked: progress(busy=time.monotonic())).watched(10, TIMEOUT / 4)
     assert "is busy with one thing" in why and "for 1 s" in why
+
+
+def test_one_that_waits_in_vain_after_a_failure_elsewhere() -> None:
+    answers = Answers(lambda asked: progress(waits=True))
+    answers.failures.add(KeyError("elsewhere"), consequence=False)
+    watch = Watch([answers.remote], TIMEOUT / 4)
+    assert answers.killed.wait(5) and answers.remote.is_lost
+    watch.end()
+    with pytest.raises(KeyError, match="elsewhere"):
+        answers.failures.raise_cause()
 
 
 def test_one_that_does_not_answer() -> None:
@@ -109,7 +122,7 @@ def test_what_a_thread_does_is_seen_from_another_one(tmp_path: Path) -> None:
     thread.start()
     asleep.wait()
     seen = activity.progress()
-    assert (seen.num_done, seen.doing, seen.waits) == (1, "F0, layer 3", False)
+    assert (seen.num_done, seen.doing, seen.waits, seen.idle) == (1, "F0, layer 3", False, False)
     assert "go_on.wait()" in seen.stack and "in compute" in seen.stack
     assert noted(tmp_path / "note") == "in F0, layer 3"
     end = time.process_time() + 0.2

@@ -27,7 +27,8 @@ class Progress:
     Attributes:
         num_done: How many things it has begun so far.
         doing: What it does now or did last: ``F2, layer 1``.
-        waits: Whether it waits for another process, or for something to do.
+        waits: Whether it waits for another process.
+        idle: Whether it waits for something to do.
         busy_seconds: For how long the process has computed so far, or waited for a core; its children included.
         stack: Where the compute thread's Python stack stands.
     """
@@ -35,6 +36,7 @@ class Progress:
     num_done: int
     doing: str
     waits: bool
+    idle: bool
     busy_seconds: float
     stack: str
 
@@ -47,7 +49,7 @@ class Activity:
     """
 
     def __init__(self, note: Path | None = None) -> None:
-        self.num_done, self._doing, self._waits = 0, "", False
+        self.num_done, self._doing, self._waits, self._idle = 0, "", False, False
         self._thread: threading.Thread | None = None
         self._note: mmap.mmap | None = None
         if note is not None:
@@ -81,13 +83,17 @@ class Activity:
     def idle(self, wait: Callable[[], Any]) -> Any:
         """Calls what waits for something to do."""
         self._write(f"idle after {self._doing}" if self._doing else "idle")
-        return self.wait(wait)
+        self._idle = True
+        try:
+            return wait()
+        finally:
+            self._idle = False
 
     def progress(self) -> Progress:
         """How far the stage is; any thread may ask."""
         frame = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
-        return Progress(self.num_done, self._doing, self._waits, self._busy_seconds(), stack)
+        return Progress(self.num_done, self._doing, self._waits, self._idle, self._busy_seconds(), stack)
 
     def _write(self, text: str) -> None:
         if self._note is not None:

@@ -120,6 +120,7 @@ class Sender:
         self._timeout = _timeout_of(group)
         self._layouts: dict[bytes, int] = {}
         self._under_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+        self._has_failed = False
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
         """Sends ``value``; its tensors must not be changed until they have arrived.
@@ -158,12 +159,13 @@ class Sender:
 
     def fail(self) -> None:
         """Tells the receiver, if it is still there, that nothing will follow, so that it does not wait in vain."""
+        self._has_failed = True
         with suppress(RuntimeError):
             self._under_way.append([self._post(torch.tensor([_FAILED, 0, 0, 0]), self._tag)])
 
     def flush(self, keep: int = 0) -> None:
-        """Waits until everything has arrived but for the last ``keep`` values."""
-        if len(self._under_way) > keep:
+        """Waits until everything has arrived but for the last ``keep`` values; after a failure nobody may take them."""
+        if len(self._under_way) > keep and not self._has_failed:
             self._wait(partial(self._wait_until, keep))
 
     def _wait_until(self, num_under_way: int) -> None:

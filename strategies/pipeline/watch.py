@@ -59,10 +59,12 @@ class _Watched:
         self._last: Progress | None = None
         self._answered_at = 0.0
         self._silent = self._asleep = self._at_one_thing = 0  # in looks
+        self._waits_since: float | None = None
+        self._has_gone = False
 
     def look(self) -> None:
         """Takes the answer to the last question, if it is there, and asks again."""
-        if self.remote.is_lost:
+        if self.remote.is_lost or self._has_gone:
             return
         if self._asked is not None and not self._asked.done():
             self._silent += 1
@@ -72,6 +74,8 @@ class _Watched:
         answer = None
         if self._asked is not None:
             answer = self._answer()
+        if self._has_gone:
+            return
         self._silent, self._asked = 0, self.remote.ask_for_progress()
         if answer is not None:
             self._judge(answer)
@@ -79,17 +83,25 @@ class _Watched:
     def _answer(self) -> Progress | None:
         try:
             answer: Progress = self._asked.wait()
-        except Exception:  # the process has gone, which the call that it was to answer will tell
+        except Exception:  # which the call tells that it is to answer, or the next one
+            self._has_gone = True
             return None
         return answer
 
     def _judge(self, now: Progress) -> None:
         before, self._last = self._last, now
         elapsed, self._answered_at = time.monotonic() - self._answered_at, time.monotonic()
-        got_on = before is None or now.waits or now.num_done != before.num_done
+        got_on = before is None or now.waits or now.idle or now.num_done != before.num_done
         self._at_one_thing = 0 if got_on else self._at_one_thing + 1
         busy = before is not None and abs(now.busy_seconds - before.busy_seconds) > _BUSY_SHARE * elapsed
         self._asleep = 0 if got_on or busy or (before and now.stack != before.stack) else self._asleep + 1
+        in_vain = now.waits and self.remote.failures.any  # what it waits for may never come
+        if not in_vain:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = time.monotonic()
+        elif time.monotonic() - self._waits_since > self._timeout_seconds:
+            self._give_up("waits in vain", f"Its stack:\n{now.stack}")
         if self._asleep >= _LOOKS:
             self._give_up("hangs", f"Its stack:\n{now.stack}")
         elif self._at_one_thing >= _LOOKS * PATIENCE:
