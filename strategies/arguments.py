@@ -1,35 +1,73 @@
-"""Every argument of a strategy's constructor is of the type that its signature says: checked in one place for all."""
+"""Every argument of a strategy's constructor is of the type that its signature says, checked in one place."""
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import wraps
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import pytorch_lightning as pl
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.distributed import Backend
+from torch.nn.parallel import DistributedDataParallel
+
+from strategies.names import did_you_mean
+
+
+def check_backend(backend: str | None) -> None:
+    """Checks that torch has a backend of this name, or one for each of several devices (``cpu:gloo,cuda:nccl``).
+
+    Raises:
+        MisconfigurationException: If it has not.
+    """
+    if backend is None:
+        return
+    for name in (part.rpartition(":")[2] for part in backend.split(",")):
+        if name.lower() not in Backend.backend_list:
+            raise MisconfigurationException(
+                f"Unknown process_group_backend {backend!r}{did_you_mean(name, Backend.backend_list)}"
+            )
 
 
 def checked(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor that checks its arguments first.
+    """A constructor, which starts nothing, that checks its arguments, after its own checks, which say more.
 
     Raises:
         MisconfigurationException: For one of another type, or a number or duration that is none.
     """
 
     @wraps(init)
-    def check_and_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        hints = get_type_hints(init)
-        given = inspect.signature(init).bind(self, *args, **kwargs).arguments
-        for name, value in given.items():
-            wanted = hints.get(name, Any)
-            if name != "kwargs" and not _is(value, wanted):
-                words = " or ".join(_words(kind) for kind in _alternatives(wanted))
-                raise MisconfigurationException(f"{name} must be {words}, got {value!r}.")
-        init(self, *args, **kwargs)
+    def init_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except (TypeError, AttributeError, ArithmeticError):  # of computing with it
+            _check(init, inspect.signature(init).bind_partial(self, *args, **kwargs).arguments)
+            raise
+        _check(init, inspect.signature(init).bind(self, *args, **kwargs).arguments)
 
-    return check_and_init
+    return init_and_check
+
+
+def _check(init: Callable[..., None], given: Mapping[str, Any]) -> None:
+    hints = hints_of(init)
+    given = {**given, **given.get("kwargs", {})}
+    for name, value in given.items():
+        wanted = hints.get(name, Any)
+        if not _is(value, wanted):
+            words = " or ".join(_words(kind) for kind in _alternatives(wanted))
+            raise MisconfigurationException(f"{name} must be {words}, got {value!r}.")
+
+
+def hints_of(init: Callable[..., None]) -> dict[str, Any]:
+    """The type of each argument; where ``kwargs`` are taken, also of those that they may be under DDP."""
+    hints = get_type_hints(init)
+    if hints.pop("kwargs", None) is None:
+        return hints
+    torchs = inspect.signature(DistributedDataParallel).parameters.values()  # which says no types, but has defaults
+    flags = {parameter.name: bool for parameter in torchs if isinstance(parameter.default, bool)}
+    return {**flags, **get_type_hints(pl.strategies.DDPStrategy.__init__), **hints}
 
 
 def _alternatives(wanted: Any) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from strategies import shards
-from strategies.arguments import checked
+from strategies.arguments import check_backend, checked
 from strategies.checkpoint_async import Background, check_links, snapshot, wait_before_looking
 from strategies.checkpoint_fit import check_fit
 from strategies.checkpoint_io import AtomicCheckpointIO, local_path
@@ -69,6 +69,7 @@ class StrategyPlugin(Strategy):
     def _configure_launcher(self) -> None:
         # Called when the Trainer is built: the environment is known, and no process has been started.
         ranks, start_method = cast(Any, self), getattr(self, "_start_method", "popen")
+        check_backend(getattr(self, "_process_group_backend", None))
         if hasattr(self, "cluster_environment"):
             ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
         super()._configure_launcher()
