@@ -11,6 +11,8 @@ a run. Their bodies here pass the call on, so a plug-in reaches Lightning's beha
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -26,15 +28,18 @@ from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from strategies import shards
+from strategies.arguments import check_backend, checked
 from strategies.checkpoint_async import Background, check_links, snapshot, wait_before_looking
 from strategies.checkpoint_fit import check_fit
 from strategies.checkpoint_io import AtomicCheckpointIO, local_path
 from strategies.lifeline import Lifeline
 from strategies.loading import convert
+from strategies.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.optimizer import check_optimizer_states, parameters_of
 
 
@@ -52,6 +57,22 @@ class StrategyPlugin(Strategy):
     _background: Background | None = None
     _lifeline: Lifeline | None = None
     _waiting: Sequence[Callable[[], None]] = ()
+    _timeout: timedelta | None = None  # of the process group
+    _on_loopback: ExitStack | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls) and cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            own = cast(Any, cls)
+            own.__init__ = checked(own.__init__)  # of Relay's own; a user's subclass takes what it likes
+
+    def _configure_launcher(self) -> None:
+        # Called when the Trainer is built: the environment is known, and no process has been started.
+        ranks, start_method = cast(Any, self), getattr(self, "_start_method", "popen")
+        check_backend(getattr(self, "_process_group_backend", None))
+        if hasattr(self, "cluster_environment"):
+            ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
+        super()._configure_launcher()
 
     @abstractmethod
     def setup_environment(self) -> None:
@@ -60,8 +81,11 @@ class StrategyPlugin(Strategy):
         trainer = model.trainer if self._async_save and model is not None else None
         if trainer is not None:
             check_links(trainer)
-        super().setup_environment()
         ranks = cast(Any, self)  # all of ours are parallel strategies
+        in_group = getattr(ranks, "is_distributed", True)  # a single pipeline is in none
+        if in_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
+            self._on_loopback = connect(ranks, self._timeout or default_pg_timeout)
+        super().setup_environment()
         if ranks.world_size > 1:
             self._lifeline = Lifeline(ranks.broadcast(f"relay/lifeline/{uuid4().hex}"))
         if self._async_save:
@@ -138,6 +162,9 @@ class StrategyPlugin(Strategy):
                 raise
             rank_zero_warn(f"A checkpoint could not be saved ({error!r}).")
         finally:
+            if self._on_loopback is not None:
+                self._on_loopback.close()
+                self._on_loopback = None
             super().teardown()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:

@@ -75,6 +75,8 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             raise ValueError(f"powersgd_rank must be at least 1, got {powersgd_rank}")
         if powersgd_start_step is not None and powersgd_start_step < 2:
             raise ValueError(f"powersgd_start_step must be at least 2, got {powersgd_start_step}")
+        if (period := kwargs.get("model_averaging_period")) is not None and period < 1:
+            raise ValueError(f"model_averaging_period must be at least 1, got {period!r}")
         super().__init__(**kwargs)
         self.comm_hook, self._async_save = comm_hook, async_save
         self._powersgd_rank = powersgd_rank or 1

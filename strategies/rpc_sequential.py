@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         refusals.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
-        self.balance = balance
+        self.balance, self._timeout = balance, timedelta(seconds=self._settings.patience_seconds)
         self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
@@ -190,7 +191,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 optimizers=own,
                 model=model,
                 seeds=self._seeds,
-                replicas=self.replicas(self._settings.rpc_timeout_sec, divide_states=self._divides_states and fitting),
+                replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
                 world=self.world,
             )
             self._pipeline.start()

@@ -1,6 +1,8 @@
 """What Linux's /proc knows about processes, ports and shared memory: the eyes of the test harness."""
 
 import os
+import socket
+import struct
 from pathlib import Path
 
 
@@ -37,17 +39,23 @@ def describe(pid: int) -> str:
 
 def listening_ports() -> set[int]:
     """The TCP ports on which this process listens."""
-    own_sockets = {target for target in _links("/proc/self/fd") if target.startswith("socket:")}
-    ports = set()
-    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        if not os.path.exists(table):
-            continue
-        for line in Path(table).read_text().splitlines()[1:]:
+    return {port for _, port in listeners([os.getpid()])}
+
+
+def listeners(pids: list[int]) -> set[tuple[str, int]]:
+    """Address and port of each socket on which one of these processes listens."""
+    own_sockets = {target for pid in pids for target in _links(f"/proc/{pid}/fd") if target.startswith("socket:")}
+    found = set()
+    for table, family, words in (("tcp", socket.AF_INET, 1), ("tcp6", socket.AF_INET6, 4)):
+        file = Path(f"/proc/self/net/{table}")
+        for line in file.read_text().splitlines()[1:] if file.exists() else []:
             fields = line.split()
             local_address, state, inode = fields[1], fields[3], fields[9]
             if state == "0A" and f"socket:[{inode}]" in own_sockets:
-                ports.add(int(local_address.rsplit(":", 1)[1], 16))
-    return ports
+                address, port = local_address.split(":")
+                packed = struct.pack(f"={words}I", *(int(address[8 * k : 8 * k + 8], 16) for k in range(words)))
+                found.add((socket.inet_ntop(family, packed), int(port, 16)))
+    return found
 
 
 def shm_segments() -> set[str]:

@@ -544,7 +544,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers
         executable.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(executable.resolve()))
         monkeypatch.setattr(launch, "subprocess", subprocess)
-        made.append(Workers(2))
+        made.append(Workers(["stage 0 (layers 0 to 0: A)", "stage 1 (layers 1 to 1: B)"]))
         return made[-1]
 
     yield make
@@ -553,12 +553,14 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers
 
 
 def test_a_worker_that_ends_at_once(workers: Callable[[str], Workers]) -> None:
-    with pytest.raises(RuntimeError, match=r"worker of stage \d could not start: process \d+ ended with status 3; see"):
+    with pytest.raises(
+        RuntimeError, match=r"stage \d \(.*\), process \d+ on .*, ended with status 3 while it started; see"
+    ):
         workers("exit 3").start(timeout_seconds=0.2, threads=1)
 
 
 def test_a_worker_that_is_killed_at_once(workers: Callable[[str], Workers]) -> None:
-    with pytest.raises(RuntimeError, match=r"worker of stage [01] could not start: process \d+ was killed by signal 9"):
+    with pytest.raises(RuntimeError, match=r"stage [01] \(.*\), process \d+ on .*, was killed by signal 9 while"):
         workers("kill -9 $$").start(timeout_seconds=0.2, threads=1)
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -35,9 +36,9 @@ Wait = Callable[[Callable[[], Any]], Any]
 """Calls a function that waits, perhaps so that the wait can be given up."""
 
 
-def wait_here(wait: Callable[[], Any]) -> None:
+def wait_here(wait: Callable[[], Any]) -> Any:
     """Waits in the calling thread, for as long as it takes."""
-    wait()
+    return wait()
 
 
 class PeerFailed(RuntimeError):
@@ -54,6 +55,7 @@ def is_consequence(error: BaseException) -> bool:
         isinstance(error, PeerFailed | PeerSilent)
         or "onnection closed by peer" in str(error)
         or "onnection reset" in str(error)
+        or "failed to connect" in str(error)
     )
 
 
@@ -92,6 +94,13 @@ def _layout(tensor: torch.Tensor) -> TensorLayout:
     return TensorLayout(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
+def _timeout_of(group: ProcessGroup) -> timedelta:
+    """The group's time-out, of which gloo's sends and receives know only the one with which it connected."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
 class Sender:
     """Sends values to one peer, in order, without waiting for them.
 
@@ -108,8 +117,10 @@ class Sender:
         self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = wait_here
     ) -> None:
         self._group, self._peer, self._tag, self._limit, self._wait = group, peer, tag, limit, wait
+        self._timeout = _timeout_of(group)
         self._layouts: dict[bytes, int] = {}
         self._under_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+        self._has_failed = False
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
         """Sends ``value``; its tensors must not be changed until they have arrived.
@@ -148,12 +159,13 @@ class Sender:
 
     def fail(self) -> None:
         """Tells the receiver, if it is still there, that nothing will follow, so that it does not wait in vain."""
+        self._has_failed = True
         with suppress(RuntimeError):
             self._under_way.append([self._post(torch.tensor([_FAILED, 0, 0, 0]), self._tag)])
 
     def flush(self, keep: int = 0) -> None:
-        """Waits until everything has arrived but for the last ``keep`` values."""
-        if len(self._under_way) > keep:
+        """Waits until everything has arrived but for the last ``keep`` values; after a failure nobody may take them."""
+        if len(self._under_way) > keep and not self._has_failed:
             self._wait(partial(self._wait_until, keep))
 
     def _wait_until(self, num_under_way: int) -> None:
@@ -162,7 +174,7 @@ class Sender:
 
     def _wait_for_oldest(self) -> None:
         for work, _ in self._under_way.popleft():
-            work.wait()
+            work.wait(self._timeout)
 
     def _post(self, tensor: torch.Tensor, tag: int) -> tuple[Work, torch.Tensor]:
         return self._group.send([tensor], self._peer, tag), tensor
@@ -189,6 +201,7 @@ class Receiver:
         wait: Wait = wait_here,
     ) -> None:
         self._group, self._peer, self._device, self._tag, self._wait = group, peer, device, tag, wait
+        self._timeout = _timeout_of(group)
         self._layouts: dict[int, Any] = {}
         self._header = torch.zeros(4, dtype=torch.int64)
         self._posted: Work | None = None
@@ -212,7 +225,7 @@ class Receiver:
         self.post()
         assert self._posted is not None
         try:
-            self._wait(self._posted.wait)
+            self._wait(partial(self._posted.wait, self._timeout))
         except RuntimeError as error:
             if "imed out" not in str(error):
                 raise
@@ -226,7 +239,7 @@ class Receiver:
         )
         if size_bytes:
             description = torch.empty(size_bytes, dtype=torch.uint8)
-            self._group.recv([description], self._peer, self._tag).wait()
+            self._group.recv([description], self._peer, self._tag).wait(self._timeout)
             self._layouts[kind] = pickle.loads(description.numpy().tobytes())
         value = tree_map(self._receive_leaf, self._layouts[kind])
         self.post()
@@ -237,5 +250,5 @@ class Receiver:
             return leaf
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
         if tensor.numel():
-            self._group.recv([tensor], self._peer, self._tag + 1).wait()
+            self._group.recv([tensor], self._peer, self._tag + 1).wait(self._timeout)
         return tensor.to(self._device).requires_grad_(leaf.requires_grad)

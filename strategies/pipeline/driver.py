@@ -33,6 +33,7 @@ from strategies.pipeline.stage import Stage
 from strategies.pipeline.state import StateOfStages
 from strategies.pipeline.ties import find_ties
 from strategies.pipeline.update import PipelineOptimizers
+from strategies.pipeline.watch import Watch
 from strategies.pipeline.words import describe, locate
 from strategies.pipeline.worker import host
 
@@ -85,6 +86,7 @@ class Pipeline:
         self._stage: Stage | None = None
         self._passes: Passes | None = None
         self._patience: Patience | None = None
+        self._watch: Watch | None = None
         self.state: StateOfStages | None = None
         self._threads_before: int | None = None
 
@@ -248,6 +250,9 @@ class Pipeline:
             self._passes = None
         self._averages = None
         self.optimizers.end()
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
         if self._patience is not None:
             self._patience.end()
             self._patience = None
@@ -277,24 +282,31 @@ class Pipeline:
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
-        workers = Workers(len(blobs)) if self._world is None else Ranks(self._world)
+        stages = [describe(i, layers, sum(self.balance[:i])) for i, layers in enumerate(self.stages[:-1])]
+        workers = Workers(stages) if self._world is None else Ranks(self._world)
         self._workers = workers
         session = workers.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
-        self.remotes.extend(self._ship(i, blob, session, workers) for i, blob in enumerate(blobs))
+        self.remotes.extend(self._ship(i, stages[i], blob, session, workers) for i, blob in enumerate(blobs))
+        self._watch = Watch(self.remotes, session.timeout_seconds)
         last, device = len(blobs), self._devices[-1]
         patience = self._patience = Patience(self.failures)
-        group = join_data_plane(session, last)
-        self.wait()
+        unpacked = [remote.start("num_kept") for remote in self.remotes]
+        with self.failures.explained():
+            group = join_data_plane(session, last, self.failures.raise_untold)
+        for remote, answer in zip(self.remotes, unpacked, strict=True):
+            remote.result(answer)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         return connected_ports(group, device, self._ties, named, patience)
 
-    def _ship(self, i: int, blob: bytes, session: Session, workers: Workers | Ranks) -> RemoteStage:
+    def _ship(self, i: int, stage: str, blob: bytes, session: Session, workers: Workers | Ranks) -> RemoteStage:
         name = session.name(i)
         return RemoteStage(
             name,
-            rpc.remote(name, host, args=(blob, i, session)),
-            describe(i, self.stages[i], sum(self.balance[:i])),
+            rpc.remote(name, host, args=(blob, i, session), timeout=0),
+            stage,
+            process=workers.process(i),
             ended=lambda: workers.ended(i, wait_seconds=0.5),
+            doing=lambda: workers.doing(i),
+            kill=lambda: workers.kill(i),
             failures=self.failures,
-            timeout_seconds=session.timeout_seconds,
         )

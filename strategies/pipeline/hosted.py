@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from strategies.optimizer import (
     put_together,
 )
+from strategies.pipeline.activity import Activity
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import layouts
 from strategies.pipeline.gathered import GatheredGradients
@@ -29,8 +31,8 @@ from strategies.pipeline.words import describe
 class HostedStage(HostedOptimizers):
     """A stage on a worker. Its public methods are the commands of the control plane."""
 
-    def __init__(self, cargo: Cargo, wiring: Wiring) -> None:
-        self._index = cargo.index
+    def __init__(self, cargo: Cargo, wiring: Wiring, activity: Activity) -> None:
+        self._index, self._activity, wait = cargo.index, activity, activity.wait
         device = torch.device(cargo.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -48,6 +50,7 @@ class HostedStage(HostedOptimizers):
             input_grads=wiring.input_grads,
             deferred_batch_norm=cargo.deferred_batch_norm,
             call=cargo.call,
+            activity=activity,
         )
         self._ties = TiedParameters(
             cargo.index,
@@ -61,7 +64,10 @@ class HostedStage(HostedOptimizers):
         if cargo.replicas is not None:
             parameters = list(self._layers.parameters())  # copies of tied ones have no gradients by then
             self._averaging = Averaging(
-                cargo.replicas.join(cargo.index), lambda: parameters, lambda: list(self._layers.buffers())
+                wait(partial(cargo.replicas.join, cargo.index)),
+                lambda: parameters,
+                lambda: list(self._layers.buffers()),
+                wait=wait,
             )
             self._averaging.share()
             if cargo.replicas.divide_states:
@@ -72,11 +78,6 @@ class HostedStage(HostedOptimizers):
         self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
             parameter.grad = None
-
-    @property
-    def progress(self) -> tuple[int, str]:
-        """How many things the stage has done so far, and what it does now or did last."""
-        return self._stage.num_done, self._stage.doing
 
     def describe(self) -> str:
         """Stage and layers in words, for error reports."""
@@ -163,7 +164,7 @@ class HostedStage(HostedOptimizers):
     def average_grads(self) -> None:
         """Averages the gradients over the replicas of this stage; see :meth:`Averaging.average`."""
         assert self._averaging is not None
-        self._stage.doing = "averaging gradients"
+        self._activity.doing = "averaging gradients"
         self._averaging.average()
 
     def zero_all_grads(self, set_to_none: bool) -> None:
@@ -220,8 +221,8 @@ class HostedStage(HostedOptimizers):
         return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
 
 
-def unpack(blob: bytes, wire: Callable[[Cargo], Wiring]) -> HostedStage:
+def unpack(blob: bytes, wire: Callable[[Cargo], Wiring], activity: Activity) -> HostedStage:
     """Makes a stage of a pickled :class:`Cargo`, connected by ``wire``."""
     cargo = pickle.loads(blob)
     assert isinstance(cargo, Cargo)
-    return HostedStage(cargo, wire(cargo))
+    return HostedStage(cargo, wire(cargo), activity)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.optimizer import load_states, norms_of_gradients, parameters_of, part_of, set_hyperparameters
+from strategies.pipeline.activity import Activity
 from strategies.pipeline.channel import layouts
 from strategies.pipeline.named import on_cpu
 from strategies.pipeline.shared_steps import SharedSteps
@@ -17,6 +18,7 @@ from strategies.pipeline.stage import Stage
 class HostedOptimizers:
     """The commands of a stage that concern its optimizers, which are known by their numbers."""
 
+    _activity: Activity
     _stage: Stage
     _optimizers: list[Optimizer]
     _numbers: list[list[int]]
@@ -39,7 +41,7 @@ class HostedOptimizers:
             dtype: The driver's default type, that of the counters which some optimizers make.
         """
         torch.set_default_dtype(dtype)
-        self._stage.doing = "optimizer step"
+        self._activity.doing = "optimizer step"
         own, shared = self._optimizers[optimizer], self._shared_steps
         set_hyperparameters(own, values)
         vars(own).update(scaling)
@@ -49,7 +51,7 @@ class HostedOptimizers:
         for name in scaling:
             delattr(own, name)
         if shared is not None:
-            self._stage.doing = "exchange of values after an optimizer step"
+            self._activity.doing = "exchange of values after an optimizer step"
             shared.after_step(own)
 
     def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:

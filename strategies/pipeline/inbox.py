@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.distributed import rpc
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.pipeline.channel import PeerFailed
+from strategies.pipeline.channel import PeerFailed, Wait, wait_here
 from strategies.pipeline.one_graph import check_output
 from strategies.pipeline.skip import Key
 from strategies.pipeline.wiring import Wiring
@@ -137,8 +138,8 @@ class Router:
     What a stage takes and returns is a pair: a value, and skips by their keys.
     """
 
-    def __init__(self, routes: Routes, device: torch.device) -> None:
-        self._routes, self._device, self._post = routes, device, Post()
+    def __init__(self, routes: Routes, device: torch.device, wait: Wait = wait_here) -> None:
+        self._routes, self._device, self._wait, self._post = routes, device, wait, Post()
         self._inbox: Inbox = routes.own.local_value()
         self._wanting: dict[tuple[int, int], list[tuple[Key | None, int]]] = {}
         self._expected: dict[tuple[int, int], list[Key | None]] = {}
@@ -162,7 +163,7 @@ class Router:
         parts: dict[Key | None, Any] = {}
         wanting = []
         for skip in self._routes.sources:
-            value, flags = self._inbox.take(Place("F", number, m, skip))
+            value, flags = self._wait(partial(self._inbox.take, Place("F", number, m, skip)))
             parts[skip] = self._received(value, flags)
             if any(flags):
                 wanting.append((skip, sum(flags)))
@@ -187,7 +188,8 @@ class Router:
 
     def receive_grads(self, number: int, m: int) -> list[Tensor | None]:
         """The gradients of what was sent, in its order."""
-        grads = [self._inbox.take(Place("B", number, m, skip)) for skip in self._expected.pop((number, m))]
+        expected = self._expected.pop((number, m))
+        grads = [self._wait(partial(self._inbox.take, Place("B", number, m, skip))) for skip in expected]
         return [None if grad is None else grad.to(self._device) for part in grads for grad in part]
 
     def send_grads(self, grads: Sequence[Tensor | None], number: int, m: int, **_: Any) -> None:
@@ -199,7 +201,7 @@ class Router:
 
     def settle(self) -> None:
         """Waits until everything sent has arrived."""
-        self._post.flush()
+        self._wait(self._post.flush)
 
     def _received(self, value: Any, flags: Sequence[bool]) -> Any:
         ahead = iter(flags)

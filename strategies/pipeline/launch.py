@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc, rpc_sessions
+from strategies.pipeline.activity import noted
+from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 
 _START_SECONDS = 120.0
 """How long a worker may take to import torch, at least; a loaded machine takes many times its usual second."""
@@ -22,13 +24,14 @@ class Workers:
     """The worker processes of one session, and the driver's membership in it.
 
     Args:
-        count: How many workers; their ranks are ``0 .. count - 1``, the driver's is ``count``.
+        stages: The stage of each worker in words; their ranks are ``0 .. count - 1``, the driver's is ``count``.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, stages: Sequence[str]) -> None:
+        self._stages, self._count = stages, len(stages)
         self._processes: list[subprocess.Popen] = []
         self._directory = ""
+        self._session: Session | None = None
         self._joined = False
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
@@ -48,20 +51,24 @@ class Workers:
             token=secrets.token_hex(4),
             size=self._count + 1,
             timeout_seconds=timeout_seconds,
-            rpc_sessions=rpc_sessions(),
             threads=threads,
             paths=[os.path.abspath(path) if path == "" else path for path in sys.path],
             driver_pid=os.getpid(),
         )
+        self._session = session
         (Path(self._directory) / "session.json").write_text(session.to_json())
         self._processes = [self._spawn(session, rank) for rank in range(self._count)]
         self._wait_until_ready(max(_START_SECONDS, timeout_seconds))
         self._joined = True
-        join_rpc(session, self._count)
+        join_rpc(session, self._count, self._check)
         return session
 
+    def process(self, rank: int) -> str:
+        """A worker's process in words."""
+        return f"process {self._processes[rank].pid} on {socket.gethostname()}"
+
     def ended(self, rank: int, *, wait_seconds: float = 0.0) -> str | None:
-        """How a worker's process ended, in words; ``None`` if it still runs.
+        """How a worker's process ended, and in what, in words; ``None`` if it still runs.
 
         Its connections close a little before the process itself has gone, so this waits for a moment.
         """
@@ -71,7 +78,16 @@ class Workers:
         except subprocess.TimeoutExpired:
             return None
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"process {process.pid} {how}"
+        return f"{how} {self.doing(rank)}"
+
+    def doing(self, rank: int) -> str:
+        """What a worker does or did last, in words."""
+        assert self._session is not None
+        return noted(self._session.note(rank))
+
+    def kill(self, rank: int) -> None:
+        """Ends a worker's process at once."""
+        self._processes[rank].kill()
 
     def stop(self, *, grace_seconds: float) -> None:
         """Ends the session: waits for the workers to end by themselves, then kills them. Safe at any time."""
@@ -100,6 +116,14 @@ class Workers:
         command = [sys.executable, "-m", "strategies.pipeline.worker", self._directory, str(rank)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
+    def _check(self) -> None:
+        """Raises if a worker has ended while the others wait for it; ends those as well, for which others may wait."""
+        for rank in range(self._count):
+            if (how := self.ended(rank)) is not None:
+                for process in self._processes:
+                    process.kill()
+                raise RuntimeError(f"{self._stages[rank]}, {self.process(rank)}, {how}; see its output above")
+
     def _wait_until_ready(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         waiting = set(range(self._count))
@@ -107,8 +131,7 @@ class Workers:
             for rank in sorted(waiting):
                 if (Path(self._directory) / f"ready-{rank}").exists():
                     waiting.discard(rank)
-                elif (how := self.ended(rank)) is not None:
-                    raise RuntimeError(f"the worker of stage {rank} could not start: {how}; see its output above")
+            self._check()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the workers of stages {sorted(waiting)} did not start in time")
             time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Where the processes of a run meet, as a URL that ``init_rpc`` takes as well, and on which interface they listen.
+"""Where the processes of a run meet, as a URL, and on which interface they listen.
 
 file:///tmp/relay-x                on one host: files that only this user can read; no port is agreed on
 relay://node0:29500/relay-1f0c     where ranks have been started from outside: keys in their common TCP store
@@ -8,15 +8,17 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import urlparse
 
 from torch import distributed as dist
-from torch.distributed import register_rendezvous_handler
 
 LOOPBACK = "127.0.0.1"
+_LOOK_SECONDS = 0.005
 _SIOCGIFADDR = 0x8915
 """From ``linux/sockios.h``: asks for the address of an interface."""
 
@@ -35,13 +37,53 @@ def store_at(url: str, size: int) -> dist.Store:
     return dist.PrefixStore(place.path, dist.TCPStore(place.hostname, place.port, is_master=False))
 
 
-def _rendezvous(url: str, **kwargs: Any) -> Iterator[tuple[dist.Store, int, int]]:
-    asked = parse_qs(urlparse(url).query)
-    rank, size = int(asked["rank"][0]), int(asked["world_size"][0])
-    yield store_at(url, size), rank, size
+class WatchedStore(dist.Store):
+    """A store that waits with open eyes: for Ctrl-C, and for what makes waiting vain.
 
+    torch waits in C++, deaf to everything, and for 24 days when it initialises RPC.
 
-register_rendezvous_handler("relay", _rendezvous)
+    Args:
+        store: The store itself.
+        check: Raises if there is no more reason to wait.
+    """
+
+    def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._store, self._check, self._timeout = store, check, dist.default_pg_timeout
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = (timeout or self._timeout).total_seconds()
+        deadline = time.monotonic() + seconds
+        while not self._store.check(keys):
+            self._check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"another process of the run did not appear within {seconds:g} s")
+            time.sleep(_LOOK_SECONDS)
 
 
 def interface_towards(address: str) -> tuple[str, str]:

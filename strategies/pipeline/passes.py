@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import merge, split
 from strategies.pipeline.mirror import Mirror
@@ -209,13 +208,13 @@ class Passes:
         """Raises the cause of a failure instead of its consequences, and lets no neighbour wait for this process."""
         if self._failures.any:
             self._failures.raise_cause()
-        try:
-            yield
-        except BaseException as error:  # Ctrl-C too must leave no stage waiting
-            for sender in (*self.ports.senders, *self.ports.ties.senders):
-                sender.fail()
-            self._failures.add(error, consequence=is_consequence(error))
-            self._failures.raise_cause()
+        with self._failures.explained():
+            try:
+                yield
+            except BaseException:  # Ctrl-C too must leave no stage waiting
+                for sender in (*self.ports.senders, *self.ports.ties.senders):
+                    sender.fail()
+                raise
 
 
 @cache

@@ -22,7 +22,7 @@ from strategies.pipeline.one_graph import ForwardPass, OneGraph
 from strategies.pipeline.placed import Placed
 from strategies.pipeline.private_rpc import PrivateRpc
 from strategies.pipeline.recompute import RECOMPUTE_MODES, num_recomputed
-from strategies.pipeline.session import rpc_sessions
+from strategies.pipeline.session import Session
 from strategies.pipeline.skip import verify_skippables
 from strategies.pipeline.with_device import WithDevice, layers_of, partitions_of
 
@@ -246,7 +246,7 @@ def _check_workers(module: nn.Sequential) -> None:
             f"layers are placed on {', '.join(sorted(named))}, but RPC has not been initialised; call "
             "torch.distributed.rpc.init_rpc in every process first"
         )
-    if PrivateRpc.has_been or rpc_sessions() > 1:
+    if PrivateRpc.has_been or Session.has_been or rpc._init_counter > 1:
         raise RuntimeError(
             f"layers are placed on {', '.join(sorted(named))}, but this process has had another RPC session before "
             "this one, and torch keeps the first for what other processes hold (RRef); call init_rpc before the first "

@@ -11,7 +11,6 @@ backward part every partition runs its own.
 Index letters: ``m`` micro-batch, ``i`` partition.
 """
 
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from strategies.pipeline.activity import Activity
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.followed import Followed
@@ -38,6 +38,8 @@ from strategies.pipeline.schedule import Action
 from strategies.pipeline.skip import Key, skips_of
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.state import StateOfStages
+from strategies.pipeline.watch import Watch
+from strategies.pipeline.wiring import Wiring
 from strategies.pipeline.with_device import Partition
 from strategies.pipeline.worker import Host
 
@@ -82,6 +84,9 @@ class Placed:
                 hosts.append(rpc.remote(p.place.worker, host_partition, args=(blobs[i], routes)))
                 self.remotes[i] = self._remote(p.place.worker, hosts[-1], self._descriptions[i])
         weakref.finalize(self, _close, hosts)
+        if timeout_seconds := rpc.get_rpc_timeout():  # zero is none
+            watch = Watch(list(self.remotes.values()), timeout_seconds)
+            weakref.finalize(self, watch.end)
         for remote in self.remotes.values():
             remote.call("num_kept")  # raises what went wrong in unpacking
         for i in self.remotes:
@@ -233,17 +238,22 @@ class Placed:
             worker,
             host,
             description,
+            process=f"on {worker}",
             ended=lambda: None,
+            doing=lambda: "",
+            kill=lambda: None,  # it is the user's
             failures=self._failures,
-            timeout_seconds=rpc.get_rpc_timeout() or threading.TIMEOUT_MAX,
         )
 
 
 def host_partition(blob: bytes, routes: Routes) -> Host:
     """Takes a partition in; called by ``rpc.remote`` on the worker where it is to live."""
-    return Host(
-        partial(unpack, blob, lambda cargo: Router(routes, torch.device(cargo.device)).wiring()), routes.description
-    )
+    activity = Activity()
+
+    def wire(cargo: Cargo) -> Wiring:
+        return Router(routes, torch.device(cargo.device), activity.wait).wiring()
+
+    return Host(partial(unpack, blob, wire), routes.description, activity)
 
 
 def close(host: Any) -> None:

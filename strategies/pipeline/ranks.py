@@ -14,9 +14,11 @@ Driver and workers talk through the TCP store of the run:
 import json
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.pipeline.launch import environment_of_worker, share_of_threads
-from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc, rpc_sessions
+from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 
 _ARRIVAL_SECONDS = 1800.0
 """How long a rank may take to come to its first ``fit``; torch waits as long for ranks that do not appear."""
@@ -139,7 +141,6 @@ class Ranks:
             token=secrets.token_hex(4),
             size=world.num_stages,
             timeout_seconds=timeout_seconds,
-            rpc_sessions=rpc_sessions(),
             threads=threads,
             paths=[],  # a rank has its own
             driver_pid=os.getpid(),
@@ -155,8 +156,13 @@ class Ranks:
             host, pid = json.loads(store.get(key))
             self._processes[stage] = host, pid
         self._joined = True
-        join_rpc(session, len(world.workers))
+        join_rpc(session, len(world.workers), self._check)
         return session
+
+    def process(self, stage: int) -> str:
+        """A worker's process in words."""
+        host, pid = self._processes[stage]
+        return f"process {pid} (rank {self._world.workers[stage]}) on {host}"
 
     def ended(self, stage: int, *, wait_seconds: float = 0.0) -> str | None:
         """That a worker's process has gone, in words; ``None`` if it still runs, or nobody here can tell."""
@@ -164,11 +170,30 @@ class Ranks:
         deadline = time.monotonic() + wait_seconds
         while host == os.uname().nodename:
             if not _runs(pid):
-                return f"process {pid}, rank {self._world.workers[stage]}, has ended"
+                return "has ended"
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
         return None
+
+    def doing(self, stage: int) -> str:
+        """What a worker does or did last: not known here."""
+        return ""
+
+    def kill(self, stage: int) -> None:
+        """Ends a worker's process at once, if it runs on this host."""
+        host, pid = self._processes[stage]
+        if host == os.uname().nodename:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _check(self) -> None:
+        """Raises if a worker has ended while the others wait for it; ends those as well, for which others may wait."""
+        for stage in self._processes:
+            if (how := self.ended(stage)) is not None:
+                assert self._store is not None
+                self._store.set(over_key(self._call), "")
+                raise RuntimeError(f"stage {stage}, {self.process(stage)}, {how} while it started")
 
     def stop(self, *, grace_seconds: float) -> None:
         """Ends the session. The workers wait for the next one by themselves. Safe at any time."""

@@ -3,8 +3,9 @@
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from torch.distributed import rpc
@@ -14,9 +15,6 @@ from strategies.pipeline.worker import Command, Failure, perform, progress
 
 _DIAGNOSIS_SECONDS = 2.0
 """How long to look for the cause of a failure that is only the consequence of another one."""
-
-_RESCUE_SECONDS = 5.0
-"""How long to wait for what a stage may still give that has been found to hang."""
 
 
 class RemoteTraceback(Exception):
@@ -56,6 +54,15 @@ class Failures:
         if self.any and not self.raised:
             self.raise_cause()
 
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises the cause of what goes wrong within, which may be another process's."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C as well
+            self.add(error, consequence=is_consequence(error))
+            self.raise_cause()
+
     def raise_cause(self) -> NoReturn:
         """Raises the first failure that is no mere consequence, or the first one of all if there is none."""
         wait([self._cause], _DIAGNOSIS_SECONDS)
@@ -90,16 +97,18 @@ class Patience:
 class RemoteStage:
     """Sends commands to one stage. Each call is one RPC, whatever the number of commands it carries.
 
-    A call has no time limit: how long a stage computes is the model's affair. While the driver waits for a stage, it
-    asks from time to time how far it is, and gives it up if it has done nothing in between.
+    A call has no time limit: how long a stage computes is the model's affair. A stage that hangs is found by
+    :class:`~strategies.pipeline.watch.Watch`.
 
     Args:
         name: The RPC name of the worker.
         stage: The ``RRef`` to its :class:`~strategies.pipeline.worker.Host`.
         description: The stage in words.
-        ended: Tells how the worker's process ended, or ``None``.
+        process: Its process in words.
+        ended: Tells how that process ended, or ``None``.
+        doing: Tells what that process does or did last.
+        kill: Ends that process.
         failures: Where failures go.
-        timeout_seconds: How long a stage may do nothing while the driver waits for it.
     """
 
     def __init__(
@@ -108,20 +117,38 @@ class RemoteStage:
         stage: Any,
         description: str,
         *,
+        process: str,
         ended: Callable[[], str | None],
+        doing: Callable[[], str],
+        kill: Callable[[], None],
         failures: Failures,
-        timeout_seconds: float,
     ) -> None:
-        self._name, self._stage, self.description = name, stage, description
-        self._ended, self.failures, self._timeout_seconds = ended, failures, timeout_seconds
+        self._name, self._stage, self.description, self._process = name, stage, description, process
+        self._ended, self._doing, self._kill, self.failures = ended, doing, kill, failures
         self._number = 0
-        self._is_given_up = False
+        self._lost: Future[None] = Future()
         self._later: deque[Command] = deque()  # the garbage collector may append from any thread
 
     @property
     def has_ended(self) -> bool:
         """Whether the worker's process is gone, and its layers with it."""
         return self._ended() is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the stage has been given up."""
+        return self._lost.done()
+
+    def give_up(self, why: str) -> None:
+        """Ends the stage's process, which is beyond help, and notes that as a failure."""
+        error = RuntimeError(f"{self.description}, {self._process}, {why}")
+        self.failures.add(error, consequence=self.failures.raised)
+        self._lost.set_result(None)
+        self._kill()
+
+    def doing(self) -> str:
+        """What the stage does or did last, in words, as far as that is known without asking it."""
+        return self._doing()
 
     def later(self, command: str, *arguments: Any) -> None:
         """Runs a command just before that of the next call."""
@@ -149,16 +176,19 @@ class RemoteStage:
         """
         return rpc.rpc_async(self._name, function, args=(self._stage, *arguments), timeout=0)
 
+    def ask_for_progress(self) -> Any:
+        """Asks how far the stage is; the answer will be a :class:`~strategies.pipeline.activity.Progress`."""
+        return self.beside(progress)
+
     def result(self, started: "Future[Any]") -> Any:
         """Waits for what :meth:`start` began.
 
         Raises:
             Exception: The first failure of any stage, with the type that it had there. Once that has been raised, only
                 a failure of this command: what can still be saved from a broken pipeline is.
-            RuntimeError: If the stage does nothing for the time-out.
         """
         if not self.failures.raised:
-            self._wait_for(started)
+            wait([started, self.failures.first], return_when=FIRST_COMPLETED)
             if self.failures.any:
                 self.failures.raise_cause()
         return self._rescued(started)
@@ -168,43 +198,18 @@ class RemoteStage:
         return self.result(self.start(command, *arguments))
 
     def rescue(self, command: str, *arguments: Any) -> Any:
-        """Like :meth:`call`, but goes on for a moment if another stage fails meanwhile."""
+        """Like :meth:`call`, but goes on if another stage has failed.
+
+        Raises:
+            RuntimeError: If this one has been given up.
+        """
         return self._rescued(self.start(command, *arguments))
 
     def _rescued(self, started: "Future[Any]") -> Any:
-        """Waits for a command as long as the stage gets on, whatever has failed.
-
-        Raises:
-            RuntimeError: If it does nothing for the time-out, or for a moment if it has been given up for that before.
-        """
-        before = None
-        while not wait([started], self._patience_seconds()).done:
-            asked = rpc.rpc_async(self._name, progress, args=(self._stage,), timeout=self._timeout_seconds)
-            now = asked.wait()
-            if now == before:
-                raise RuntimeError(f"{self.description} does not get on; it stands in {now[1]}")
-            before = now
+        wait([started, self._lost], return_when=FIRST_COMPLETED)
+        if self.is_lost and not started.done():
+            raise RuntimeError(f"{self.description}, {self._process}, has been given up")
         return started.result()
-
-    def _patience_seconds(self) -> float:
-        return _RESCUE_SECONDS if self._is_given_up else self._timeout_seconds
-
-    def _wait_for(self, started: "Future[Any]") -> None:
-        """Returns when the command is done, or any stage has failed, or this one has stopped doing anything."""
-        before = None
-        while not wait([started, self.failures.first], self._timeout_seconds, FIRST_COMPLETED).done:
-            asked = rpc.rpc_async(self._name, progress, args=(self._stage,), timeout=self._timeout_seconds)
-            now = asked.wait()
-            if now == before:
-                self._is_given_up = True
-                self.failures.add(
-                    RuntimeError(
-                        f"{self.description} has done nothing for {self._timeout_seconds:g} s; it stands in {now[1]}. "
-                        "If it only takes its time, raise rpc_timeout_sec."
-                    ),
-                    consequence=False,
-                )
-            before = now
 
     def _settle(self, reply: Any, done: "Future[Any]", failures: Failures) -> None:
         """Runs on a thread of RPC as soon as the reply is there."""
@@ -212,8 +217,9 @@ class RemoteStage:
             value = reply.value()
         except Exception as error:
             ended = self._ended()
-            lost = RuntimeError(f"{self.description} did not answer: {ended or error}")
-            failures.add(lost, consequence=ended is None and is_consequence(error))
+            lost = RuntimeError(f"{self.description}, {self._process}, {ended or f'did not answer: {error}'}")
+            killed_by_us = self.is_lost or (ended is None and is_consequence(error))
+            failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
             return
         if isinstance(value, Failure):

@@ -7,19 +7,23 @@ import json
 import os
 import sys
 import tempfile
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from urllib.parse import urlparse
 
 import torch
 from torch import distributed as dist
 from torch.distributed import rpc
 
-from strategies.pipeline.meeting import LOOPBACK, interface_towards, store_at
+from strategies.pipeline.meeting import LOOPBACK, WatchedStore, interface_towards, store_at
+from strategies.pipeline.settings import PATIENCE
+
+_CONNECT_SECONDS = 10.0
+"""How long processes that have all appeared may take to connect; gloo waits in C++ for one that is killed just then."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +35,6 @@ class Session:
         token: Makes the RPC names of this session unlike those of any other.
         size: Number of processes, which is that of stages; a rank is a stage's number, the driver's is the last.
         timeout_seconds: How long to wait for another process.
-        rpc_sessions: How many times the driver has initialised RPC before; torch puts it into the keys under which
-            processes meet, so every process must agree on it.
         threads: Number of threads that each process computes with.
         paths: The driver's ``sys.path``.
         driver_pid: The driver's process id; workers that it has started itself end when it has gone.
@@ -43,11 +45,18 @@ class Session:
     token: str
     size: int
     timeout_seconds: float
-    rpc_sessions: int
     threads: int
     paths: list[str]
     driver_pid: int
     towards: str = LOOPBACK
+
+    has_been: ClassVar[bool] = False
+    """Whether this process takes or has taken part in one."""
+
+    def note(self, rank: int) -> Path | None:
+        """The file in which a process of this host says what it does; ``None`` if there is no place for one."""
+        place = urlparse(self.meeting)
+        return Path(place.path) / f"doing-{rank}" if place.scheme == "file" else None
 
     def name(self, rank: int) -> str:
         """The RPC name of a process."""
@@ -76,15 +85,20 @@ def refuse_other_rpc() -> None:
         )
 
 
-def join_rpc(session: Session, rank: int) -> None:
-    """Initialises RPC and returns when every process of the session has.
+def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> None:
+    """Takes part in RPC and returns when every process of the session does.
+
+    This is the part of ``init_rpc`` that is needed. The rest of it meets in a process group of its own and waits there
+    for 24 days, deaf to Ctrl-C, for a process that has been killed.
+
+    Args:
+        session: The session.
+        rank: This process's.
+        check: Called again and again meanwhile; raises if there is no more reason to wait.
 
     Raises:
         RuntimeError: If a process does not appear within the session's time-out.
     """
-    # Unique names and equal counters are two of the three things that a second RPC session in one process needs; the
-    # third is a shutdown that waits for nobody, after both sides have agreed to end.
-    rpc._init_counter = session.rpc_sessions
     # Within RPC the driver is number 0: torch's autograd context, which RPC sets up, takes one number for the whole
     # life of a process.
     number = (rank + 1) % session.size
@@ -93,13 +107,15 @@ def join_rpc(session: Session, rank: int) -> None:
         _transports=["uv"],  # the default on one machine, "shm", polls without pause: a core a process, for nothing
         _channels=["basic"],  # others open dozens of listening sockets, for tensors that do not travel this way
         rpc_timeout=session.timeout_seconds,
-        init_method=f"{session.meeting}/rpc",
     )
+    store = WatchedStore(store_at(f"{session.meeting}/rpc", session.size), check)
+    store.set_timeout(timedelta(seconds=session.timeout_seconds))
+    dist.autograd._init(number)
     _, name = interface_towards(session.towards)
-    interface = {"TP_SOCKET_IFNAME": name, "GLOO_SOCKET_IFNAME": name} if name else {}
-    with environment_variables(**interface), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="You are using a Backend")  # init_rpc's own use of gloo
-        rpc.init_rpc(session.name(rank), rank=number, world_size=session.size, rpc_backend_options=options)
+    with environment_variables(**{"TP_SOCKET_IFNAME": name} if name else {}):
+        agent = rpc.TensorPipeAgent(store, session.name(rank), number, session.size, options, {}, [])
+    rpc.api._init_rpc_states(agent)
+    Session.has_been = True
 
 
 def leave_rpc() -> None:
@@ -109,27 +125,39 @@ def leave_rpc() -> None:
             rpc.shutdown(graceful=False)
 
 
-def join_data_plane(session: Session, rank: int) -> dist.ProcessGroup:
-    """Connects the data plane and returns when every process of the session has."""
-    group = join_group(f"{session.meeting}/data", rank, session.size, session.timeout_seconds, session.towards)
+def join_data_plane(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> dist.ProcessGroup:
+    """Connects the data plane and returns when every process of the session has; see :func:`join_rpc`."""
+    seconds = PATIENCE * session.timeout_seconds
+    group = join_group(f"{session.meeting}/data", rank, session.size, seconds, session.towards, check)
     _let_computing_go_first("gloo_tcp_loop")
     return group
 
 
-def join_group(url: str, rank: int, size: int, timeout_seconds: float, towards: str = LOOPBACK) -> dist.ProcessGroup:
+def join_group(
+    url: str,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    towards: str = LOOPBACK,
+    check: Callable[[], None] = lambda: None,
+) -> dist.ProcessGroup:
     """Connects ``size`` processes that meet at ``url``, and returns when all are there.
 
     The group is private: torch's default group, which metrics and loggers look at, stays what it was.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
     options = gloo._Options()
-    options._timeout = timedelta(seconds=timeout_seconds)
+    options._timeout = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS))
     address, name = interface_towards(towards)
     options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)]
-    store = store_at(url, size)
+    store = WatchedStore(store_at(url, size), check)
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(size)])
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
     backend = gloo(dist.PrefixStore("gloo/", store), rank, size, options)
+    backend._set_default_timeout(timedelta(seconds=timeout_seconds))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
@@ -146,11 +174,6 @@ def _let_computing_go_first(thread_name: str) -> None:
         with suppress(OSError):  # a thread may end, and a sandbox may refuse; it is only slower then
             if (task / "comm").read_text().strip() == thread_name:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
-
-
-def rpc_sessions() -> int:
-    """How many times this process has initialised RPC."""
-    return rpc._init_counter
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from strategies.names import did_you_mean
 from strategies.pipeline.recompute import RECOMPUTE_MODES
 from strategies.pipeline.schedule import SCHEDULES
 
+PATIENCE = 10
+"""How many times ``rpc_timeout_sec`` a process may be busy with one thing, or wait for others that are."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,6 +25,11 @@ class Settings:
     pipelined_backward: bool = True
     deferred_batch_norm: bool = False
     rpc_timeout_sec: float = 60.0
+
+    @property
+    def patience_seconds(self) -> float:
+        """How long a process waits for another one that nobody has found to hang."""
+        return PATIENCE * self.rpc_timeout_sec
 
     def __post_init__(self) -> None:
         for name, valid in (("checkpoint", RECOMPUTE_MODES), ("schedule", tuple(SCHEDULES))):

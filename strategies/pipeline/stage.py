@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from strategies.pipeline.activity import Activity
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.layers import CallLayer, Layers
 from strategies.pipeline.randomness import preserved_random_state
@@ -132,6 +133,7 @@ class Stage:
         inputs, outputs, output_grads, input_grads: The ports.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
         call: How a layer is called; see :class:`~strategies.pipeline.layers.Layers`.
+        activity: Where it says what it does.
     """
 
     def __init__(
@@ -146,29 +148,19 @@ class Stage:
         input_grads: Output,
         deferred_batch_norm: bool = False,
         call: CallLayer | None = None,
+        activity: Activity | None = None,
     ) -> None:
         self.layers, self.first_layer, self.device = layers, first_layer, device
         self._own = Layers(layers, first_layer, device, deferred_batch_norm=deferred_batch_norm, call=call)
         self._inputs, self._outputs, self._output_grads, self._input_grads = inputs, outputs, output_grads, input_grads
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._writes_input: bool | None = None
-        self.num_done = 0
-        self._doing = ""
+        self._activity = activity or Activity()
 
     def close(self) -> None:
         """Leaves the layers as they were; keeps nothing of any pass."""
         self._kept.clear()
         self._own.close()
-
-    @property
-    def doing(self) -> str:
-        """What the stage does now or did last, for error reports: ``F3, layer 5``."""
-        return self._doing
-
-    @doing.setter
-    def doing(self, what: str) -> None:
-        self._doing = what
-        self.num_done += 1
 
     @property
     def num_kept(self) -> int:
@@ -201,7 +193,7 @@ class Stage:
                 self._backward(this, at_once)
 
     def _forward(self, this: Pass, m: int) -> None:
-        self.doing = f"F{m}, waiting for its input"
+        self._activity.doing = f"F{m}, waiting for its input"
         x = self._inputs.receive(this.number, m)
         recompute = this.grad and m < this.recomputed
         kept = _Kept([_Gradient() for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
@@ -241,7 +233,7 @@ class Stage:
             done.append((m, kept.inputs))
             if not kept.outputs:  # the gradient ends in this stage; the one before still waits for an answer
                 continue
-            self.doing = f"B{m}, waiting for its gradients"
+            self._activity.doing = f"B{m}, waiting for its gradients"
             received = self._output_grads.receive(this.number, m)
             if kept.recompute_from is not None:
                 assert kept.flags is not None
@@ -255,7 +247,7 @@ class Stage:
                 if edge is not None and grad is not None:
                     edges.append(edge)
                     grads.append(grad)
-        self.doing = ", ".join(f"B{m}" for m in microbatches)
+        self._activity.doing = ", ".join(f"B{m}" for m in microbatches)
         if edges:
             with frozen_statistics(self.layers, self._own.frozen_in_backward):  # of what checkpoints itself
                 torch.autograd.backward(edges, grads)
@@ -265,7 +257,7 @@ class Stage:
 
     def _run_layers(self, this: Pass, m: int, x: Any, *, grad: bool, recomputing: bool) -> Any:
         def doing(what: str) -> None:
-            self.doing = what
+            self._activity.doing = what
 
         return self._own.run(x, m, this.seed, this.context, grad=grad, recomputing=recomputing, doing=doing)
 

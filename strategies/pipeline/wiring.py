@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from strategies.pipeline.cargo import Cargo
-from strategies.pipeline.channel import Receiver, Sender
+from strategies.pipeline.channel import Receiver, Sender, Wait
 from strategies.pipeline.stage import Input, Output
 
 FEED_TAG = 2
@@ -46,19 +46,19 @@ class Wiring:
     forget: Callable[[int], None]
 
 
-def to_neighbours(cargo: Cargo, group: ProcessGroup) -> Wiring:
+def to_neighbours(cargo: Cargo, group: ProcessGroup, wait: Wait) -> Wiring:
     """Connects a stage to the one before, or to the driver's loader, and to the one after."""
     device = torch.device(cargo.device)
     first, limit = cargo.index == 0, group.size() + 2
     source, inputs_tag = (group.size() - 1, FEED_TAG) if first else (cargo.index - 1, 0)
     return Wiring(
-        inputs=Receiver(group, source, device=device, tag=inputs_tag),
-        outputs=Sender(group, cargo.index + 1, limit=limit),
-        output_grads=Receiver(group, cargo.index + 1, device=device),
+        inputs=Receiver(group, source, device=device, tag=inputs_tag, wait=wait),
+        outputs=Sender(group, cargo.index + 1, limit=limit, wait=wait),
+        output_grads=Receiver(group, cargo.index + 1, device=device, wait=wait),
         # The driver takes the gradients of its inputs only after its own backward pass: no limit, it would wait for it.
-        input_grads=Sender(group, source, tag=inputs_tag, limit=None if first else limit),
-        sender=lambda peer, tag: Sender(group, peer, tag=tag),
-        receiver=lambda peer, tag: Receiver(group, peer, device=device, tag=tag),
+        input_grads=Sender(group, source, tag=inputs_tag, limit=None if first else limit, wait=wait),
+        sender=lambda peer, tag: Sender(group, peer, tag=tag, wait=wait),
+        receiver=lambda peer, tag: Receiver(group, peer, device=device, tag=tag, wait=wait),
         limit=limit,
         settle=lambda: None,  # a failing neighbour says so itself
         forget=lambda number: None,

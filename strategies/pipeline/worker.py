@@ -26,6 +26,7 @@ import torch
 from torch.distributed import rpc
 from torch.futures import Future
 
+from strategies.pipeline.activity import Activity, Progress
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.hosted import HostedStage, unpack
 from strategies.pipeline.session import Session, join_data_plane, join_rpc
@@ -34,6 +35,20 @@ from strategies.pipeline.wiring import to_neighbours
 Command = tuple[str, tuple[Any, ...]]
 """The name of a method of :class:`~strategies.pipeline.hosted.HostedStage`, and its arguments."""
 
+
+_WORDS = {
+    "module_state": "save, handing over weights",
+    "module_layout": "save",
+    "optimizer_states": "save, handing over optimizer states",
+    "optimizer_layouts": "save",
+    "shelve": "save",
+    "tensors": "teardown, handing over weights",
+    "attributes": "teardown, handing over attributes",
+    "extra_state": "teardown, handing over extra states",
+    "load_module_state": "load, taking over weights",
+    "load_optimizer_states": "load, taking over optimizer states",
+}
+"""What a stage does, where the command itself does not say it."""
 
 _PARENT_CHECK_SECONDS = 0.5
 _PR_SET_PDEATHSIG = 1
@@ -65,11 +80,12 @@ class Host:
     Args:
         unpack: Makes the stage.
         name: What to call it as long as there is none.
+        activity: Where it says what it does.
     """
 
-    def __init__(self, unpack: Callable[[], HostedStage], name: str) -> None:
-        self._name = name
-        self._unpack: Callable[[], HostedStage] | None = unpack
+    def __init__(self, unpack: Callable[[Activity], HostedStage], name: str, activity: Activity) -> None:
+        self._name, self._activity = name, activity
+        self._unpack: Callable[[Activity], HostedStage] | None = unpack
         self._stage: HostedStage | None = None
         self._queue: SimpleQueue[tuple[int, list[Command], Future] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="compute", daemon=True).start()
@@ -90,15 +106,16 @@ class Host:
         assert self._stage is not None
         return self._stage
 
-    def progress(self) -> tuple[int, str]:
-        """How many things the stage has done so far, and what it is doing."""
-        return self._stage.progress if self._stage is not None else (0, "unpacking its layers")
+    def progress(self) -> Progress:
+        """How far the stage is."""
+        return self._activity.progress()
 
     def _work(self) -> None:
         early: dict[int, tuple[list[Command], Future]] = {}
         following = 0
+        self._activity.begin()
         while True:
-            got = self._queue.get()
+            got = self._activity.idle(self._queue.get)
             if got is None:
                 return
             number, commands, future = got
@@ -113,8 +130,11 @@ class Host:
         try:
             if self._stage is None:
                 assert self._unpack is not None
-                self._stage, self._unpack = self._unpack(), None
+                self._activity.doing = "unpacking its layers"
+                self._stage, self._unpack = self._unpack(self._activity), None
             for name, arguments in commands:
+                if name in _WORDS:
+                    self._activity.doing = _WORDS[name]
                 result = getattr(self._stage, name)(*arguments)
         except BaseException as error:  # a layer may even exit; the driver must hear of it
             if self._stage is not None:
@@ -124,7 +144,7 @@ class Host:
 
     def _failure(self, error: BaseException) -> Failure:
         stage = self._name if self._stage is None else self._stage.describe()
-        return failure_of(error, stage, self.progress()[1])
+        return failure_of(error, stage, self._activity.doing)
 
 
 def failure_of(error: BaseException, what: str, doing: str) -> Failure:
@@ -145,8 +165,9 @@ def failure_of(error: BaseException, what: str, doing: str) -> Failure:
 
 def host(blob: bytes, rank: int, session: Session) -> Host:
     """Connects this process to the others; called by ``rpc.remote``, so that the driver gets an ``RRef``."""
-    group = join_data_plane(session, rank)
-    return Host(partial(unpack, blob, partial(to_neighbours, group=group)), f"stage {rank}")
+    activity = Activity(session.note(rank))
+    wire = partial(to_neighbours, group=join_data_plane(session, rank), wait=activity.wait)
+    return Host(partial(unpack, blob, wire), f"stage {rank}", activity)
 
 
 @rpc.functions.async_execution
@@ -155,9 +176,10 @@ def perform(stage: Any, number: int, commands: list[Command]) -> Future:
     return stage.local_value().submit(number, commands)
 
 
-def progress(stage: Any) -> tuple[int, str]:
+def progress(stage: Any) -> Progress:
     """Asks the stage behind the ``RRef`` how far it is, while it computes; see :meth:`Host.progress`."""
-    return stage.local_value().progress()
+    answer: Progress = stage.local_value().progress()
+    return answer
 
 
 def _die_with_parent(enabled: bool) -> None:

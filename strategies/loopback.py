@@ -1,0 +1,121 @@
+"""The process group of ranks that Lightning starts on this host: it listens on the loopback interface only.
+
+    rank 0     binds 127.0.0.1:PORT, starts the other ranks, keeps the store at that port ──▶ process group
+    rank > 0   watches whether its parent, rank 0, is there; connects to the store ──────────▶ process group
+
+torch's own store listens on all interfaces. The port is held from the moment at which the system gives it, so two runs
+that start at once cannot get the same one.
+"""
+
+import atexit
+import os
+import socket
+import sys
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any, cast
+
+import torch.distributed as dist
+from lightning_fabric.utilities.distributed import _destroy_dist_connection
+from pytorch_lightning.plugins import ClusterEnvironment
+from pytorch_lightning.plugins.environments import LightningEnvironment
+from pytorch_lightning.strategies import ParallelStrategy
+
+from strategies.pipeline.meeting import LOOPBACK, interface_towards
+from strategies.pipeline.session import environment_variables
+
+_PARENT = "RELAY_RANK_0"
+"""The variable that tells the other ranks the process id of rank 0, from their start to the end of a fit."""
+
+_LOOK_SECONDS = 0.5
+
+
+class LoopbackEnvironment(LightningEnvironment):
+    """Lightning's environment of one host; its port is chosen by binding it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._listener: socket.socket | None = None
+        self._connected = threading.Event()
+        if _PARENT in os.environ and self.local_rank() > 0:
+            threading.Thread(target=self._watch, args=(int(os.environ[_PARENT]),), daemon=True).start()
+
+    @property
+    def main_port(self) -> int:
+        """Where rank 0 listens. It does so from the first time on which it is asked."""
+        if self._main_port == -1 and self.local_rank() == 0:
+            self._listener = socket.socket()
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind((LOOPBACK, int(os.environ.get("MASTER_PORT", 0))))
+            self._listener.listen()
+            self._main_port = self._listener.getsockname()[1]
+            os.environ[_PARENT] = str(os.getpid())
+        return super().main_port
+
+    def store(self, timeout: timedelta) -> dist.TCPStore:
+        """The store of the run; on rank 0 it takes over the port."""
+        port, number = self.main_port, self.world_size()
+        if self._listener is None:
+            return dist.TCPStore(LOOPBACK, port, number, is_master=False, timeout=timeout)
+        descriptor, self._listener = self._listener.detach(), None
+        return dist.TCPStore(LOOPBACK, port, number, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+
+    def connected(self) -> None:
+        """From here on others see to it that no rank outlives rank 0."""
+        self._connected.set()
+
+    def teardown(self) -> None:
+        """Leaves the variables of the process as they were."""
+        os.environ.pop(_PARENT, None)
+        super().teardown()
+
+    def _watch(self, parent: int) -> None:
+        while not self._connected.wait(_LOOK_SECONDS):
+            if os.getppid() != parent:
+                sys.stderr.write(f"rank {self.local_rank()}: rank 0 is gone, so this process ends as well\n")
+                os._exit(1)
+
+
+def on_loopback(environment: ClusterEnvironment | None, num_nodes: int, start_method: str) -> ClusterEnvironment | None:
+    """The environment to use instead of the given one, which is Lightning's for ranks that it starts on this host."""
+    ours = type(environment) is LightningEnvironment and num_nodes == 1 and start_method == "popen"
+    if not ours or environment is None or environment.main_address not in (LOOPBACK, "localhost"):
+        return environment
+    own = LoopbackEnvironment()
+    own.set_world_size(environment.world_size())
+    own.set_global_rank(environment.global_rank())
+    return own
+
+
+def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
+    """Starts the process group, ahead of Lightning, which leaves alone what is there.
+
+    Args:
+        strategy: Its environment is a :class:`LoopbackEnvironment`.
+        timeout: That of the group.
+
+    Returns:
+        What ends the run: until it is closed, groups that are made later listen on the loopback interface, too.
+    """
+    _, name = interface_towards(LOOPBACK)
+    wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    variables = ExitStack()
+    variables.enter_context(environment_variables(**{k: v for k, v in wanted.items() if k not in os.environ}))
+    environment = cast(LoopbackEnvironment, strategy.cluster_environment)
+    if not dist.is_initialized():
+        cast(Any, strategy).set_world_ranks()
+        device = strategy.root_device
+        own = getattr(strategy, "_get_process_group_backend", lambda: "gloo")
+        dist.init_process_group(
+            backend := own(),
+            store=environment.store(timeout),
+            rank=strategy.global_rank,
+            world_size=strategy.world_size,
+            timeout=timeout,
+            device_id=device if device.type != "cpu" and backend != "gloo" else None,
+        )
+        if backend == "nccl":  # as Lightning does
+            atexit.register(_destroy_dist_connection)
+    environment.connected()
+    return variables

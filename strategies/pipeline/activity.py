@@ -1,0 +1,136 @@
+"""What a worker does, told to others: while it computes, when it hangs, and after it has been killed.
+
+compute thread ── doing = "F2, layer 1" ──▶ Activity ──▶ a call of the driver's: how far, and where its stack stands
+                                               └───────▶ a file, which is still there when the process is not
+"""
+
+import mmap
+import os
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_NOTE_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a stage is.
+
+    Attributes:
+        num_done: How many things it has begun so far.
+        doing: What it does now or did last: ``F2, layer 1``.
+        waits: Whether it waits for another process.
+        idle: Whether it waits for something to do.
+        busy_seconds: For how long the process has computed so far, or waited for a core; its children included.
+        stack: Where the compute thread's Python stack stands.
+    """
+
+    num_done: int
+    doing: str
+    waits: bool
+    idle: bool
+    busy_seconds: float
+    stack: str
+
+
+class Activity:
+    """What a stage does. Made by the thread that computes, or before there is one.
+
+    Args:
+        note: The file that tells it after the process's death.
+    """
+
+    def __init__(self, note: Path | None = None) -> None:
+        self.num_done, self._doing, self._waits, self._idle = 0, "", False, False
+        self._thread: threading.Thread | None = None
+        self._note: mmap.mmap | None = None
+        if note is not None:
+            with open(note, "w+b") as file:
+                file.truncate(_NOTE_BYTES)
+                self._note = mmap.mmap(file.fileno(), _NOTE_BYTES)  # written to by the kernel, whatever kills us
+
+    def begin(self) -> None:
+        """Called by the compute thread, ahead of all else."""
+        self._thread = threading.current_thread()
+
+    @property
+    def doing(self) -> str:
+        """What the stage does now or did last, for error reports: ``F3, layer 5``."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, what: str) -> None:
+        self._doing = what
+        self.num_done += 1
+        self._write(f"in {what}")
+
+    def wait(self, wait: Callable[[], Any]) -> Any:
+        """Calls what waits for another process."""
+        self._waits = True
+        try:
+            return wait()
+        finally:
+            self._waits = False
+
+    def idle(self, wait: Callable[[], Any]) -> Any:
+        """Calls what waits for something to do."""
+        self._write(f"idle after {self._doing}" if self._doing else "idle")
+        self._idle = True
+        try:
+            return wait()
+        finally:
+            self._idle = False
+
+    def progress(self) -> Progress:
+        """How far the stage is; any thread may ask."""
+        frame = sys._current_frames().get(self._thread.ident or 0) if self._thread is not None else None
+        stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        return Progress(self.num_done, self._doing, self._waits, self._idle, self._busy_seconds(), stack)
+
+    def _write(self, text: str) -> None:
+        if self._note is not None:
+            self._note[:] = text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
+
+    def _busy_seconds(self) -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = time.process_time() + children.ru_utime + children.ru_stime
+        if self._thread is None or sys.platform != "linux":
+            return seconds
+        with suppress(OSError):  # where the kernel does not tell
+            # Its second number is the time for which the thread would have run if a core had been free.
+            waited = Path(f"/proc/self/task/{self._thread.native_id}/schedstat").read_text().split()[1]
+            seconds += int(waited) / 1e9
+        return seconds + sum(_seconds_of(pid) for pid in _descendants(os.getpid()))
+
+
+def noted(note: Path | None) -> str:
+    """What the process that wrote this file did last, in words; empty if it is not known."""
+    try:
+        return note.read_bytes().rstrip(b"\0").decode(errors="replace") if note is not None else ""
+    except FileNotFoundError:
+        return "while it started"
+
+
+def _descendants(pid: int) -> Iterator[int]:
+    """The processes that this one, or one of them, has started (compilers, for instance)."""
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # has ended
+            for child in map(int, task.read_text().split()):
+                yield child
+                yield from _descendants(child)
+
+
+def _seconds_of(pid: int) -> float:
+    try:  # the command may hold spaces and brackets; after it come user and system time, and those of its dead children
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
