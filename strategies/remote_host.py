@@ -1,13 +1,14 @@
 """The owner's half of :mod:`strategies.remote_module`: the module, and what its callers may ask of it.
 
-caller                                owner
-forward(args, wanted)  ────────────▶  runs the module, keeps its graph behind an RRef
-         ◀──── outputs, RRef ───────
-backward(RRef, grads)  ────────────▶  goes back through that graph, adds to .grad of the parameters
-         ◀──── grads of inputs ─────
+What travels when a model is trained: the caller sends
+
+    forward(args, wanted)     the owner runs the module, keeps its graph under a number, returns outputs and number
+    backward(number, grads)   it goes back through that graph, adds to .grad of the parameters, returns those of inputs
+    step(optimizer, values)   it steps with the hyperparameters that the caller has now
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
 from typing import Any
@@ -110,6 +111,7 @@ class Host:
             passed = [leaf.clone() if flag else leaf for leaf, flag in zip(leaves, wanted, strict=True)]
             args, kwargs = tree_unflatten(passed, spec)
             output = self._module(*args, **kwargs)
+        refuse_hidden_tensors(tree_leaves(output))
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         flags = [tensor.requires_grad for tensor in tensors]
         sent = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output)
@@ -220,6 +222,21 @@ def ask(host: Any, forgotten: list[int], command: str, *arguments: Any) -> Futur
     for number in forgotten:
         host.local_value().submit("forget", (number,))
     return host.local_value().submit(command, arguments)
+
+
+def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
+    """Checks that no gradient would be lost in an object that only its own class knows.
+
+    Raises:
+        TypeError: If one holds a tensor that wants a gradient.
+    """
+    for leaf in leaves:
+        held = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()
+        if any(isinstance(value, Tensor) and value.requires_grad for value in held):
+            raise TypeError(
+                "tensors with gradients go to and from a remote module in tuples, lists and dicts, got a "
+                f"{type(leaf).__name__} that holds one"
+            )
 
 
 def _copy(tensor: Tensor) -> Tensor:

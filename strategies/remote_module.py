@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from strategies.names import did_you_mean
-from strategies.optimizer import hyperparameters
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.remote import rebuilt
 from strategies.pipeline.worker import Failure
-from strategies.remote_host import Host, ask
+from strategies.remote_host import Host, ask, refuse_hidden_tensors
+from strategies.remote_optimizer import RemoteOptimizer
 
 
 class RemoteModule(nn.Module):
@@ -87,12 +87,14 @@ class RemoteModule(nn.Module):
         Raises:
             Exception: What the module raised, with the traceback there as its cause.
             RuntimeError: If the process does not answer.
+            TypeError: If a tensor with a gradient is in an object of another kind, there or here.
         """
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the module and does not wait; ``wait()`` of the future returns or raises what :meth:`forward` would."""
         leaves, spec = tree_flatten((args, kwargs))
+        refuse_hidden_tensors(leaves)
         grad = torch.is_grad_enabled()
         wanted = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
         inputs = [leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag]
@@ -160,14 +162,14 @@ class RemoteModule(nn.Module):
         """Clears the gradients, when all callers have asked for it."""
         self._call("zero_grad", set_to_none)
 
-    def optimizer(self, cls: Callable[..., Optimizer], **options: Any) -> "RemoteOptimizer":
+    def optimizer(self, cls: Callable[..., Optimizer], **options: Any) -> RemoteOptimizer:
         """Makes an optimizer of the parameters, there; all callers make it together.
 
         Args:
             cls: Its class.
             options: Its arguments, but for the parameters.
         """
-        return RemoteOptimizer(self, *self._call("make_optimizer", self._packed((cls, options))))
+        return RemoteOptimizer(self._call, *self._call("make_optimizer", self._packed((cls, options))))
 
     def get_module_rref(self) -> Any:
         """The ``RRef`` by which the module is reached."""
@@ -243,42 +245,6 @@ class RemoteParameter(nn.Parameter):
     """A copy, for reading, of a parameter of a :class:`RemoteModule`; no optimizer takes it."""
 
     is_leaf: Any = property(_refuse)  # which every optimizer asks for
-
-
-class RemoteOptimizer(Optimizer):
-    """An optimizer on the process of a :class:`RemoteModule`; made by :meth:`RemoteModule.optimizer`.
-
-    Its ``param_groups`` have the hyperparameters, which schedulers may change and which go along with each step, and
-    parameters without values. With several callers a step happens once, when all have asked for it.
-    """
-
-    def __init__(self, remote: RemoteModule, number: int, shapes: list[torch.Size], options: dict[str, Any]) -> None:
-        self._remote, self._number = remote, number
-        super().__init__([nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes], options)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps there, and waits for it; returns what ``closure`` did."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._remote._call("step", self._number, hyperparameters(self))
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the module; see :meth:`RemoteModule.zero_grad`."""
-        self._remote.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer there, with the hyperparameters as they are here."""
-        state = self._remote._call("optimizer_state_dict", self._number)
-        for group, own in zip(state["param_groups"], hyperparameters(self), strict=True):
-            group.update(own)
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict`, or an optimizer of the same parameters in one process, returned."""
-        self.param_groups[0].update(self._remote._call("load_optimizer_state_dict", self._number, state_dict))
 
 
 def _destination(address: str) -> tuple[Any, str]:

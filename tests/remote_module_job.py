@@ -7,7 +7,9 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -61,6 +63,11 @@ class Fails(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         raise ZeroDivisionError("in the layer")
+
+
+class Hides(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return SimpleNamespace(hidden=super().forward(x))
 
 
 class Exits(nn.Module):
@@ -154,6 +161,8 @@ def mistakes(Remote: Any) -> dict[str, tuple[str, str, str]]:
         "forward_async": attempt(lambda: Remote("owner", Fails, args=("forward",)).forward_async(x).wait()),
         "exit": attempt(lambda: Remote("owner", Exits)(x)),
         "arguments": attempt(lambda: linear(x, x)),
+        "hidden input": attempt(lambda: linear(SimpleNamespace(x=x.clone().requires_grad_()))),
+        "hidden output": attempt(lambda: Remote("owner", Hides, args=(1, 1))(torch.ones(1, 1))),
         "second backward": attempt(loss.backward),
         "autograd.grad": attempt(lambda: torch.autograd.grad(linear(x.requires_grad_()).sum(), x)),
         "local optimizer": attempt(lambda: torch.optim.SGD(linear.parameters(), lr=1.0)),
@@ -230,6 +239,24 @@ def others(Remote: Any) -> dict[str, Any]:
     }
 
 
+def two_callers(Remote: Any) -> dict[str, Any]:
+    """Two threads stand for two processes that train one module together."""
+    shared = Remote("owner", nn.Linear, args=(2, 1), num_callers=2)
+    start = {name: value.clone() for name, value in shared.state_dict().items()}
+    inputs = [torch.full((3, 2), value, requires_grad=True) for value in (1.0, 2.0)]
+
+    def train(x: Tensor) -> None:
+        optimizer = shared.optimizer(torch.optim.SGD, lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            shared(x).square().mean().backward()
+            optimizer.step()
+
+    with ThreadPoolExecutor(2) as callers:
+        list(callers.map(train, inputs))
+    return {"start": start, "end": dict(shared.state_dict()), "input_grads": [x.grad for x in inputs]}
+
+
 def saved(Remote: Any) -> dict[str, Any]:
     """An optimizer of one process goes on elsewhere, and back."""
     torch.manual_seed(0)
@@ -239,9 +266,13 @@ def saved(Remote: Any) -> dict[str, Any]:
     second = there.optimizer(torch.optim.Adam, lr=0.5)
 
     def step(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.zero_grad()
-        module(torch.ones(3, 2).double()).square().sum().backward()
-        optimizer.step()
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = module(torch.ones(3, 2).double()).square().sum()
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
 
     step(one, first)
     there.load_state_dict(one.state_dict())
@@ -264,7 +295,7 @@ def program(rank: int, num_processes: int, file: str) -> None:
                 seen[name] = both_ways(Remote("owner/cpu", Net), cls, **options)
             seen |= {"mistakes": mistakes(Remote), "graphs": graphs(Remote), "saved": saved(Remote)}
             linear = Remote("owner", nn.Linear, args=(1, 1))
-            seen |= others(Remote)
+            seen |= {**others(Remote), "two callers": two_callers(Remote)}
             tree = [psutil.Process(), *psutil.Process().parent().children()]
             sockets = [c for process in tree for c in process.net_connections("inet") if c.status == "LISTEN"]
             seen["listening on"] = sorted({c.laddr.ip for c in sockets})
@@ -296,6 +327,26 @@ def owner_dies() -> list[tuple[str, str, str]]:
             told: list[tuple[str, str, str]] = torch.load(file)
             return told
     raise AssertionError("the owner was to die")
+
+
+def on_a_gpu(rank: int, num_processes: int, file: str) -> None:
+    with remote_procedure_calls(["caller", "owner"][rank], rank, num_processes):
+        if rank == 0:
+            cls, options = OPTIMIZERS["SGD"]
+            seen = both_ways(strategies.RemoteModule("owner/cuda:0", Net), cls, **options)
+            linear = strategies.RemoteModule("owner/cuda:0", nn.Linear, args=(2, 2))
+            x = torch.ones(1, 2, device="cuda:0", requires_grad=True)
+            y = linear(x)
+            y.sum().backward()
+            assert x.grad is not None
+            torch.save({**seen, "devices": [str(y.device), str(x.grad.device)]}, file)
+
+
+def gpu_job() -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        launch(on_a_gpu, 2, f"{folder}/seen.pt")
+        seen: dict[str, Any] = torch.load(f"{folder}/seen.pt")
+        return seen
 
 
 def job() -> dict[str, Any]:

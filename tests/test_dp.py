@@ -183,13 +183,27 @@ def outcome(strategy: Any, **kwargs: Any) -> dict[str, Any]:
     }
 
 
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], ids=str)
 @pytest.mark.parametrize("strategy", [OnCPU, InParts])
-def test_means_over_rows_are_those_of_one_process(strategy: type[DataParallelStrategy]) -> None:
-    expected, actual = outcome("single_device"), outcome(strategy())
+def test_means_over_rows_are_those_of_one_process(
+    strategy: type[DataParallelStrategy], options: dict[str, Any]
+) -> None:
+    expected, actual = outcome("single_device", **options), outcome(strategy(), **options)
     rows = [one["metrics"].pop("rows") for one in (expected, actual)]  # as the last step saw them
     assert rows == [7, pytest.approx((4 * 4 + 3 * 3) / 7 if strategy is InParts else 7)]
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert len(expected["losses"]) == 6 and expected["losses"][-1] < expected["losses"][0]
+
+
+def test_one_process_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    expected = outcome("single_device")
+    trainer = Trainer(strategy=InParts(), accelerator="cpu", devices=1, **{**QUIET, "max_epochs": 1})
+    trainer.fit(Net())
+    trainer.save_checkpoint(tmp_path / "dp.ckpt")
+    model = Net()
+    Trainer(strategy="single_device", accelerator="cpu", devices=1, **QUIET).fit(model, ckpt_path=tmp_path / "dp.ckpt")
+    assert model.losses == pytest.approx(expected["losses"][3:], rel=1e-12)
+    torch.testing.assert_close(dict(model.state_dict()), expected["weights"], rtol=1e-12, atol=1e-12)
 
 
 def test_merged_takes_means_of_scalars_and_rows_of_tensors() -> None:

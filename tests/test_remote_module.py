@@ -14,7 +14,7 @@ from strategies import RemoteModule
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
-    return run(remote_module_job.job, timeout_seconds=120)
+    return run(remote_module_job.job, timeout_seconds=150)
 
 
 @pytest.mark.parametrize("name", remote_module_job.OPTIMIZERS)
@@ -51,6 +51,21 @@ def test_optimizer_states_go_on_elsewhere(seen: dict[str, Any]) -> None:
     assert seen["saved"]["lr"] == 0.1
 
 
+def test_two_callers_train_as_one_on_the_mean_of_their_losses(seen: dict[str, Any]) -> None:
+    callers, model = seen["two callers"], torch.nn.Linear(2, 1)
+    model.load_state_dict(callers["start"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    inputs = [torch.full((3, 2), value, requires_grad=True) for value in (1.0, 2.0)]
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses = [model(x).square().mean() for x in inputs]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+    assert_close(callers["end"], dict(model.state_dict()))
+    # Each caller's inputs have the gradient of its own loss.
+    assert_close(callers["input_grads"], [x.grad * 2 for x in inputs])
+
+
 def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
     assert seen["graphs"] == [0, 3, 2, 0]
 
@@ -69,6 +84,8 @@ def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
         ("forward_async", "ZeroDivisionError", "in the layer"),
         ("exit", "RuntimeError", "Exits, process .* in forward failed: SystemExit: a layer exits"),
         ("arguments", "TypeError", "takes 2 positional arguments but 3 were given"),
+        ("hidden input", "TypeError", "in tuples, lists and dicts, got a SimpleNamespace that holds one"),
+        ("hidden output", "TypeError", "in tuples, lists and dicts, got a SimpleNamespace that holds one"),
         ("second backward", "RuntimeError", "a second backward pass through one call of a remote module"),
         ("autograd.grad", "RuntimeError", "cannot go through a pipeline or a remote module"),
         ("local optimizer", "RuntimeError", r"this is a copy of a parameter.*use RemoteModule.optimizer\(cls, lr="),
@@ -103,3 +120,12 @@ def test_an_owner_that_dies_is_told_at_once() -> None:
     for kind, message, _ in run(remote_module_job.owner_dies):
         assert kind == "RuntimeError"
         assert message.startswith("the remote module on owner/cpu did not answer: ")
+
+
+@pytest.mark.gpu
+def test_a_module_on_a_gpu_trains_as_one_on_the_cpu() -> None:
+    cls, options = remote_module_job.OPTIMIZERS["SGD"]
+    expected = remote_module_job.both_ways(remote_module_job.Net(), cls, **options)
+    actual = run(remote_module_job.gpu_job)
+    assert actual.pop("devices") == ["cuda:0", "cuda:0"]
+    assert_close(actual, expected, rtol=1e-9, atol=1e-9)
