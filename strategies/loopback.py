@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
-from lightning_fabric.utilities.distributed import _destroy_dist_connection
+from lightning_fabric.utilities.distributed import _destroy_dist_connection, log
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
@@ -105,13 +105,16 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
     environment = cast(LoopbackEnvironment, strategy.cluster_environment)
     if not dist.is_initialized():
         cast(Any, strategy).set_world_ranks()
-        device = strategy.root_device
+        device, size = strategy.root_device, strategy.world_size
+        log.info(  # as Lightning does
+            f"Initializing distributed: GLOBAL_RANK: {strategy.global_rank}, MEMBER: {strategy.global_rank + 1}/{size}"
+        )
         own = getattr(strategy, "_get_process_group_backend", lambda: "gloo")
         dist.init_process_group(
             backend := own(),
             store=environment.store(timeout),
             rank=strategy.global_rank,
-            world_size=strategy.world_size,
+            world_size=size,
             timeout=timeout,
             device_id=device if device.type != "cpu" and backend != "gloo" else None,
         )

@@ -157,7 +157,7 @@ def test_time_outs_that_no_clock_can_count(seconds: Any) -> None:
         ([3], 2, "The provided balance [3] is for 1 stages, but there are 2 devices."),
         ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: no stage without a layer."),
         ([4, -1], 2, "The provided balance [4, -1] must consist of whole numbers above 0"),
-        ([1.5, 1.5], 2, "The provided balance [1.5, 1.5] must consist of whole numbers above 0"),
+        ([1.5, 1.5], 2, "balance must be a list, each of it a whole number or None, got [1.5, 1.5]"),
         ([], 2, "The provided balance sum: 0 does not match your Sequential length: 3"),
         (None, 4, "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it"),
     ],
@@ -168,7 +168,7 @@ def test_balance(balance: Any, devices: int, message: str) -> None:
 
 
 def test_balance_that_is_one_number() -> None:
-    with pytest.raises(MisconfigurationException, match=r"balance must be a list .* one for each device, got 3"):
+    with pytest.raises(MisconfigurationException, match="balance must be a list, each .* whole number or None, got 3"):
         fit(Model(), balance=3)
 
 
