@@ -168,7 +168,7 @@ def test_balance(balance: Any, devices: int, message: str) -> None:
 
 
 def test_balance_that_is_one_number() -> None:
-    with pytest.raises(MisconfigurationException, match="balance must be a list, each .* whole number or None, got 3"):
+    with pytest.raises(MisconfigurationException, match=r"balance must be a list, each .* whole number or None, got 3"):
         fit(Model(), balance=3)
 
 
