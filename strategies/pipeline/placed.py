@@ -238,7 +238,7 @@ class Placed:
             worker,
             host,
             description,
-            process=f"on {worker}",
+            process=f"RPC worker {worker}",
             ended=lambda: None,
             doing=lambda: "",
             kill=lambda: None,  # it is the user's
