@@ -1,6 +1,6 @@
 """What is shipped to a worker: the layers of a stage, and its part of the optimizers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -33,8 +33,8 @@ class Cargo:
     first_layer: int
     device: str
     deferred_batch_norm: bool
-    optimizers: list[tuple[type[Optimizer], dict[str, Any]]]
-    numbers: list[list[int]]
-    ties: list[Tie]
-    replicas: Replicas | None
+    optimizers: list[tuple[type[Optimizer], dict[str, Any]]] = field(default_factory=list)
+    numbers: list[list[int]] = field(default_factory=list)
+    ties: list[Tie] = field(default_factory=list)
+    replicas: Replicas | None = None
     call: CallLayer | None = None

@@ -31,7 +31,7 @@ from strategies.pipeline.session import Session, join_data_plane
 from strategies.pipeline.settings import Settings
 from strategies.pipeline.stage import Stage
 from strategies.pipeline.state import StateOfStages
-from strategies.pipeline.ties import find_ties
+from strategies.pipeline.ties import find_ties, owned_parameters
 from strategies.pipeline.update import PipelineOptimizers
 from strategies.pipeline.watch import Watch
 from strategies.pipeline.words import describe, locate
@@ -250,12 +250,10 @@ class Pipeline:
             self._passes = None
         self._averages = None
         self.optimizers.end()
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
-        if self._patience is not None:
-            self._patience.end()
-            self._patience = None
+        for waiting in (self._watch, self._patience):
+            if waiting is not None:
+                waiting.end()
+        self._watch = self._patience = None
         if self._workers is not None:
             self._workers.stop(grace_seconds=_END_SECONDS if self.remotes else 0.0)
             self._workers = None
@@ -265,13 +263,10 @@ class Pipeline:
             self._threads_before = None
 
     def _cargo(self, i: int) -> Cargo:
-        layers = self.stages[i]
-        named = dict(layers.named_parameters(remove_duplicate=False))
-        copies = {named[tie.names[i][0]] for tie in self._ties if i in tie.copies}
-        owned = [parameter for parameter in layers.parameters() if parameter not in copies]
+        owned = owned_parameters(i, self.stages[i], self._ties)
         return Cargo(
             index=i,
-            layers=layers,
+            layers=self.stages[i],
             first_layer=sum(self.balance[:i]),
             device=str(self._devices[i]),
             deferred_batch_norm=self._settings.deferred_batch_norm,

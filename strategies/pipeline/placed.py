@@ -66,9 +66,7 @@ class Placed:
             rpc.RRef(Inbox()) if p.place.worker is None else rpc.remote(p.place.worker, Inbox) for p in partitions
         ]
         desk: Any = rpc.RRef(self._desk)
-        self._first = inboxes[0]
-        self._last = inboxes[-1]
-        self._inboxes = inboxes
+        self._first, self._last, self._inboxes = inboxes[0], inboxes[-1], inboxes
         self._failures = self._no_failures()
         self._routers: dict[int, Router] = {}
         self._stages: dict[int, Stage] = {}
@@ -277,10 +275,6 @@ def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
         first_layer=partition.first_layer,
         device=str(partition.place.device),
         deferred_batch_norm=deferred_batch_norm,
-        optimizers=[],
-        numbers=[],
-        ties=[],
-        replicas=None,
         call=call_layer,
     )
     return pickled(cargo, partition.layers, None)

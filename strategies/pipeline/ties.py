@@ -40,6 +40,13 @@ class Tie:
         return [rank for rank in self.names if rank != self.owner]
 
 
+def owned_parameters(i: int, layers: nn.Module, ties: Iterable[Tie]) -> list[nn.Parameter]:
+    """The parameters of a stage, without copies of those that another one owns."""
+    named = dict(layers.named_parameters(remove_duplicate=False))
+    copies = {named[tie.names[i][0]] for tie in ties if i in tie.copies}
+    return [parameter for parameter in layers.parameters() if parameter not in copies]
+
+
 def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> list[Tie]:
     """Finds the parameters that more than one process uses.
 
