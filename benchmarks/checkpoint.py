@@ -21,7 +21,7 @@ from pytorch_lightning import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.pipeline_step import NUM_LAYERS, WIDTH, make_model
+from benchmarks.models import encoder_layers
 from strategies import RPCSequentialStrategy
 from strategies.atomic import remove
 from trainer import Trainer
