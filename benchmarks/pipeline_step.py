@@ -47,7 +47,7 @@ def bubble_of(name: str, microbatches: int) -> float | None:
         return 0.0
     if "Interleaved" in name:
         return (p - 1) / (2 * m + p - 1)
-    if name.startswith(("ours", "upstream")) or name.endswith("two threads") and name != TWO_THREADS:
+    if name.startswith(("ours", "upstream")) or (name.endswith("two threads") and name != TWO_THREADS):
         return (p - 1) / (m + p - 1)
     return None
 

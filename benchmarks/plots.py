@@ -7,7 +7,9 @@ from typing import Any
 from benchmarks.report import Effort, Section
 
 
-def plot(section: Section, effort: Effort, name: str, draw: Callable[[Any], None], *, size: tuple[float, float]) -> None:
+def plot(
+    section: Section, effort: Effort, name: str, draw: Callable[[Any], None], *, size: tuple[float, float]
+) -> None:
     """Draws a figure into the folder of plots and adds it to the section.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a benchmark hands over, and how the report is written from it: Markdown, one section each, and what was absent."""
+"""What a benchmark hands over, and how the report is written from it: a section of Markdown each."""
 
 import json
 import os
