@@ -147,8 +147,8 @@ def main(effort: Effort) -> Section:
     section = Section(
         "Saving a checkpoint of a pipeline",
         f"{size:.0f} MiB of weights and optimizer states, half of them on each of two processes with one thread each; "
-        f"{rounds} interleaved rounds after {WARM_UP}. Pause: how long training stands still. Written: when the file is "
-        "on the disk. Growth: the most of each process's memory over what it held before, in any round.",
+        f"{rounds} interleaved rounds after {WARM_UP}. Pause: how long training stands still. Written: when the file "
+        "is on the disk. Growth: the most of each process's memory over what it held before, in any round.",
     )
     rows = []
     for way, seconds in saving.seconds.items():

@@ -237,7 +237,7 @@ class Upstream:
 
 
 class GPipeLibrary:
-    """torchgpipe, or fairscale's Pipe that descends from it, as far as they go without a GPU: a thread for each stage."""
+    """torchgpipe, or fairscale's Pipe that descends from it; without a GPU, a thread for each stage in one process."""
 
     def __init__(self, number: int, shape: Shape, module: str, name: str) -> None:
         self.shape, self.batches, self.make = shape, endless(shape), getattr(importlib.import_module(module), name)

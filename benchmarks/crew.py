@@ -39,7 +39,7 @@ def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]
     except BaseException as error:
         traceback.print_exc()
         last = traceback.format_exception_only(error)[-1].strip()
-        pipe.send((False, f"{type(error).__name__}: {last}" if not last else last))
+        pipe.send((False, last if last else f"{type(error).__name__}: {last}"))
         raise
 
 

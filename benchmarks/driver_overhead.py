@@ -97,8 +97,8 @@ def main(effort: Effort) -> Section:
     grows = [f"{schedule} on {p} stages" for (schedule, p), counts in calls_of.items() if len(counts) > 1]
     section = Section(
         "What leading costs",
-        f"{LAYERS} linear layers of width {WIDTH}, {ROWS} rows, SGD: the time of a step is all overhead. {steps} steps; "
-        "on 2 cores, 3 and 4 processes take turns. One of the calls per worker and step only waits for its end here.",
+        f"{LAYERS} linear layers of width {WIDTH}, {ROWS} rows, SGD: the time of a step is all overhead. {steps} "
+        "steps; on 2 cores, 3 and 4 processes take turns. One of the calls per worker and step only waits for its end here.",
         tables=[Table(["", "ms a step", "quartiles", "RPC calls a step", "bytes in them"], rows)],
         notes=[
             f"Calls a step GROW with the micro-batches: {', '.join(grows)}."

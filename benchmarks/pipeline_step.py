@@ -1,4 +1,4 @@
-"""Time of a training step on two cores: ours, raw ``torch.distributed.pipelining``, torchgpipe and one process, in turns.
+"""Time of a training step on two cores: ours, raw ``torch.distributed.pipelining``, torchgpipe, one process; in turns.
 
 Every contestant lives in processes of its own with one thread each, and works only when it is its turn. A step is a
 batch from a loader, forward and backward passes of all micro-batches, and AdamW.

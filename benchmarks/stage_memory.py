@@ -108,9 +108,7 @@ def main(effort: Effort) -> Section:
         kept = [simulate(SCHEDULES[ways[way][0]](STAGES, m)).peak_activations for m in numbers]
         for i in range(STAGES):
             name = "driver" if i == STAGES - 1 else "worker"
-            values = [
-                f"{row[i]:.0f} ({k[i]})" for row, k in zip(of_numbers, kept, strict=True)
-            ]
+            values = [f"{row[i]:.0f} ({k[i]})" for row, k in zip(of_numbers, kept, strict=True)]
             rows.append([f"{way}, stage {i} ({name})", *values])
     section = Section(
         "Peak memory of each stage",
