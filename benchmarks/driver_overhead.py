@@ -90,15 +90,16 @@ def main(effort: Effort) -> Section:
         for p in stages:
             for m in numbers:
                 seconds, calls, size = measured(schedule, p, m, steps)
-                medians.setdefault(f"{schedule}, {p} stages", []).append(quartiles(seconds)[1] * 1000)
+                medians.setdefault(f"{schedule}, stages {p}", []).append(quartiles(seconds)[1] * 1000)
                 calls_of.setdefault((schedule, p), set()).add(calls)
-                rows.append([f"{schedule}, {p} stages, {m} micro-batches", *spread(seconds, 2, 1000)])
+                rows.append([f"{schedule}, stages {p}, micro-batches {m}", *spread(seconds, 2, 1000)])
                 rows[-1] += [f"{calls:.1f}", f"{size:.0f}"]
     grows = [f"{schedule} on {p} stages" for (schedule, p), counts in calls_of.items() if len(counts) > 1]
     section = Section(
         "What leading costs",
         f"{LAYERS} linear layers of width {WIDTH}, {ROWS} rows, SGD: the time of a step is all overhead. {steps} "
-        "steps; on 2 cores, 3 and 4 processes take turns. One of the calls per worker and step only waits for its end here.",
+        "steps; on 2 cores, 3 and 4 processes take turns. One call a worker and step only waits "
+        "for its end, here.",
         tables=[Table(["", "ms a step", "quartiles", "RPC calls a step", "bytes in them"], rows)],
         notes=[
             f"Calls a step GROW with the micro-batches: {', '.join(grows)}."

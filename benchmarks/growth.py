@@ -150,7 +150,8 @@ def main(effort: Effort) -> Section:
     section = Section(
         "Growth: the simulator's prediction",
         "All stages equal, transfers free. Measured: real processes whose only layer sleeps "
-        f"{FORWARD_SECONDS * 1000:.0f} ms forward and {BACKWARD_SECONDS * 1000:.0f} ms backward, medians of {repeats} steps after one.",
+        f"{FORWARD_SECONDS * 1000:.0f} ms forward and {BACKWARD_SECONDS * 1000:.0f} ms backward, medians of "
+        f"{repeats} steps after one.",
         tables=[measured_table(pairs, repeats), growth_table(stages, numbers)],
         notes=["The sections above check the prediction with stages that compute, which two cores allow for two only."],
     )

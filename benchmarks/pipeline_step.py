@@ -31,12 +31,16 @@ BESIDE, TWO_THREADS = "one process beside a busy one", "one process with two thr
 
 LIBRARIES = (
     ("torchgpipe", "GPipe", "`pip install -e '.[bench]'`"),
-    ("fairscale.nn", "Pipe", "descends from torchgpipe; to be built from source, so not in the extra"),
+    (
+        "fairscale.nn",
+        "Pipe",
+        "descends from torchgpipe; comes as source only, so not in the extra, but takes part if it is there",
+    ),
 )
 
 ELSEWHERE = {
-    "DeepSpeed pipeline": "its pipeline engine sends by NCCL or oneCCL only, and compiles its operators at first use",
-    "Megatron-LM, PiPPy": "Megatron-LM needs CUDA; PiPPy has become torch.distributed.pipelining, which takes part",
+    "DeepSpeed pipeline": "not tried: comes as source only, and builds operators when they are first used",
+    "PiPPy": "has become torch.distributed.pipelining, which takes part",
 }
 
 

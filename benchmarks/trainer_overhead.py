@@ -3,13 +3,13 @@
 Every contestant notes the time of each training step's start; a step is the way from one to the next.
 """
 
-import contextlib
 import io
 import itertools
 import logging
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -69,17 +69,17 @@ def fitted(make: Callable[..., Any], steps: int, *, logs: bool, bar: bool) -> li
     """A fit by a Trainer, without anything that is not asked for."""
     model = Tiny(logs=logs)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        with contextlib.redirect_stdout(io.StringIO()):
-            made = make(
-                accelerator="cpu",
-                devices=1,
-                max_epochs=1,
-                enable_progress_bar=bar,
-                default_root_dir=folder,
-                **off,
-            )
-            made.fit(model, data(steps))
+    screen = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(screen), redirect_stdout(screen):
+        made = make(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            enable_progress_bar=bar,
+            default_root_dir=folder,
+            **off,
+        )
+        made.fit(model, data(steps))
     return model.began
 
 
@@ -117,7 +117,8 @@ def main(effort: Effort) -> Section:
     section = Section(
         "What the Trainer costs",
         f"A linear layer of width {WIDTH}, {ROWS} rows, SGD, one process: the median of {steps} steps after "
-        f"{warm_up}, in each of {rounds} interleaved rounds; the quartiles are over the rounds. The bar writes to memory.",
+        f"{warm_up}, in each of {rounds} interleaved rounds; the quartiles are over the rounds. The bar writes "
+        "to memory.",
         tables=[Table(columns, rows)],
     )
     plot(
