@@ -1,14 +1,14 @@
 """Who takes part in the pipeline benchmark: each a member of a crew, with the same model, loader and optimizer.
 
-A member has ``prepare(microbatches)``, ``step()``, which is one training step and returns the processor seconds that it
-took here, ``trace()``, which is one step told as spans, and ``close()``.
+A member has ``prepare(microbatches)``, which begins anew with the same weights and the first batch; ``step()``, one
+training step, which returns the loss where it is known; ``trace()``, one step told as spans; and ``close()``.
 """
 
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -62,21 +62,24 @@ class OneProcess:
     """Micro-batch by micro-batch, on as many threads as each step is told."""
 
     def __init__(self, number: int, shape: Shape) -> None:
-        self.model = gpt_layers(shape.num_blocks, shape.width, shape.length)
-        self.optimizer, self.batches = make_optimizer(self.model), endless(shape)
+        self.shape = shape
 
     def prepare(self, microbatches: int) -> None:
-        self.microbatches = microbatches
+        self.microbatches, self.batches = microbatches, endless(self.shape)
+        self.model = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
+        self.optimizer = make_optimizer(self.model)
 
     def step(self, threads: int = 1) -> float:
         torch.set_num_threads(threads)
-        began = process_time()
+        total = 0.0
         tokens, targets = next(self.batches)
         self.optimizer.zero_grad()
         for x, y in zip(tokens.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True):
-            (loss_of(self.model(x), y) / self.microbatches).backward()
+            loss = loss_of(self.model(x), y) / self.microbatches
+            loss.backward()
+            total += loss.item()
         self.optimizer.step()
-        return process_time() - began
+        return total
 
     def close(self) -> None: ...
 
@@ -97,12 +100,12 @@ class Ours:
     """Relay's engine: the driver of a pipeline, which starts its workers itself."""
 
     def __init__(self, number: int, shape: Shape, schedule: str) -> None:
-        self.shape, self.schedule, self.batches = shape, schedule, endless(shape)
+        self.shape, self.schedule = shape, schedule
         self.pipeline: Pipeline | None = None
 
     def prepare(self, microbatches: int) -> None:
         self.close()
-        self.microbatches = microbatches
+        self.microbatches, self.batches = microbatches, endless(self.shape)
         self.start(gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length), [0] * PROCESSES)
 
     def start(self, model: nn.Sequential, extra_layers: list[int]) -> None:
@@ -114,7 +117,6 @@ class Ours:
         self.pipeline.start()
 
     def step(self) -> float:
-        began = process_time()
         assert self.pipeline is not None
         tokens, targets = next(self.batches)
         self.optimizer.zero_grad()
@@ -125,7 +127,7 @@ class Ours:
         self.optimizer.step()
         self.pipeline.optimizers.step_remotes(self.optimizer)
         self.pipeline.wait()
-        return process_time() - began
+        return loss.item()
 
     def loss_of_schedule(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
         if self.schedule == "gpipe":
@@ -188,26 +190,26 @@ class Upstream:
     def __init__(self, rank: int, shape: Shape, schedule: str, store: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
         self.schedule_name, self.placement, self.rank = schedule, UPSTREAM[schedule], rank
-        layers = gpt_layers(shape.num_blocks, shape.width, shape.length)
-        stages = cut(layers, gpt_balance(shape.num_blocks, self.placement.num_stages))
-        self.own = {i: stages[i] for i in self.placement.stages_of[rank]}
-        self.optimizer, self.batches = make_optimizer(nn.ModuleList(self.own.values())), endless(shape)
+        self.shape = shape
 
     def prepare(self, microbatches: int) -> None:
-        num, device = self.placement.num_stages, torch.device("cpu")
+        num, device, shape = self.placement.num_stages, torch.device("cpu"), self.shape
+        stages = cut(gpt_layers(shape.num_blocks, shape.width, shape.length), gpt_balance(shape.num_blocks, num))
+        self.own = {i: stages[i] for i in self.placement.stages_of[self.rank]}
+        self.optimizer, self.batches = make_optimizer(nn.ModuleList(self.own.values())), endless(shape)
         self.stages = [PipelineStage(module, i, num, device) for i, module in self.own.items()]
         make: Callable[..., Any] = getattr(pipelining, self.schedule_name)
         given: Any = self.stages[0] if self.placement is LINE else self.stages
         self.schedule = make(given, microbatches, loss_fn=loss_of)
 
-    def step(self) -> float:
-        began = process_time()
+    def step(self) -> float | None:
         tokens, targets = next(self.batches)
         self.optimizer.zero_grad()
+        losses: list[Tensor] = []
         first, last = 0 in self.own, self.placement.num_stages - 1 in self.own
-        self.schedule.step(*([tokens] if first else []), **({"target": targets, "losses": []} if last else {}))
+        self.schedule.step(*([tokens] if first else []), **({"target": targets, "losses": losses} if last else {}))
         self.optimizer.step()
-        return process_time() - began
+        return sum(loss.item() for loss in losses) / len(losses) if last else None
 
     def trace(self) -> list[Span]:
         """A step, with the methods that compute timed; they are called when their input is there."""
@@ -240,9 +242,10 @@ class GPipeLibrary:
     """torchgpipe, or fairscale's Pipe that descends from it; without a GPU, a thread for each stage in one process."""
 
     def __init__(self, number: int, shape: Shape, module: str, name: str) -> None:
-        self.shape, self.batches, self.make = shape, endless(shape), getattr(importlib.import_module(module), name)
+        self.shape, self.make = shape, getattr(importlib.import_module(module), name)
 
     def prepare(self, microbatches: int) -> None:
+        self.batches = endless(self.shape)
         layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
         balance = gpt_balance(self.shape.num_blocks, PROCESSES)
         devices = ["cpu"] * PROCESSES
@@ -250,11 +253,11 @@ class GPipeLibrary:
         self.optimizer = make_optimizer(self.model)
 
     def step(self) -> float:
-        began = process_time()
         tokens, targets = next(self.batches)
         self.optimizer.zero_grad()
-        loss_of(self.model(tokens), targets).backward()
+        loss = loss_of(self.model(tokens), targets)
+        loss.backward()
         self.optimizer.step()
-        return process_time() - began
+        return loss.item()
 
     def close(self) -> None: ...

@@ -25,6 +25,9 @@ from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from benchmarks.timeline import Span, bubble, gantt
 
 ROUNDS, WARM_UP = 7, 1
+"""After the first step, in which all are checked to find the same loss."""
+
+LOSS_TOLERANCE = 1e-4
 MICROBATCHES, TRACED = (4, 8, 16), 8
 SAME_SCHEDULE = {"ours, gpipe": "upstream, ScheduleGPipe", "ours, 1f1b": "upstream, Schedule1F1B"}
 BESIDE, TWO_THREADS = "one process beside a busy one", "one process with two threads"
@@ -61,6 +64,7 @@ class Contest:
 
     def __init__(self, shape: Shape, folder: Path) -> None:
         self.absent: dict[str, str] = {}
+        self.differ: list[str] = []
         self.go = multiprocessing.get_context("spawn").Event()
         self.crews: dict[str, Crew] = {"one process": Crew(OneProcess, shape)}
         self.busy = Crew(Busy, shape, self.go)
@@ -89,6 +93,7 @@ class Contest:
         for name in list(self.crews):
             self.attempt(name, microbatches, lambda crew: crew.call("prepare", microbatches))
         self.busy.call("prepare", microbatches)
+        self.check_losses(microbatches)
         times: dict[str, list[float]] = {}
         for number in range(rounds + WARM_UP):
             now = {name: self.attempt(name, microbatches, lambda crew: crew.timed("step")) for name in [*self.crews]}
@@ -99,6 +104,16 @@ class Contest:
                 for name, seconds in now.items():
                     times.setdefault(name, []).append(seconds)
         return {name: seconds for name, seconds in times.items() if None not in seconds}
+
+    def check_losses(self, microbatches: int) -> None:
+        """The first two steps give everybody the same loss: all do the same work, the optimizer's included."""
+        for _ in range(2):
+            losses = {name: self.attempt(name, microbatches, lambda crew: crew.call("step")) for name in [*self.crews]}
+            (expected,) = losses["one process"]
+            for name, members in losses.items():
+                found = [loss for loss in members or [] if loss is not None]
+                if any(abs(loss - expected) > LOSS_TOLERANCE * expected for loss in found):
+                    self.differ.append(f"{name} with {microbatches} micro-batches: {found} instead of {expected:.6f}")
 
     def beside_a_busy_one(self, one: Crew) -> float:
         self.go.set()
@@ -181,6 +196,10 @@ def main(effort: Effort) -> Section:
             contest.end()
     section.tables = [table_of(times, m, all_spans.get(m, {})) for m, times in all_times.items()]
     section.absent = contest.absent | ELSEWHERE
+    section.notes = [f"DIFFERENT LOSS, so not the same work: {found}" for found in contest.differ]
+    section.notes = section.notes or [
+        f"In the first two steps all contestants found the same loss (to {LOSS_TOLERANCE:g}): they do the same work."
+    ]
     size = (4 * len(all_times) + 2, 4)
     plot(section, effort, "pipeline_step.png", partial(draw_steps, all_times), size=size)
     traced = TRACED if TRACED in all_spans else numbers[0]
