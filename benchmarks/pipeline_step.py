@@ -200,6 +200,10 @@ def main(effort: Effort) -> Section:
     section.notes = section.notes or [
         f"In the first two steps all contestants found the same loss (to {LOSS_TOLERANCE:g}): they do the same work."
     ]
+    section.notes.append(
+        "The bubble is measured in one step, from the first action's start to the last one's end; traced steps are not "
+        "among the timed. In theory a zero-bubble schedule has none: that is what it aims for."
+    )
     size = (4 * len(all_times) + 2, 4)
     plot(section, effort, "pipeline_step.png", partial(draw_steps, all_times), size=size)
     traced = TRACED if TRACED in all_spans else numbers[0]

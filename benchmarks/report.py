@@ -127,7 +127,8 @@ def machine() -> list[str]:
 def stamp(*, tiny: bool) -> str:
     """When, of which commit, and how busy the machine was then."""
     commit = _git("describe", "--always", "--abbrev=10", "--exclude=*") or "unknown"
-    changed = " with changes" if _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!*.md") else ""
+    written = (":!benchmarks/results.*", ":!benchmarks/plots")  # by the sections before
+    changed = " with changes" if _git("status", "--porcelain", "--", ".", *written) else ""
     load = os.getloadavg()[0]
     warning = "; TINY: these figures only show that the benchmark runs" if tiny else ""
     when = datetime.now(timezone.utc)
