@@ -159,6 +159,22 @@ def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, 
     return Table(columns, rows, f"{microbatches} micro-batches")
 
 
+def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
+    """Where the time of the traced step went on each process."""
+    rows = []
+    for name, own in spans.items():
+        length = max(span.end for span in own) - min(span.start for span in own)
+        for process in range(PROCESSES):
+            busy = [
+                sum(span.end - span.start for span in own if span.process == process and span.kind in kinds)
+                for kinds in ("F", "BIW")
+            ]
+            cells = [*busy, length - sum(busy), length]
+            rows.append([f"{name}, process {process}", *(f"{seconds * 1000:.0f}" for seconds in cells)])
+    columns = ["one traced step", "forward, ms", "backward, ms", "idle, ms", "first start to last end, ms"]
+    return Table(columns, rows, f"Where the time goes with {microbatches} micro-batches")
+
+
 def draw_steps(all_times: dict[int, dict[str, list[float]]], figure: Any) -> None:
     axes = figure.subplots(1, len(all_times), sharey=True, squeeze=False)[0]
     for axis, (microbatches, times) in zip(axes, all_times.items(), strict=True):
@@ -190,11 +206,12 @@ def main(effort: Effort) -> Section:
         try:
             for microbatches in numbers:
                 all_times[microbatches] = contest.rounds(microbatches, rounds)
-                if microbatches in (TRACED, numbers[0]):
+                if microbatches == TRACED or effort.tiny:
                     all_spans[microbatches] = contest.traces(microbatches)
         finally:
             contest.end()
     section.tables = [table_of(times, m, all_spans.get(m, {})) for m, times in all_times.items()]
+    section.tables += [spent_table(spans, m) for m, spans in all_spans.items()]
     section.absent = contest.absent | ELSEWHERE
     section.notes = [f"DIFFERENT LOSS, so not the same work: {found}" for found in contest.differ]
     section.notes = section.notes or [
@@ -206,8 +223,7 @@ def main(effort: Effort) -> Section:
     )
     size = (4 * len(all_times) + 2, 4)
     plot(section, effort, "pipeline_step.png", partial(draw_steps, all_times), size=size)
-    traced = TRACED if TRACED in all_spans else numbers[0]
-    if spans := all_spans[traced]:
+    for spans in filter(None, all_spans.values()):
         size = (9, 1.5 * len(spans))
         plot(section, effort, "pipeline_step_gantt.png", partial(draw_gantt, spans), size=size)
     return section
