@@ -7,7 +7,7 @@ largest. torchgpipe first scales the costs to 0..1 and starts from blocks of equ
 """
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 
 def block_partition(costs: Sequence[float], blocks: int) -> list[int]:
@@ -19,11 +19,10 @@ def block_partition(costs: Sequence[float], blocks: int) -> list[int]:
     """
     low, high = min(costs), max(costs)
     scaled = [(cost - low) / (high - low) if high > low else 0.0 for cost in costs]
-    total = [0.0, *accumulate(scaled)]
     bounds = [len(costs) // blocks * k for k in range(blocks)] + [len(costs)]
 
     def size(block: int) -> float:
-        return total[bounds[block + 1]] - total[bounds[block]]
+        return sum(scaled[bounds[block] : bounds[block + 1]])  # differences of running sums would not end: rounding
 
     largest = max(range(blocks), key=lambda block: (size(block), block))
     limit = size(largest)
