@@ -19,7 +19,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.settings import Settings
 
 WIDTH, LAYERS, ROWS = 8, 12, 64
-STAGES, MICROBATCHES, STEPS, WARM_UP = (1, 2, 3, 4), (1, 4, 16, 64), 30, 5
+STAGES, MICROBATCHES, STEPS, WARM_UP = (1, 2, 3, 4), (1, 8, 64), 30, 5
 
 
 class Calls:
