@@ -1,19 +1,62 @@
-"""Runs every benchmark, or those that are named: ``python -m benchmarks [--rounds N] [pipeline_step ...]``."""
+"""Runs every benchmark, or those that are named: ``python -m benchmarks [--rounds N] [pipeline_step ...]``.
+
+Each runs in a process of its own, under a time limit: one that fails or hangs is reported and takes no other with it.
+The report is written anew after each, so that an interrupted run leaves what it had.
+"""
 
 import argparse
+import traceback
+from pathlib import Path
+from time import perf_counter
 
-from benchmarks import checkpoint, pipeline_step, zero
+from benchmarks.report import Effort, Section, plain, read, stamp, write
+from benchmarks.sections import outcome_of
 
-_BENCHMARKS = {"pipeline_step": pipeline_step.main, "checkpoint": checkpoint.main, "zero": zero.main}
+SECTIONS = (
+    "pipeline_step",
+    "driver_overhead",
+    "stage_memory",
+    "balance",
+    "trainer_overhead",
+    "growth",
+    "zero",
+    "checkpoint",
+)
+LIMIT_SECONDS = 1200.0
 
-if __name__ == "__main__":  # a benchmark's processes import this file once more
+
+def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(_BENCHMARKS)}; by default all")
-    parser.add_argument(
-        "--rounds", type=int, help="of each contestant; by default as many as the figures in docs/ need"
-    )
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(SECTIONS)}; by default all")
+    parser.add_argument("--rounds", type=int, help="of each contestant; by default as many as the section needs")
+    parser.add_argument("--tiny", action="store_true", help="only show that everything runs; the figures mean nothing")
+    parser.add_argument("--into", type=Path, default=Path(__file__).parent, help="folder for results.md and plots")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds that one section may take")
     arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(_BENCHMARKS):
-        parser.error(f"no benchmark {sorted(unknown)}; there are {', '.join(_BENCHMARKS)}")
-    for name in arguments.names or _BENCHMARKS:
-        _BENCHMARKS[name](*([] if arguments.rounds is None else [arguments.rounds]))
+    if unknown := set(arguments.names) - set(SECTIONS):
+        parser.error(f"no benchmark {sorted(unknown)}; there are {', '.join(SECTIONS)}")
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {arguments.rounds}")
+    into = arguments.into.resolve()
+    into.mkdir(parents=True, exist_ok=True)
+    effort = Effort(into / "plots", arguments.rounds, arguments.tiny)
+    outcomes, failed = read(into), []
+    for name in arguments.names or SECTIONS:
+        mark, began = stamp(tiny=effort.tiny), perf_counter()
+        print(f"-- {name} --", flush=True)
+        try:
+            section = outcome_of(name, effort, arguments.limit)
+        except OSError:  # no process, no disk
+            section = Section(name, "This section could not be started.", absent={name: traceback.format_exc(0)})
+        took = f"took {perf_counter() - began:.0f} s"
+        failed += [name] if name in section.absent else []
+        outcomes[name] = {"section": plain(section), "stamp": mark, "took": took}
+        write(into, {key: outcomes[key] for key in SECTIONS if key in outcomes})
+        print(section.markdown(), f"{took}\n", sep="\n\n", flush=True)
+    print(f"written to {into / 'results.md'}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

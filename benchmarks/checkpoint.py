@@ -7,9 +7,7 @@ how long training pauses, when the checkpoint is on the disk, and by how much ea
 import ctypes
 import logging
 import os
-import platform
 import re
-import statistics
 import tempfile
 import warnings
 from pathlib import Path
@@ -21,12 +19,13 @@ from pytorch_lightning import Callback, LightningModule
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.pipeline_step import NUM_LAYERS, WIDTH, make_model
+from benchmarks.models import encoder_layers
+from benchmarks.report import Effort, Section, Table, spread
 from strategies import RPCSequentialStrategy
 from strategies.atomic import remove
 from trainer import Trainer
 
-ROWS, LENGTH, ROUNDS = 4, 32, 5
+NUM_LAYERS, WIDTH, ROWS, LENGTH, ROUNDS, WARM_UP = 8, 512, 4, 32, 5, 2
 STEPS_MEANWHILE = 2
 """How many steps are made while a checkpoint is written in the background."""
 
@@ -41,9 +40,9 @@ WAYS = {
 
 
 class Model(LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
-        self.sequential_module = make_model()
+        self.sequential_module = encoder_layers(num_layers, width)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.sequential_module(batch).square().mean()
@@ -77,7 +76,7 @@ class Saving(Callback):
         self.strategy._pipeline.wait()
         turn, step = divmod(batch_idx, 1 + STEPS_MEANWHILE)
         way = list(WAYS)[turn % len(WAYS)]
-        warm, in_background = turn >= 2 * len(WAYS), way.endswith("background")
+        warm, in_background = turn >= WARM_UP * len(WAYS), way.endswith("background")
         if step == 0:
             self.begin(trainer, way)
         elif warm:
@@ -126,33 +125,37 @@ class Saving(Callback):
         self.strategy._background = self.background  # ended by the strategy
 
 
-def main(rounds: int = ROUNDS) -> None:
+def main(effort: Effort) -> Section:
+    rounds = effort.rounds_or(ROUNDS)
+    num_layers, width = (4, 64) if effort.tiny else (NUM_LAYERS, WIDTH)
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    strategy = RPCSequentialStrategy([NUM_LAYERS // 2] * 2, microbatches=2, checkpoint="never", async_save=True)
-    num_steps = (rounds + 2) * len(WAYS) * (1 + STEPS_MEANWHILE)
+    strategy = RPCSequentialStrategy([num_layers // 2] * 2, microbatches=2, checkpoint="never", async_save=True)
+    num_steps = (rounds + WARM_UP) * len(WAYS) * (1 + STEPS_MEANWHILE)
     with tempfile.TemporaryDirectory() as folder:
         saving = Saving(strategy, Path(folder))
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
         trainer = Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_steps=num_steps, callbacks=[saving], **quiet
         )
-        model = Model()
-        trainer.fit(model, DataLoader([torch.randn(ROWS, LENGTH, WIDTH)] * num_steps, batch_size=None))
+        model = Model(num_layers, width)
+        trainer.fit(model, DataLoader([torch.randn(ROWS, LENGTH, width)] * num_steps, batch_size=None))
     states = trainer.optimizers[0].state.values()
     tensors = [*model.state_dict().values(), *(value for state in states for value in state.values())]
     size = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor)) / 2**20
-    print(f"{size:.0f} MiB of weights and optimizer states, half of them on each of two processes")
-    print(f"torch {torch.__version__}, {platform.machine()}, medians of {rounds} rounds; one thread a process")
-    print(f"{'':<30} pause  written   peak on top, MiB: this process, the other")
+    section = Section(
+        "Saving a checkpoint of a pipeline",
+        f"{size:.0f} MiB of weights and optimizer states, half of them on each of two processes with one thread each; "
+        f"{rounds} interleaved rounds after {WARM_UP}. Pause: how long training stands still. Written: when the file "
+        "is on the disk. Growth: the most of each process's memory over what it held before, in any round.",
+    )
+    rows = []
     for way, seconds in saving.seconds.items():
-        pause, written = map(statistics.median, zip(*seconds, strict=True))
-        driver, worker = map(max, zip(*saving.grown[way], strict=True))
-        print(f"{way:<30} {pause:.2f} s   {written:.2f} s {driver:>10.0f} {worker:>10.0f}")
-    for name, steps in saving.steps.items():
-        print(f"step {name:<25} {statistics.median(steps):.2f} s")
-
-
-if __name__ == "__main__":
-    main()
+        pause, written = zip(*seconds, strict=True)
+        grown = [max(column) for column in zip(*saving.grown[way], strict=True)]
+        rows.append([way, *spread(pause, 2), *spread(written, 2), *(f"{mib:.0f}" for mib in grown)])
+    columns = ["", "pause, s", "quartiles", "written, s", "quartiles", "driver grows, MiB", "worker grows, MiB"]
+    steps = [[name, *spread(seconds)] for name, seconds in saving.steps.items()]
+    section.tables = [Table(columns, rows), Table(["step", "median s", "quartiles"], steps)]
+    return section

@@ -1,143 +1,232 @@
-"""Time of a training step: one process against a pipeline of two with one thread each, in turns.
+"""Time of a training step on two cores: ours, raw ``torch.distributed.pipelining``, torchgpipe, one process; in turns.
 
-The pipeline runs under both schedules: gpipe, all forward passes before the first backward pass and one loss for the
-batch, and 1f1b, one loss for each micro-batch. CPU seconds are the driver's; they tell what leading costs it.
-
-Two cores can also be used by one process with two threads, as long as the model fits into it; that is timed beside.
+Every contestant lives in processes of its own with one thread each, and works only when it is its turn. A step is a
+batch from a loader, forward and backward passes of all micro-batches, and AdamW.
 
 The limit for two processes is not half of one: on shared hardware each slows down while the other works. So the same
-work is also timed while a second process is busy; half of that is what a pipeline without any overhead would take.
+work is also timed while a second process is busy; half of that, and the schedule's bubble, is what a pipeline without
+any overhead would take.
 """
 
 import multiprocessing
-import platform
-import statistics
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from multiprocessing.synchronize import Event
-from time import perf_counter, process_time
+from importlib.util import find_spec
+from pathlib import Path
+from time import sleep
+from typing import Any
 
-import torch
-from torch import nn
+from benchmarks.contestants import PROCESSES, UPSTREAM, Busy, GPipeLibrary, OneProcess, Ours, Shape, Upstream
+from benchmarks.crew import Crew, CrewError
+from benchmarks.plots import boxes, plot
+from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
+from benchmarks.timeline import Span, bubble, gantt
 
-from strategies.pipeline.context import PassContext
-from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.settings import Settings
+ROUNDS = 6
+WARM_UP = 2
+"""Steps in which all are checked to find the same loss."""
 
-WIDTH, NUM_LAYERS, ROWS, LENGTH, MICROBATCHES = 512, 8, 16, 64, 8
-ROUNDS = 9
+LOSS_TOLERANCE = 1e-4
+MICROBATCHES, TRACED = (4, 8, 16), 8
+SAME_SCHEDULE = {"ours, gpipe": "upstream, ScheduleGPipe", "ours, 1f1b": "upstream, Schedule1F1B"}
+BESIDE, TWO_THREADS = "one process beside a busy one", "one process with two threads"
 
+LIBRARIES = (
+    ("torchgpipe", "GPipe", "`pip install -e '.[bench]'`"),
+    (
+        "fairscale.nn",
+        "Pipe",
+        "descends from torchgpipe; comes as source only, so not in the extra, but takes part if it is there",
+    ),
+)
 
-def make_model() -> nn.Sequential:
-    """Eight transformer layers of width 512."""
-    torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer
-    return nn.Sequential(
-        *[layer(WIDTH, 8, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True) for _ in range(NUM_LAYERS)]
-    )
-
-
-def one_process_step(x: torch.Tensor) -> Callable[[], None]:
-    """A step on this process, micro-batch by micro-batch like the pipeline."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        for part in x.chunk(MICROBATCHES):
-            (model(part).square().mean() / MICROBATCHES).backward()
-        optimizer.step()
-
-    return step
+ELSEWHERE = {
+    "DeepSpeed pipeline": "not tried: comes as source only, and builds operators when they are first used",
+    "PiPPy": "has become torch.distributed.pipelining, which takes part",
+}
 
 
-def pipeline_steps(x: torch.Tensor) -> tuple[Pipeline, Callable[[], None], Callable[[], None]]:
-    """A step on two processes, under gpipe and under 1f1b."""
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    settings = Settings(microbatches=MICROBATCHES, checkpoint="never", schedule="1f1b")
-    half = NUM_LAYERS // 2
-    pipeline = Pipeline(model, [half, half], [torch.device("cpu")] * 2, settings, optimizers=[optimizer])
-    pipeline.start()
-    parts, weights = x.chunk(MICROBATCHES), [1 / MICROBATCHES] * MICROBATCHES
-
-    def step(forward: Callable[[], torch.Tensor | None]) -> None:
-        optimizer.zero_grad()
-        pipeline.optimizers.zero_grad_remotes(optimizer, True)
-        loss = forward()
-        assert loss is not None
-        loss.backward()
-        optimizer.step()
-        pipeline.optimizers.step_remotes(optimizer)
-
-    def loss_of(part: torch.Tensor) -> torch.Tensor:
-        return model(part).square().mean()
-
-    def interleaved() -> torch.Tensor | None:
-        codes = [partial(loss_of, part) for part in parts]
-        return pipeline.interleave(codes, weights, PassContext.capture("cpu"))
-
-    # Called as a module, a pipeline of any schedule runs all forward passes first.
-    return pipeline, partial(step, partial(loss_of, x)), partial(step, interleaved)
+def bubble_of(name: str, microbatches: int) -> float | None:
+    """The idle share that the schedule itself has on two processes, passes of all stages being equal."""
+    m, p = microbatches, PROCESSES
+    if "Zero" in name:
+        return 0.0
+    if "Interleaved" in name:
+        return (p - 1) / (2 * m + p - 1)
+    if name.startswith(("ours", "upstream")) or (name.endswith("two threads") and name != TWO_THREADS):
+        return (p - 1) / (m + p - 1)
+    return None
 
 
-def keep_busy(stop: Event, go: Event, idle: Event) -> None:
-    """The second process of the limit: the same steps while ``go`` is set."""
-    torch.set_num_threads(1)
-    step = one_process_step(torch.randn(ROWS, LENGTH, WIDTH))
-    while not stop.is_set():
-        if go.wait(timeout=0.1):
-            idle.clear()
-            step()
-        else:
-            idle.set()
+class Contest:
+    """The crews, and what they have shown."""
+
+    def __init__(self, shape: Shape, folder: Path) -> None:
+        self.absent: dict[str, str] = {}
+        self.differ: list[str] = []
+        self.go = multiprocessing.get_context("spawn").Event()
+        self.crews: dict[str, Crew] = {"one process": Crew(OneProcess, shape)}
+        self.busy = Crew(Busy, shape, self.go)
+        for schedule in ("gpipe", "1f1b"):
+            self.crews[f"ours, {schedule}"] = Crew(Ours, shape, schedule)
+        for schedule in UPSTREAM:
+            store = str(folder / schedule)
+            self.crews[f"upstream, {schedule}"] = Crew(Upstream, shape, schedule, store, count=PROCESSES)
+        for module, name, how in LIBRARIES:
+            if find_spec(module.split(".")[0]) is None:
+                self.absent[module] = f"not installed ({how})"
+            else:
+                self.crews[f"{module}, two threads"] = Crew(GPipeLibrary, shape, module, name)
+
+    def attempt(self, name: str, microbatches: int, action: Callable[[Crew], Any]) -> Any:
+        """What a crew does; ``None``, and no crew from then on, if it fails."""
+        try:
+            return action(self.crews[name])
+        except CrewError as error:
+            self.absent[name] = f"with {microbatches} micro-batches: {error}"
+            del self.crews[name]
+            return None
+
+    def rounds(self, microbatches: int, rounds: int) -> dict[str, list[float]]:
+        """The seconds of each contestant's steps, all of which have taken turns."""
+        for name in list(self.crews):
+            self.attempt(name, microbatches, lambda crew: crew.call("prepare", microbatches))
+        self.busy.call("prepare", microbatches)
+        self.check_losses(microbatches)
+        self.busy.call("step")
+        self.crews["one process"].call("step", 2)
+        times: dict[str, list[float]] = {}
+        for _ in range(rounds):
+            now = {name: self.attempt(name, microbatches, lambda crew: crew.timed("step")) for name in [*self.crews]}
+            one = self.crews["one process"]
+            now[TWO_THREADS] = one.timed("step", 2)
+            now[BESIDE] = self.beside_a_busy_one(one)
+            for name, seconds in now.items():
+                times.setdefault(name, []).append(seconds)
+        return {name: seconds for name, seconds in times.items() if None not in seconds}
+
+    def check_losses(self, microbatches: int) -> None:
+        """The first steps give everybody the same loss: all do the same work, the optimizer's included."""
+        for _ in range(WARM_UP):
+            losses = {name: self.attempt(name, microbatches, lambda crew: crew.call("step")) for name in [*self.crews]}
+            (expected,) = losses["one process"]
+            for name, members in losses.items():
+                found = [loss for loss in members or [] if loss is not None]
+                if any(abs(loss - expected) > LOSS_TOLERANCE * expected for loss in found):
+                    self.differ.append(f"{name} with {microbatches} micro-batches: {found} instead of {expected:.6f}")
+
+    def beside_a_busy_one(self, one: Crew) -> float:
+        self.go.set()
+        self.busy.tell("keep_busy")
+        sleep(0.05)
+        try:
+            return one.timed("step", 1)
+        finally:
+            self.go.clear()
+            self.busy.answers()
+
+    def traces(self, microbatches: int) -> dict[str, list[Span]]:
+        """A step of each pipeline as spans."""
+        found: dict[str, list[Span]] = {}
+        for name in [name for name in self.crews if name.startswith(("ours", "upstream"))]:
+            members = self.attempt(name, microbatches, lambda crew: crew.call("trace"))
+            if members is not None:
+                found[name] = [span for spans in members for span in spans]
+        return found
+
+    def end(self) -> None:
+        self.go.clear()
+        for crew in [*self.crews.values(), self.busy]:
+            with suppress(CrewError):
+                crew.end()
 
 
-def main(rounds: int = ROUNDS) -> None:
-    torch.set_num_threads(1)
-    x = torch.randn(ROWS, LENGTH, WIDTH)
-    context = multiprocessing.get_context("spawn")
-    stop, go, idle = context.Event(), context.Event(), context.Event()
-    busy = context.Process(target=keep_busy, args=(stop, go, idle), daemon=True)
-    busy.start()
-    single = one_process_step(x)
-    pipeline, gpipe, one_f_one_b = pipeline_steps(x)
-    steps = {
-        "one process": single,
-        "one process with two threads": single,
-        "one process beside a busy one": single,
-        "pipeline of two, gpipe": gpipe,
-        "pipeline of two, 1f1b": one_f_one_b,
-    }
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    cpu_times: dict[str, list[float]] = {name: [] for name in steps}
-    try:
-        for round_number in range(rounds + 2):
-            for name, step in steps.items():
-                torch.set_num_threads(2 if name.endswith("two threads") else 1)
-                if name.endswith("busy one"):
-                    go.set()
-                started, cpu_started = perf_counter(), process_time()
-                step()
-                if name.startswith("pipeline"):
-                    pipeline.wait()
-                seconds, cpu_seconds = perf_counter() - started, process_time() - cpu_started
-                if go.is_set():
-                    go.clear()
-                    idle.clear()
-                    idle.wait()
-                if round_number >= 2:
-                    times[name].append(seconds)
-                    cpu_times[name].append(cpu_seconds)
-    finally:
-        stop.set()
-        pipeline.finish()
-        busy.join()
-    print(f"{NUM_LAYERS} layers of width {WIDTH}, {ROWS} rows of {LENGTH}, {MICROBATCHES} micro-batches, AdamW")
-    print(f"torch {torch.__version__}, {platform.machine()}, {rounds} rounds; one thread a process but where said")
+def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, list[Span]]) -> Table:
+    """A line for each contestant."""
+    one, beside = times["one process"], times[BESIDE]
+    columns = ["step", "median s", "quartiles", "of one process", "of its limit", "of upstream's same"]
+    columns += ["bubble, theory", "measured"] if spans else []
+    rows = []
     for name, seconds in times.items():
-        span, cpu = f"{min(seconds):.3f} to {max(seconds):.3f}", statistics.median(cpu_times[name])
-        print(f"{name:<30} median {statistics.median(seconds):.3f} s   {span}   CPU {cpu:.3f} s")
-    bound = (MICROBATCHES + 1) / MICROBATCHES / 2
-    limit = statistics.median(times["one process beside a busy one"]) * bound
-    print(f"limit of GPipe without overhead       {limit:.3f} s   ({bound:.4f} of the line above it: the bubble)")
+        idle, peer = bubble_of(name, microbatches), times.get(SAME_SCHEDULE.get(name, ""))
+        limits = [] if idle is None else [time / PROCESSES / (1 - idle) for time in beside]
+        row = [name, *spread(seconds), f"{quartiles(ratios(seconds, one))[1]:.3f}"]
+        row.append(f"{quartiles(ratios(seconds, limits))[1]:.3f}" if limits else "")
+        row.append("{1:.3f} ({0:.3f} to {2:.3f})".format(*quartiles(ratios(seconds, peer))) if peer else "")
+        if spans:
+            row += ["" if idle is None else f"{idle:.1%}", f"{bubble(spans[name]):.1%}" if name in spans else ""]
+        rows.append(row)
+    return Table(columns, rows, f"{microbatches} micro-batches")
+
+
+def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
+    """Where the time of the traced step went on each process."""
+    rows = []
+    for name, own in spans.items():
+        length = max(span.end for span in own) - min(span.start for span in own)
+        for process in range(PROCESSES):
+            busy = [
+                sum(span.end - span.start for span in own if span.process == process and span.kind in kinds)
+                for kinds in ("F", "BIW")
+            ]
+            cells = [*busy, length - sum(busy), length]
+            rows.append([f"{name}, process {process}", *(f"{seconds * 1000:.0f}" for seconds in cells)])
+    columns = ["one traced step", "forward, ms", "backward, ms", "idle, ms", "first start to last end, ms"]
+    return Table(columns, rows, f"Where the time goes with {microbatches} micro-batches")
+
+
+def draw_steps(all_times: dict[int, dict[str, list[float]]], figure: Any) -> None:
+    axes = figure.subplots(1, len(all_times), sharey=True, squeeze=False)[0]
+    for axis, (microbatches, times) in zip(axes, all_times.items(), strict=True):
+        boxes(axis, times, x="seconds a step")
+        axis.set_title(f"{microbatches} micro-batches", fontsize=8)
+
+
+def draw_gantt(spans: dict[str, list[Span]], figure: Any) -> None:
+    axes = figure.subplots(len(spans), 1, squeeze=False)[:, 0]
+    for axis, (name, own) in zip(axes, spans.items(), strict=True):
+        gantt(axis, own, name)
+
+
+def main(effort: Effort) -> Section:
+    rounds = effort.rounds_or(ROUNDS)
+    shape = Shape(num_blocks=4, width=64, rows=8, length=16) if effort.tiny else Shape()
+    numbers = (4,) if effort.tiny else MICROBATCHES
+    section = Section(
+        "A training step of a pipeline",
+        f"GPT of {shape.num_blocks} blocks at width {shape.width}, {shape.rows} rows of {shape.length} tokens, AdamW, "
+        f"float32; two processes with one thread each; loader and optimizer step included; {rounds} interleaved rounds "
+        f'after {WARM_UP} steps of warm-up. Ours: `checkpoint="never"`, every stage done at the end of a step. Ratios '
+        "are medians over the rounds. The limit is half of the time of one process beside a busy one, longer by the "
+        "schedule's bubble.",
+    )
+    all_times: dict[int, dict[str, list[float]]] = {}
+    all_spans: dict[int, dict[str, list[Span]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        contest = Contest(shape, Path(folder))
+        try:
+            for microbatches in numbers:
+                all_times[microbatches] = contest.rounds(microbatches, rounds)
+                if microbatches == TRACED or effort.tiny:
+                    all_spans[microbatches] = contest.traces(microbatches)
+        finally:
+            contest.end()
+    section.tables = [table_of(times, m, all_spans.get(m, {})) for m, times in all_times.items()]
+    section.tables += [spent_table(spans, m) for m, spans in all_spans.items()]
+    section.absent = contest.absent | ELSEWHERE
+    section.notes = [f"DIFFERENT LOSS, so not the same work: {found}" for found in contest.differ]
+    section.notes = section.notes or [
+        f"In the warm-up all contestants found the same loss (to {LOSS_TOLERANCE:g}): they do the same work."
+    ]
+    section.notes.append(
+        "The bubble is measured in one step, from the first action's start to the last one's end; traced steps are not "
+        "among the timed. In theory a zero-bubble schedule has none: that is what it aims for."
+    )
+    size = (4 * len(all_times) + 2, 4)
+    plot(section, effort, "pipeline_step.png", partial(draw_steps, all_times), size=size)
+    for spans in filter(None, all_spans.values()):
+        size = (9, 1.5 * len(spans))
+        plot(section, effort, "pipeline_step_gantt.png", partial(draw_gantt, spans), size=size)
+    return section

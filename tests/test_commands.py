@@ -59,14 +59,3 @@ def test_the_scripts_that_differ_in_one_argument(tmp_path: Path) -> None:
     pipeline, unigram = losses(command(ROOT / "examples/train_pipeline.py", cwd=tmp_path))
     assert pipeline == pytest.approx(single, abs=2e-3)
     assert pipeline[-1] < unigram - 0.5
-
-
-def test_the_benchmark() -> None:
-    output = command("-m", "benchmarks", "--rounds=1")
-    assert re.search(r"one process +median +\d+\.\d+ s", output)
-    assert re.search(r"pipeline of two, 1f1b +median +\d+\.\d+ s", output)
-    assert re.search(r"in parts, in the background +\d+\.\d+ s +\d+\.\d+ s", output)
-    shares = {name.strip(): float(share) for name, share in re.findall(r"^([\w+, ]+?)  +\d.* ([\d.]+)%$", output, re.M)}
-    assert shares.pop("DDP + AdamW") == 100.0
-    ours = [share for name, share in shares.items() if name.startswith("ours, stage")]
-    assert len(ours) == 6 and max(ours) <= 52.0

@@ -1,0 +1,1 @@
+"""Measurements of Relay beside its peers: ``python -m benchmarks``."""

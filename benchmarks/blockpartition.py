@@ -1,0 +1,41 @@
+"""The balancing algorithm that torchgpipe publishes, for comparison only: not used by Relay.
+
+Bárány and Grinberg, "Block partitions of sequences" (2013, https://arxiv.org/abs/1308.2452) show that every sequence of
+numbers of at most 1 has a partition in k blocks whose sums differ by at most 1, and find one like this: while the
+largest block exceeds the smallest by more than 1, the smallest one gets an element of its neighbour on the side of the
+largest. torchgpipe first scales the costs to 0..1 and starts from blocks of equal length.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+
+def block_partition(costs: Sequence[float], blocks: int) -> list[int]:
+    """The length of each block; some may be empty.
+
+    Args:
+        costs: One for each layer.
+        blocks: How many blocks.
+    """
+    low, high = min(costs), max(costs)
+    scaled = [(cost - low) / (high - low) if high > low else 0.0 for cost in costs]
+    bounds = [len(costs) // blocks * k for k in range(blocks)] + [len(costs)]
+
+    def size(block: int) -> float:
+        return sum(scaled[bounds[block] : bounds[block + 1]])  # differences of running sums would not end: rounding
+
+    largest = max(range(blocks), key=lambda block: (size(block), block))
+    limit = size(largest)
+    while True:
+        smallest = min(range(blocks), key=lambda block: (size(block), block))
+        if limit <= size(smallest) + 1:
+            return [after - before for before, after in pairwise(bounds)]
+        if largest < smallest:
+            bounds[smallest] -= 1
+            giver = smallest - 1
+        else:
+            bounds[smallest + 1] += 1
+            giver = smallest + 1
+        if giver == largest:
+            largest = max(range(blocks), key=lambda block: (size(block), block))
+            limit = size(largest)

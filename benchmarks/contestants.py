@@ -1,0 +1,263 @@
+"""Who takes part in the pipeline benchmark: each a member of a crew, with the same model, loader and optimizer.
+
+A member has ``prepare(microbatches)``, which begins anew with the same weights and the first batch; ``step()``, one
+training step, which returns the loss where it is known; ``trace()``, one step told as spans; and ``close()``.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.models import VOCABULARY, gpt_balance, gpt_layers
+from benchmarks.timeline import Listens, Span, spans_of
+from strategies.pipeline.context import PassContext
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.placement import cut
+from strategies.pipeline.settings import Settings
+
+PROCESSES = 2
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the batch."""
+
+    num_blocks: int = 8
+    width: int = 512
+    rows: int = 16
+    length: int = 64
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all tokens."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def endless(shape: Shape) -> Iterator[list[Tensor]]:
+    """Batches of tokens and targets, by an ordinary loader; the same for everybody."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (8 * shape.rows, shape.length + 1), generator=generator)
+    loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=shape.rows)
+    while True:
+        yield from loader
+
+
+def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
+
+
+class OneProcess:
+    """Micro-batch by micro-batch, on as many threads as each step is told."""
+
+    def __init__(self, number: int, shape: Shape) -> None:
+        self.shape = shape
+
+    def prepare(self, microbatches: int) -> None:
+        self.microbatches, self.batches = microbatches, endless(self.shape)
+        self.model = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
+        self.optimizer = make_optimizer(self.model)
+
+    def step(self, threads: int = 1) -> float:
+        torch.set_num_threads(threads)
+        total = 0.0
+        tokens, targets = next(self.batches)
+        self.optimizer.zero_grad()
+        for x, y in zip(tokens.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True):
+            loss = loss_of(self.model(x), y) / self.microbatches
+            loss.backward()
+            total += loss.item()
+        self.optimizer.step()
+        return total
+
+    def close(self) -> None: ...
+
+
+class Busy(OneProcess):
+    """The other process of the limit: the same steps, as long as nobody says stop."""
+
+    def __init__(self, number: int, shape: Shape, go: Any) -> None:
+        super().__init__(number, shape)
+        self.go = go
+
+    def keep_busy(self) -> None:
+        while self.go.is_set():
+            self.step()
+
+
+class Ours:
+    """Relay's engine: the driver of a pipeline, which starts its workers itself."""
+
+    def __init__(self, number: int, shape: Shape, schedule: str) -> None:
+        self.shape, self.schedule = shape, schedule
+        self.pipeline: Pipeline | None = None
+
+    def prepare(self, microbatches: int) -> None:
+        self.close()
+        self.microbatches, self.batches = microbatches, endless(self.shape)
+        self.start(gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length), [0] * PROCESSES)
+
+    def start(self, model: nn.Sequential, extra_layers: list[int]) -> None:
+        balance = [a + b for a, b in zip(gpt_balance(self.shape.num_blocks, PROCESSES), extra_layers, strict=True)]
+        settings = Settings(microbatches=self.microbatches, checkpoint="never", schedule=self.schedule)
+        self.model, self.optimizer = model, make_optimizer(model)
+        devices = [torch.device("cpu")] * PROCESSES
+        self.pipeline = Pipeline(model, balance, devices, settings, optimizers=[self.optimizer])
+        self.pipeline.start()
+
+    def step(self) -> float:
+        assert self.pipeline is not None
+        tokens, targets = next(self.batches)
+        self.optimizer.zero_grad()
+        self.pipeline.optimizers.zero_grad_remotes(self.optimizer, True)
+        loss = self.loss_of_schedule(tokens, targets)
+        assert loss is not None
+        loss.backward()
+        self.optimizer.step()
+        self.pipeline.optimizers.step_remotes(self.optimizer)
+        self.pipeline.wait()
+        return loss.item()
+
+    def loss_of_schedule(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
+        if self.schedule == "gpipe":
+            return loss_of(self.model(tokens), targets)
+        assert self.pipeline is not None
+        parts = zip(tokens.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True)
+        codes = [partial(self.loss_of_part, x, y) for x, y in parts]
+        return self.pipeline.interleave(codes, [1 / len(codes)] * len(codes), PassContext.capture("cpu"))
+
+    def loss_of_part(self, x: Tensor, y: Tensor) -> Tensor:
+        return loss_of(self.model(x), y)
+
+    def trace(self) -> list[Span]:
+        """The last of three steps of a pipeline whose stages tell what they do; its steps are not among the timed."""
+        self.close()
+        layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
+        stages = cut(layers, gpt_balance(self.shape.num_blocks, PROCESSES))
+        listeners = [Listens() for _ in stages]
+        model = nn.Sequential(*(m for own, stage in zip(listeners, stages, strict=True) for m in (own, *stage)))
+        self.start(model, [1] * PROCESSES)
+        for _ in range(3):
+            began = perf_counter()
+            self.step()
+        self.close()
+        diaries = [listener.get_extra_state() for listener in listeners[-1:]]
+        notes = [*(listener.notes for listener in listeners[:-1]), *diaries]
+        return [span for i, own in enumerate(notes) for span in spans_of(own, i, began)]
+
+    def close(self) -> None:
+        if self.pipeline is not None:
+            self.pipeline.finish()
+            self.pipeline = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which stages each process has: ``LOOP`` 0 2 | 1 3, ``V`` 0 3 | 1 2, and with one stage each ``LINE`` 0 | 1."""
+
+    stages_of: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_stages(self) -> int:
+        return sum(map(len, self.stages_of))
+
+
+LINE, LOOP, V = Placement(((0,), (1,))), Placement(((0, 2), (1, 3))), Placement(((0, 3), (1, 2)))
+
+UPSTREAM = {
+    "ScheduleGPipe": LINE,
+    "Schedule1F1B": LINE,
+    "ScheduleInterleaved1F1B": LOOP,
+    "ScheduleInterleavedZeroBubble": LOOP,
+    "ScheduleZBVZeroBubble": V,
+}
+
+
+class Upstream:
+    """A rank of raw ``torch.distributed.pipelining``, as its documentation has it."""
+
+    def __init__(self, rank: int, shape: Shape, schedule: str, store: str) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
+        self.schedule_name, self.placement, self.rank = schedule, UPSTREAM[schedule], rank
+        self.shape = shape
+
+    def prepare(self, microbatches: int) -> None:
+        num, device, shape = self.placement.num_stages, torch.device("cpu"), self.shape
+        stages = cut(gpt_layers(shape.num_blocks, shape.width, shape.length), gpt_balance(shape.num_blocks, num))
+        self.own = {i: stages[i] for i in self.placement.stages_of[self.rank]}
+        self.optimizer, self.batches = make_optimizer(nn.ModuleList(self.own.values())), endless(shape)
+        self.stages = [PipelineStage(module, i, num, device) for i, module in self.own.items()]
+        make: Callable[..., Any] = getattr(pipelining, self.schedule_name)
+        given: Any = self.stages[0] if self.placement is LINE else self.stages
+        self.schedule = make(given, microbatches, loss_fn=loss_of)
+
+    def step(self) -> float | None:
+        tokens, targets = next(self.batches)
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        first, last = 0 in self.own, self.placement.num_stages - 1 in self.own
+        self.schedule.step(*([tokens] if first else []), **({"target": targets, "losses": losses} if last else {}))
+        self.optimizer.step()
+        return sum(loss.item() for loss in losses) / len(losses) if last else None
+
+    def trace(self) -> list[Span]:
+        """A step, with the methods that compute timed; they are called when their input is there."""
+        spans: list[Span] = []
+        for stage in self.stages:
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                setattr(stage, name, self.timed(stage.stage_index, name, getattr(stage, name), spans))
+        self.step()
+        for stage in self.stages:
+            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
+                delattr(stage, name)
+        return spans
+
+    def timed(self, stage: int, name: str, method: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+        def call(number: int, *arguments: Any, **named: Any) -> Any:
+            began = perf_counter()
+            result = method(number, *arguments, **named)
+            kind = {"f": "F", "w": "W"}.get("w" if "weight" in name else name[0], "B")
+            kind = "I" if kind == "B" and named.get("full_backward") is False else kind
+            spans.append(Span(self.rank, stage, kind, number, began, perf_counter()))
+            return result
+
+        return call
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+
+class GPipeLibrary:
+    """torchgpipe, or fairscale's Pipe that descends from it; without a GPU, a thread for each stage in one process."""
+
+    def __init__(self, number: int, shape: Shape, module: str, name: str) -> None:
+        self.shape, self.make = shape, getattr(importlib.import_module(module), name)
+
+    def prepare(self, microbatches: int) -> None:
+        self.batches = endless(self.shape)
+        layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
+        balance = gpt_balance(self.shape.num_blocks, PROCESSES)
+        devices = ["cpu"] * PROCESSES
+        self.model = self.make(layers, balance, devices=devices, chunks=microbatches, checkpoint="never")
+        self.optimizer = make_optimizer(self.model)
+
+    def step(self) -> float:
+        tokens, targets = next(self.batches)
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model(tokens), targets)
+        loss.backward()
+        self.optimizer.step()
+        return loss.item()
+
+    def close(self) -> None: ...

@@ -1,0 +1,54 @@
+"""Figures, if matplotlib is there; without it a section says so and is complete otherwise."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from benchmarks.report import Effort, Section
+
+
+def plot(
+    section: Section, effort: Effort, name: str, draw: Callable[[Any], None], *, size: tuple[float, float]
+) -> None:
+    """Draws a figure into the folder of plots and adds it to the section.
+
+    Args:
+        section: What the figure belongs to.
+        effort: Knows the folder.
+        name: The file's name.
+        draw: Is given the empty figure.
+        size: In inches.
+    """
+    if find_spec("matplotlib") is None:
+        section.notes.append(f"No {name}: matplotlib is not installed (`pip install -e '.[bench]'`).")
+        return
+    from matplotlib.figure import Figure  # draws without a display, and without matplotlib's global state
+
+    figure = Figure(figsize=size, layout="constrained")
+    draw(figure)
+    effort.plots.mkdir(parents=True, exist_ok=True)
+    figure.savefig(effort.plots / name, dpi=110)
+    section.plots.append(name)
+
+
+def lines(axes: Any, xs: Sequence[float], ys: Mapping[str, Sequence[float]], *, x: str, y: str, log: str = "") -> None:
+    """A line for each name; ``log`` names the axes that are logarithmic, such as ``"xy"``."""
+    for name, values in ys.items():
+        axes.plot(xs, values, marker="o", markersize=3, label=name)
+    if "x" in log:
+        axes.set_xscale("log", base=2)
+    if "y" in log:
+        axes.set_yscale("log", base=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def boxes(axes: Any, samples: Mapping[str, Sequence[float]], *, x: str) -> None:
+    """A box for each name, the first on top."""
+    axes.boxplot(list(samples.values()), orientation="horizontal")
+    axes.set_yticks(range(1, len(samples) + 1), list(samples), fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlabel(x)
+    axes.grid(axis="x", alpha=0.3)

@@ -1,0 +1,122 @@
+"""Peak memory of each stage against the number of micro-batches: gpipe with each way to recompute, and 1f1b.
+
+A micro-batch is as large as ever, so a step of more of them is larger: what grows is what the schedule keeps.
+"""
+
+import ctypes
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.plots import lines, plot
+from benchmarks.report import Effort, Section, Table
+from strategies.pipeline.context import PassContext
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.schedule import SCHEDULES, simulate
+from strategies.pipeline.settings import Settings
+
+STAGES, ROWS, INPUT_WIDTH = 3, 64, 8
+MEBI = 2**20
+WIDTH = MEBI // 4 // ROWS
+"""So wide that an activation of a micro-batch takes 1 MiB."""
+
+ACTIVATIONS = 4
+"""On each stage."""
+
+WAYS = {
+    "gpipe, never": ("gpipe", "never"),
+    "gpipe, except_last": ("gpipe", "except_last"),
+    "gpipe, always": ("gpipe", "always"),
+    "1f1b, never": ("1f1b", "never"),
+}
+MICROBATCHES = (4, 8, 16, 32)
+
+
+def memory_bytes(pid: int, kind: str) -> int:
+    """``VmRSS``, what a process holds, or ``VmHWM``, the most since :func:`begin_anew`."""
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def begin_anew(pids: list[int]) -> None:
+    """Forgets the peaks so far, and gives back what this process has freed: it must not hide what is needed next."""
+    ctypes.CDLL(None).malloc_trim(0)
+    for pid in pids:
+        Path(f"/proc/{pid}/clear_refs").write_text("5")
+
+
+def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float]:
+    """By how much each stage's process grows in a step, beyond what it held after a step of two rows a micro-batch."""
+    activations = [nn.Tanh() for _ in range(STAGES * ACTIVATIONS)]
+    model = nn.Sequential(nn.Linear(INPUT_WIDTH, WIDTH), *activations, nn.Linear(WIDTH, 1))
+    balance = [ACTIVATIONS] * STAGES
+    balance[0] += 1
+    balance[-1] += 1
+    settings = Settings(microbatches=microbatches, checkpoint=checkpoint, schedule=schedule)
+    pipeline = Pipeline(model, balance, [torch.device("cpu")] * STAGES, settings)
+    pipeline.start()
+    try:
+        step(pipeline, model, torch.randn(2 * microbatches, INPUT_WIDTH), schedule, microbatches)
+        assert pipeline._workers is not None
+        pids = [process.pid for process in pipeline._workers._processes] + [os.getpid()]
+        x = torch.randn(ROWS * microbatches, INPUT_WIDTH)
+        begin_anew(pids)
+        before = [memory_bytes(pid, "VmRSS") for pid in pids]
+        step(pipeline, model, x, schedule, microbatches)
+        return [(memory_bytes(pid, "VmHWM") - held) / MEBI for pid, held in zip(pids, before, strict=True)]
+    finally:
+        pipeline.finish()
+
+
+def step(pipeline: Pipeline, model: nn.Sequential, x: Tensor, schedule: str, microbatches: int) -> None:
+    """Forward and backward passes, without an optimizer."""
+
+    def loss_of(part: Tensor) -> Tensor:
+        return model(part).square().mean()
+
+    if schedule == "gpipe":
+        loss: Tensor | None = loss_of(x)
+    else:
+        codes = [partial(loss_of, part) for part in x.chunk(microbatches)]
+        loss = pipeline.interleave(codes, [1 / microbatches] * microbatches, PassContext.capture("cpu"))
+    assert loss is not None
+    loss.backward()
+    pipeline.wait()
+
+
+def draw(numbers: tuple[int, ...], grown: dict[str, list[list[float]]], figure: Any) -> None:
+    axes = figure.subplots(1, STAGES, sharey=True)
+    for i, axis in enumerate(axes):
+        stage = {way: [row[i] for row in rows] for way, rows in grown.items()}
+        lines(axis, numbers, stage, x="micro-batches", y="MiB on top" if i == 0 else "", log="xy")
+        axis.set_title(f"stage {i}", fontsize=8)
+
+
+def main(effort: Effort) -> Section:
+    torch.set_num_threads(1)
+    numbers = (2, 4) if effort.tiny else MICROBATCHES
+    ways = dict(list(WAYS.items())[-2:]) if effort.tiny else WAYS
+    grown = {way: [growth_mebi(*how, m) for m in numbers] for way, how in ways.items()}
+    rows = []
+    for way, of_numbers in grown.items():
+        kept = [simulate(SCHEDULES[ways[way][0]](STAGES, m)).peak_activations for m in numbers]
+        for i in range(STAGES):
+            name = "driver" if i == STAGES - 1 else "worker"
+            values = [f"{row[i]:.0f} ({k[i]})" for row, k in zip(of_numbers, kept, strict=True)]
+            rows.append([f"{way}, stage {i} ({name})", *values])
+    section = Section(
+        "Peak memory of each stage",
+        f"{STAGES} stages of {ACTIVATIONS} layers each that keep 1 MiB a micro-batch, and 1 MiB of input; float32, no "
+        "optimizer. MiB by which the process grows in a step of full size; in brackets how many micro-batches the "
+        "simulator says are under way on that stage at most.",
+        tables=[Table(["", *(f"{m} micro-batches" for m in numbers)], rows)],
+        notes=["The driver also merges the outputs of all micro-batches, here one number a row, and holds the batch."],
+    )
+    plot(section, effort, "stage_memory.png", partial(draw, numbers, grown), size=(9, 3.2))
+    return section

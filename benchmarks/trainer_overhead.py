@@ -1,0 +1,131 @@
+"""What a step costs beyond the model's own work: a bare loop, Lightning's Trainer, and ours, in turns.
+
+Every contestant notes the time of each training step's start; a step is the way from one to the next.
+"""
+
+import io
+import itertools
+import logging
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import pytorch_lightning
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer
+from benchmarks.plots import boxes, plot
+from benchmarks.report import Effort, Section, Table, quartiles, spread
+
+ROUNDS, STEPS, WARM_UP, WIDTH, ROWS = 7, 500, 50, 8, 4
+
+
+class Tiny(LightningModule):
+    """One small layer; what it does is not what is measured."""
+
+    def __init__(self, *, logs: bool) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+        self.logs = logs
+        self.began: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.began.append(perf_counter())
+        loss = mse_loss(self.sequential_module(batch[0]), batch[1])
+        if self.logs:
+            self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def data(steps: int) -> DataLoader:
+    rows = torch.randn(ROWS * steps, WIDTH)
+    return DataLoader(TensorDataset(rows, rows), batch_size=ROWS)
+
+
+def bare(steps: int) -> list[float]:
+    """The loop as one writes it by hand."""
+    model = Tiny(logs=False)
+    optimizer = model.configure_optimizers()
+    for number, batch in enumerate(data(steps)):
+        loss = model.training_step(batch, number)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return model.began
+
+
+def fitted(make: Callable[..., Any], steps: int, *, logs: bool, bar: bool) -> list[float]:
+    """A fit by a Trainer, without anything that is not asked for."""
+    model = Tiny(logs=logs)
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
+    screen = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, redirect_stderr(screen), redirect_stdout(screen):
+        made = make(
+            accelerator="cpu",
+            devices=1,
+            max_epochs=1,
+            enable_progress_bar=bar,
+            default_root_dir=folder,
+            **off,
+        )
+        made.fit(model, data(steps))
+    return model.began
+
+
+TRAINERS = {"pytorch_lightning.Trainer": pytorch_lightning.Trainer, "trainer.Trainer": trainer.Trainer}
+KINDS = {"no logging": (False, False), "one self.log": (True, False), "one self.log, progress bar": (True, True)}
+
+
+def main(effort: Effort) -> Section:
+    warnings.filterwarnings("ignore")
+    for name in ("pytorch_lightning", "lightning.pytorch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    rounds, steps, warm_up = effort.rounds_or(ROUNDS), *((20, 5) if effort.tiny else (STEPS, WARM_UP))
+    contestants: dict[str, Callable[[int], list[float]]] = {"bare loop": bare}
+    for kind, (logs, bar) in KINDS.items():
+        for name, make in TRAINERS.items():
+            contestants[f"{name}, {kind}"] = partial(fitted, make, logs=logs, bar=bar)
+    micros: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(rounds):
+        for name, run in contestants.items():
+            began = run(steps + warm_up)[warm_up - 1 :]
+            passed = [after - before for before, after in itertools.pairwise(began)]
+            micros[name].append(quartiles(passed)[1] * 1e6)
+    overheads = {
+        name: [own - loop for own, loop in zip(values, micros["bare loop"], strict=True)]
+        for name, values in micros.items()
+    }
+    rows = []
+    for name, values in micros.items():
+        theirs = overheads.get(name.replace("trainer.Trainer", "pytorch_lightning.Trainer", 1)) or values
+        extra = [own - other for own, other in zip(overheads[name], theirs, strict=True)]
+        rows.append([name, *spread(values, 0), f"{quartiles(overheads[name])[1]:.0f}"])
+        rows[-1].append(f"{quartiles(extra)[1]:+.0f}" if name.startswith("trainer.") else "")
+    columns = ["", "µs a step", "quartiles", "over the bare loop", "ours over Lightning's"]
+    section = Section(
+        "What the Trainer costs",
+        f"A linear layer of width {WIDTH}, {ROWS} rows, SGD, one process: the median of {steps} steps after "
+        f"{warm_up}, in each of {rounds} interleaved rounds; the quartiles are over the rounds. The bar writes "
+        "to memory.",
+        tables=[Table(columns, rows)],
+    )
+    plot(
+        section,
+        effort,
+        "trainer_overhead.png",
+        lambda figure: boxes(figure.subplots(), micros, x="µs a step"),
+        size=(8, 3),
+    )
+    return section
