@@ -1,8 +1,8 @@
 """When each stage did what in one step: measured spans, the bubble in them, and a Gantt chart.
 
-A stage of ours tells what it does in ``Stage.doing``, wherever it runs. A layer that is shipped with it listens there:
-the first time it is called in a process it replaces that property of the class, in this process only. Times are those
-of the system's monotonic clock, which all processes of a machine share.
+A stage of ours tells what it does in ``Activity.doing``, wherever it runs. A layer that is shipped with it listens
+there: the first time it is called in a process it replaces that property of the class, in this process only. Times are
+those of the system's monotonic clock, which all processes of a machine share.
 """
 
 import re
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from strategies.pipeline.activity import Activity
 from strategies.pipeline.stage import Stage
 
 WAITS = "waiting"
@@ -40,18 +41,18 @@ class Diary:
 
     def listen(self) -> None:
         """Has every stage of this process write into this diary."""
-        plain, run, notes = Stage.doing, Stage.run, self.notes
+        plain, run, notes = Activity.doing, Stage.run, self.notes
 
-        def set_doing(stage: Stage, what: str) -> None:
+        def set_doing(activity: Activity, what: str) -> None:
             notes.append((perf_counter(), what))
             assert plain.fset is not None
-            plain.fset(stage, what)
+            plain.fset(activity, what)
 
         def run_and_note(stage: Stage, *arguments: Any) -> None:
             run(stage, *arguments)
             notes.append((perf_counter(), ""))
 
-        Stage.doing = property(plain.fget, set_doing)
+        Activity.doing = property(plain.fget, set_doing)
         Stage.run = run_and_note
         Stage.diary = self
 

@@ -147,8 +147,8 @@ def simulate(
     runnable = list(range(len(schedule)))
     while runnable:
         row = runnable.pop()
-        for action in schedule[row][position[row] :]:
-            begin = free_at[row]
+        for place in range(position[row], len(schedule[row])):
+            action, begin = schedule[row][place], free_at[row]
             needs = _needs(action, num_stages)
             missing = next((need for need in needs if need not in end), None)
             if missing is not None:
