@@ -41,6 +41,7 @@ def come_to_grief(how: str, driver: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(2)  # another thread may be the one that gets the signal
     elif how == "compute":  # and sleep now and then, like an import
         end = time.monotonic() + 7
         while time.monotonic() < end:
