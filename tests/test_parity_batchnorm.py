@@ -7,6 +7,7 @@ BatchNorm itself.
 from collections import defaultdict
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, compare, fit
@@ -156,6 +157,7 @@ def deferred() -> dict[str, int]:
     return assert_as_in_one_process(Deferred, [{**row, "deferred_batch_norm": True} for row in rows])
 
 
+@pytest.mark.slow
 def test_deferred_statistics_are_updated_once_a_batch() -> None:
     calls = 2 * (len(SIZES) + 1)
     assert run(deferred) == {"0.2": calls, "1": calls, "2": 0, "3": calls, "5.0": calls, "5.1": 0, "6.0": calls}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Fresh, Small, batches, check
@@ -140,6 +141,7 @@ def lengths() -> list[tuple[dict[str, int], dict[str, int]]]:
     return [(counter.counts, counter.headers) for counter in counters]
 
 
+@pytest.mark.slow
 def test_lengths_that_change_and_shapes_described_once() -> None:
     """One description for each shape that a micro-batch has, over two epochs, on each channel of the driver."""
     parts = [(len(part), length) for n, length in SHAPES for part in torch.arange(n).tensor_split(min(n, MICROBATCHES))]
@@ -231,6 +233,7 @@ def nested_values() -> list[list[list[int]]]:
     return [outcome.model.seen for outcome in check(Nested, train=nested)]
 
 
+@pytest.mark.slow
 def test_nested_batches_and_tuples_between_stages() -> None:
     """With integers, booleans, a tensor without gradient and ``None`` from stage to stage, two of three recomputed."""
     single, *pipelines = run(nested_values)

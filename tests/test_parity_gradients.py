@@ -160,6 +160,7 @@ def clipped_by_the_user() -> tuple[list[list[float]], Seen]:
     return [outcome.model.totals for outcome in outcomes], several[-1].model.stepped
 
 
+@pytest.mark.slow
 def test_own_clipping_and_several_losses() -> None:
     (single, *pipelines), stepped = run(clipped_by_the_user, timeout_seconds=170)
     assert len(single) == 10
