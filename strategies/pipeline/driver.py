@@ -134,16 +134,8 @@ class Pipeline:
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
-        self._stage = Stage(
-            self.stages[-1],
-            sum(self.balance[:-1]),
-            self._devices[-1],
-            inputs=ports.inputs,
-            outputs=ports.outputs,
-            output_grads=ports.output_grads,
-            input_grads=ports.input_grads,
-            deferred_batch_norm=self._settings.deferred_batch_norm,
-        )
+        first_layer, deferred = sum(self.balance[:-1]), self._settings.deferred_batch_norm
+        self._stage = ports.stage(self.stages[-1], first_layer, self._devices[-1], deferred_batch_norm=deferred)
         named, last = dict(self.module.named_parameters(remove_duplicate=False)), len(self.stages) - 1
         own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
         for layers in self.stages[:-1]:

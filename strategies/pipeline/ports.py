@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from strategies.pipeline.channel import Receiver, Sender, Wait
-from strategies.pipeline.stage import Input, Mailbox, Output
+from strategies.pipeline.stage import Input, Mailbox, Output, Stage
 from strategies.pipeline.ties import Tie, TiedParameters
 from strategies.pipeline.wiring import FEED_TAG
 
@@ -29,6 +29,21 @@ class Ports:
     @property
     def senders(self) -> list[Sender]:
         return [port for port in (self.feed, self.input_grads) if isinstance(port, Sender)]
+
+    def stage(
+        self, layers: nn.Sequential, first_layer: int, device: torch.device, *, deferred_batch_norm: bool
+    ) -> Stage:
+        """The driver's own stage, which has these connections."""
+        return Stage(
+            layers,
+            first_layer,
+            device,
+            inputs=self.inputs,
+            outputs=self.outputs,
+            output_grads=self.output_grads,
+            input_grads=self.input_grads,
+            deferred_batch_norm=deferred_batch_norm,
+        )
 
 
 def connected_ports(
