@@ -24,7 +24,9 @@ from benchmarks.plots import boxes, plot
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from benchmarks.timeline import Span, bubble, gantt
 
-ROUNDS = 6
+ROUNDS, DUELS = 4, 10
+"""Of all contestants, and then of ours and upstream's same schedules only."""
+
 WARM_UP = 2
 """Steps in which all are checked to find the same loss."""
 
@@ -89,8 +91,8 @@ class Contest:
             del self.crews[name]
             return None
 
-    def rounds(self, microbatches: int, rounds: int) -> dict[str, list[float]]:
-        """The seconds of each contestant's steps, all of which have taken turns."""
+    def rounds(self, microbatches: int, rounds: int, duels: int) -> dict[str, list[float]]:
+        """The seconds of each contestant's steps, all of which have taken turns; those of duels follow."""
         for name in list(self.crews):
             self.attempt(name, microbatches, lambda crew: crew.call("prepare", microbatches))
         self.busy.call("prepare", microbatches)
@@ -105,6 +107,10 @@ class Contest:
             now[BESIDE] = self.beside_a_busy_one(one)
             for name, seconds in now.items():
                 times.setdefault(name, []).append(seconds)
+        for number in range(duels):
+            for name in [name for pair in SAME_SCHEDULE.items() for name in pair][:: -1 if number % 2 else 1]:
+                if name in self.crews:
+                    times[name].append(self.attempt(name, microbatches, lambda crew: crew.timed("step")))
         return {name: seconds for name, seconds in times.items() if None not in seconds}
 
     def check_losses(self, microbatches: int) -> None:
@@ -152,8 +158,9 @@ def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, 
     for name, seconds in times.items():
         idle, peer = bubble_of(name, microbatches), times.get(SAME_SCHEDULE.get(name, ""))
         limits = [] if idle is None else [time / PROCESSES / (1 - idle) for time in beside]
-        row = [name, *spread(seconds), f"{quartiles(ratios(seconds, one))[1]:.3f}"]
-        row.append(f"{quartiles(ratios(seconds, limits))[1]:.3f}" if limits else "")
+        with_all = seconds[: len(one)]
+        row = [name, *spread(seconds), f"{quartiles(ratios(with_all, one))[1]:.3f}"]
+        row.append(f"{quartiles(ratios(with_all, limits))[1]:.3f}" if limits else "")
         row.append("{1:.3f} ({0:.3f} to {2:.3f})".format(*quartiles(ratios(seconds, peer))) if peer else "")
         if spans:
             row += ["" if idle is None else f"{idle:.1%}", f"{bubble(spans[name]):.1%}" if name in spans else ""]
@@ -192,13 +199,15 @@ def draw_gantt(spans: dict[str, list[Span]], figure: Any) -> None:
 
 def main(effort: Effort) -> Section:
     rounds = effort.rounds_or(ROUNDS)
+    duels = 1 if effort.tiny else DUELS
     shape = Shape(num_blocks=4, width=64, rows=8, length=16) if effort.tiny else Shape()
     numbers = (4,) if effort.tiny else MICROBATCHES
     section = Section(
         "A training step of a pipeline",
         f"GPT of {shape.num_blocks} blocks at width {shape.width}, {shape.rows} rows of {shape.length} tokens, AdamW, "
         f"float32; two processes with one thread each; loader and optimizer step included; {rounds} interleaved rounds "
-        f'after {WARM_UP} steps of warm-up. Ours: `checkpoint="never"`, every stage done at the end of a step. Ratios '
+        f"after {WARM_UP} steps of warm-up, then {duels} of ours and upstream's same schedules only. "
+        f'Ours: `checkpoint="never"`, every stage done at the end of a step. Ratios '
         "are medians over the rounds. The limit is half of the time of one process beside a busy one, longer by the "
         "schedule's bubble.",
     )
@@ -208,7 +217,7 @@ def main(effort: Effort) -> Section:
         contest = Contest(shape, Path(folder))
         try:
             for microbatches in numbers:
-                all_times[microbatches] = contest.rounds(microbatches, rounds)
+                all_times[microbatches] = contest.rounds(microbatches, rounds, duels)
                 if microbatches == TRACED or effort.tiny:
                     all_spans[microbatches] = contest.traces(microbatches)
         finally:

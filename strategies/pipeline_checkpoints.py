@@ -23,6 +23,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.named import flat
 from strategies.pipeline.placement import cut
 from strategies.pipeline.randomness import Seeds
+from strategies.restarts import Restarts
 from strategies.sharding.states import whole_state_dict
 from strategies.shards import load
 from strategies.staged_shards import load_optimizer_states, save, shelve
@@ -38,6 +39,7 @@ class PipelineCheckpoints(StrategyPlugin):
     _divides_states: bool
     _received: list[Tensor]
     _shards: Path | None = None
+    _restarts: Restarts | None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of every stage, gathered one stage after another; on the first replica only, which writes."""
@@ -75,10 +77,13 @@ class PipelineCheckpoints(StrategyPlugin):
 
         Where the layers' random numbers stand goes under its key ``relay``, unless it holds weights only.
         """
-        if self._seeds is not None and "optimizer_states" in checkpoint:
+        resumable = "optimizer_states" in checkpoint
+        if self._seeds is not None and resumable:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._received = []
+        if resumable and self._restarts is not None:
+            self._restarts.saved(filepath)
 
     def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
         background, pipeline = self._background, self._pipeline

@@ -16,6 +16,11 @@ from torch.optim import LBFGS, Optimizer
 from strategies.names import did_you_mean
 from strategies.shards import STATE_DICT_TYPES
 
+_RESTART_OUTSIDE = (
+    "Leave it out, start the run with torchrun --max-restarts, have ModelCheckpoint(dirpath=..., save_last=True) keep "
+    'checkpoints, and call fit(ckpt_path="last").'
+)
+
 
 def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) -> None:
     """Checks in which form checkpoints are to be written.
@@ -30,6 +35,39 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
     if state_dict_type == "sharded" and checkpoint_io is not None:
         raise MisconfigurationException(
             f'state_dict_type="sharded" does not write through a CheckpointIO; leave out {checkpoint_io!r}.'
+        )
+
+
+def check_replicas(number: int, divides_states: bool, max_restarts: int) -> None:
+    """Checks how many pipelines there are to be, and what follows from that.
+
+    Raises:
+        MisconfigurationException: If there cannot be so many, or they cannot do that.
+    """
+    for name, value, least in (("data_parallel_size", number, 1), ("max_restarts", max_restarts, 0)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
+    if divides_states and number == 1:
+        raise MisconfigurationException(
+            "shard_optimizer_states=True divides the states of a stage among its replicas, but there is one only: "
+            "set data_parallel_size to 2 or more, or leave it out."
+        )
+    if max_restarts and number > 1:
+        raise MisconfigurationException(
+            f"max_restarts={max_restarts} is for one pipeline, but data_parallel_size={number}. {_RESTART_OUTSIDE}"
+        )
+
+
+def check_restarts(is_external: bool) -> None:
+    """Checks that the strategy itself starts the processes that it is to start anew.
+
+    Raises:
+        MisconfigurationException: If somebody else does.
+    """
+    if is_external:
+        raise MisconfigurationException(
+            "max_restarts is for workers that the strategy starts; these have been started from outside. "
+            + _RESTART_OUTSIDE
         )
 
 

@@ -27,6 +27,7 @@ from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
 from strategies.pipeline_checkpoints import PipelineCheckpoints
 from strategies.replicated import ReplicatedStrategy
+from strategies.restarts import Restarts
 from strategies.sharding.trial import check_divisible
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
 from strategies.summary import show_stages
@@ -73,6 +74,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             ``"sharded"``: it is a directory, into which every stage writes its own part; ``python -m
             strategies.consolidate`` makes one file of it.
         async_save: Go on training while a checkpoint is written, from a copy in host memory.
+        max_restarts: How often one ``fit`` may go on by itself after a worker has died or hung: from the last
+            checkpoint, or from the beginning if there is none. For one pipeline that the script has started.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's
             strategies; usually left to the Trainer.
 
@@ -96,6 +99,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         shard_optimizer_states: bool = False,
         state_dict_type: str = "full",
         async_save: bool = False,
+        max_restarts: int = 0,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -115,15 +119,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             raise MisconfigurationException(
                 f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
             )
-        if not isinstance(data_parallel_size, int) or isinstance(data_parallel_size, bool) or data_parallel_size < 1:
-            raise MisconfigurationException(
-                f"data_parallel_size must be a whole number of at least 1, got {data_parallel_size!r}."
-            )
-        if shard_optimizer_states and data_parallel_size == 1:
-            raise MisconfigurationException(
-                "shard_optimizer_states=True divides the states of a stage among its replicas, but there is one only: "
-                "set data_parallel_size to 2 or more, or leave it out."
-            )
+        refusals.check_replicas(data_parallel_size, shard_optimizer_states, max_restarts)
         refusals.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -133,6 +129,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._seeds: Seeds | None = None  # go on over several fits
         self._state_dict_type, self._async_save, self._received = state_dict_type, async_save, []
         self._divides_states = shard_optimizer_states
+        self._restarts = Restarts(max_restarts, self._abandon) if max_restarts else None
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
 
@@ -182,6 +179,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 with as_misconfiguration():
                     check_divisible(optimizer)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
+        if fitting and self._restarts is not None:
+            self._restarts.keep(model)
         with as_misconfiguration():
             self._pipeline = Pipeline(
                 module,
@@ -202,6 +201,17 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
             *self._load_whole(self._pipeline),
         ]
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._restarts is not None:
+            refusals.check_restarts(self.world is not None)
+            self._launcher = self._restarts
+
+    def on_train_start(self) -> None:
+        """Makes the checkpoint from which a run can begin once more."""
+        if self._restarts is not None and self.lightning_module is not None:
+            self._restarts.training_begins(self.lightning_module.trainer)
 
     def model_to_device(self) -> None:
         """Moves what lives on the driver to its device."""
@@ -273,6 +283,13 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         finally:
             with without_meta_tensors(model) if model is not None else nullcontext():
                 super().teardown()
+
+    def _abandon(self) -> None:
+        if self._background is not None:
+            self._background.settle()
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.abandon()
 
     def _running(self) -> Pipeline:
         if self._pipeline is None:

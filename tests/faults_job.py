@@ -1,6 +1,7 @@
 """A user's script whose second stage of three comes to grief: ``python faults_job.py HOW PHASE RPC_TIMEOUT_SEC``.
 
-``HOW`` is what the process of that stage does when it comes to ``PHASE``: to itself, or to the driver.
+``HOW`` is what the process of that stage does when it comes to ``PHASE``: to itself, or to the driver;
+``kill once FILE``, unless there is such a file yet.
 """
 
 import logging
@@ -9,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -37,6 +39,11 @@ def come_to_grief(how: str, driver: int) -> None:
     """Does it, unless this is the driver, whose part of the model is the same class."""
     if os.getpid() == driver:
         return
+    how, _, once = how.partition(" once ")
+    if once and Path(once).exists():
+        return
+    if once:
+        Path(once).touch()
     if how == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif how == "stop":
@@ -128,14 +135,18 @@ class Net(pl.LightningModule):
         return DoomedSGD(self.sequential_module[1], self.parameters())
 
 
-def train(how: str, phase: str, rpc_timeout_sec: float = 60.0) -> float:
+def train(how: str, phase: str, rpc_timeout_sec: float = 60.0, max_restarts: int = 0) -> float:
     """Trains for four steps; returns the last validation loss."""
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     model = Net(how, phase)
     saving = [ModelCheckpoint("saved", every_n_train_steps=2, save_top_k=-1)] if phase == "save" else []
     strategy = RPCSequentialStrategy(
-        [1, 1, 1], microbatches=MICROBATCHES, checkpoint="never", rpc_timeout_sec=rpc_timeout_sec
+        [1, 1, 1],
+        microbatches=MICROBATCHES,
+        checkpoint="never",
+        rpc_timeout_sec=rpc_timeout_sec,
+        max_restarts=max_restarts,
     )
     trainer = Trainer(
         accelerator="cpu",

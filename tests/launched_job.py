@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from replicas_job import Net, fit
 from torch import Tensor, nn
 
@@ -36,21 +37,6 @@ class FailingNet(Net):
         self.sequential_module[0] = Fails(6, 6)
 
 
-class FailsOnce(nn.Linear):
-    """Until torchrun has started all ranks anew."""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        if self.training and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            raise ArithmeticError("the first time")
-        return super().forward(rows)
-
-
-class OnceFailingNet(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.sequential_module[0] = FailsOnce(6, 6)
-
-
 class KilledNet(Net):
     """Kills a process of its run in mid-fit."""
 
@@ -66,9 +52,16 @@ class KilledDriverNet(KilledNet):
     victim = "driver"
 
 
+class OnceKilledNet(KilledNet):
+    """Until torchrun has started all ranks anew."""
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.trainer.current_epoch == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            super().on_train_batch_start(batch, batch_idx)
+
+
 ENDS = {
     "failing": FailingNet,
-    "failing once": OnceFailingNet,
     "killed worker": KilledNet,
     "killed driver": KilledDriverNet,
 }
@@ -86,11 +79,21 @@ def job(layout: str, num_nodes: int) -> dict[str, Any]:
     return seen
 
 
+def goes_on(num_nodes: int) -> dict[str, Any]:
+    """From the last checkpoint, of which there is none yet in the first run."""
+    strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3)
+    saves = ModelCheckpoint("kept", save_last=True, every_n_train_steps=3)
+    given = {"enable_checkpointing": True, "callbacks": [saves], "ckpt_path": "last", "num_nodes": num_nodes}
+    model, trainer = fit(OnceKilledNet, strategy, RANKS // num_nodes, **given)
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    return {"losses": model.losses, "weights": weights, "is_global_zero": trainer.is_global_zero}
+
+
 def main(results: Path, layout: str, num_nodes: int) -> None:
     if layout in ENDS:
         strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3)
         fit(ENDS[layout], strategy, RANKS // num_nodes, num_nodes=num_nodes)
-    seen = job("four stages" if layout in ENDS else layout, num_nodes)
+    seen = goes_on(num_nodes) if layout == "killed once" else job(layout, num_nodes)
     if seen.pop("is_global_zero"):
         torch.save(seen, results)
     if torch.distributed.is_initialized():

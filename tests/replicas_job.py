@@ -129,7 +129,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 
 def fit(
-    make: Any, strategy: Any, devices: int, *, ckpt_path: Path | None = None, **settings: Any
+    make: Any, strategy: Any, devices: int, *, ckpt_path: Path | str | None = None, **settings: Any
 ) -> tuple[Any, Trainer]:
     seed_everything(0, verbose=False)
     model = make()

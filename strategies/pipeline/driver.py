@@ -105,7 +105,7 @@ class Pipeline:
         try:
             return self._start([pickled(cargo, cargo.layers, self._model) for cargo in cargos])
         except BaseException:
-            self._end()
+            self.abandon()
             raise
 
     def _start_again(self) -> Passes:
@@ -121,7 +121,7 @@ class Pipeline:
             self.failures.raise_cause()
         grads = [remote.rescue("grads") for remote in self.remotes]
         self._fetch()
-        self._end()
+        self.abandon()
         self.failures = Failures()
         passes = self.start()
         for remote, own in zip(self.remotes, grads, strict=True):
@@ -210,7 +210,7 @@ class Pipeline:
             self.failures.raise_untold()  # what was lost follows from it
             raise
         finally:
-            self._end()
+            self.abandon()
         self.failures.raise_untold()
 
     def _fetch(self) -> None:
@@ -229,7 +229,8 @@ class Pipeline:
         if lost is not None:
             raise lost
 
-    def _end(self) -> None:
+    def abandon(self) -> None:
+        """Ends the workers without asking for what they hold, so that their layers stay without values."""
         if self.state is not None:
             self.state.end()
             self.state = None

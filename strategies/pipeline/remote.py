@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from torch.distributed import rpc
 
 from strategies.pipeline.channel import PeerFailed, is_consequence
+from strategies.pipeline.lost import WorkerLost
 from strategies.pipeline.worker import Command, Failure, perform, progress
 
 _DIAGNOSIS_SECONDS = 2.0
@@ -141,7 +142,7 @@ class RemoteStage:
 
     def give_up(self, why: str) -> None:
         """Ends the stage's process, which is beyond help, and notes that as a failure."""
-        error = RuntimeError(f"{self.description}, {self._process}, {why}")
+        error = WorkerLost(f"{self.description}, {self._process}, {why}")
         self.failures.add(error, consequence=self.failures.raised)
         self._lost.set_result(None)
         self._kill()
@@ -201,14 +202,14 @@ class RemoteStage:
         """Like :meth:`call`, but goes on if another stage has failed.
 
         Raises:
-            RuntimeError: If this one has been given up.
+            WorkerLost: If this one has been given up.
         """
         return self._rescued(self.start(command, *arguments))
 
     def _rescued(self, started: "Future[Any]") -> Any:
         wait([started, self._lost], return_when=FIRST_COMPLETED)
         if self.is_lost and not started.done():
-            raise RuntimeError(f"{self.description}, {self._process}, has been given up")
+            raise WorkerLost(f"{self.description}, {self._process}, has been given up")
         return started.result()
 
     def _settle(self, reply: Any, done: "Future[Any]", failures: Failures) -> None:
@@ -217,7 +218,7 @@ class RemoteStage:
             value = reply.value()
         except Exception as error:
             ended = self._ended()
-            lost = RuntimeError(f"{self.description}, {self._process}, {ended or f'did not answer: {error}'}")
+            lost = WorkerLost(f"{self.description}, {self._process}, {ended or f'did not answer: {error}'}")
             killed_by_us = self.is_lost or (ended is None and is_consequence(error))
             failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
