@@ -16,16 +16,12 @@ from torch.distributed import rpc
 from strategies.pipeline import NoChunk, Pipe, WithDevice
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
+pytestmark = pytest.mark.usefixtures("float64")
+
 
 @pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
+def nothing_left() -> Iterator[None]:
     yield
-    torch.set_default_dtype(before)
-    torch.set_num_threads(threads)
     gc.collect()
     assert not rpc.api._is_current_rpc_agent_set()  # no Pipe is left, so neither is its private RPC
 

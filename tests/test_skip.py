@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,7 @@ from torch import Tensor, nn
 from strategies.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
-    torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @skippable(stash=["1to3"])
