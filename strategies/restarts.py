@@ -92,7 +92,7 @@ class Restarts(_Launcher):
     def training_begins(self, trainer: Trainer) -> None:
         """Makes the first checkpoint, for as long as the user's callbacks have made none."""
         if self._folder is not None and not self._checkpoints:
-            trainer.save_checkpoint(self._folder / "begin.ckpt")
+            trainer.save_checkpoint(self._folder / "begin.ckpt", weights_only=False)
 
     def saved(self, path: Any) -> None:
         """Notes a checkpoint from which training can go on."""
