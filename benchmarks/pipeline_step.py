@@ -233,6 +233,10 @@ def main(effort: Effort) -> Section:
         "The bubble is measured in one step, from the first action's start to the last one's end; traced steps are not "
         "among the timed. In theory a zero-bubble schedule has none: that is what it aims for."
     )
+    section.notes.append(
+        "Our worker starts with `MALLOC_*` variables of its own (see `environment_of_worker`), as it does for users; all "
+        "other processes have what this one has."
+    )
     size = (4 * len(all_times) + 2, 4)
     plot(section, effort, "pipeline_step.png", partial(draw_steps, all_times), size=size)
     for spans in filter(None, all_spans.values()):
