@@ -234,7 +234,7 @@ def main(effort: Effort) -> Section:
         "among the timed. In theory a zero-bubble schedule has none: that is what it aims for."
     )
     section.notes.append(
-        "Our worker starts with `MALLOC_*` variables of its own (see `environment_of_worker`), as it does for users; all "
+        "Our worker starts with `MALLOC_*` variables of its own (see `environment_of_worker`), as for users; all "
         "other processes have what this one has."
     )
     size = (4 * len(all_times) + 2, 4)
