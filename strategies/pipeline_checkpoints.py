@@ -83,7 +83,11 @@ class PipelineCheckpoints(StrategyPlugin):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._received = []
         if resumable and self._restarts is not None:
-            self._restarts.saved(filepath)
+            self._restarts.checkpoint_saved(filepath)
+
+    def _settle(self) -> None:
+        if self._background is not None:
+            self._background.settle()  # stages may be writing
 
     def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
         background, pipeline = self._background, self._pipeline

@@ -38,8 +38,8 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
         )
 
 
-def check_replicas(number: int, divides_states: bool, max_restarts: int) -> None:
-    """Checks how many pipelines there are to be, and what follows from that.
+def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
+    """Checks how many pipelines there are to be, and how often one may be restarted.
 
     Raises:
         MisconfigurationException: If there cannot be so many, or they cannot do that.

@@ -75,7 +75,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             strategies.consolidate`` makes one file of it.
         async_save: Go on training while a checkpoint is written, from a copy in host memory.
         max_restarts: How often one ``fit`` may go on by itself after a worker has died or hung: from the last
-            checkpoint, or from the beginning if there is none. For one pipeline that the script has started.
+            checkpoint. For one pipeline whose workers the strategy starts.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's
             strategies; usually left to the Trainer.
 
@@ -119,7 +119,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             raise MisconfigurationException(
                 f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
             )
-        refusals.check_replicas(data_parallel_size, shard_optimizer_states, max_restarts)
+        refusals.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
         refusals.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -129,7 +129,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._seeds: Seeds | None = None  # go on over several fits
         self._state_dict_type, self._async_save, self._received = state_dict_type, async_save, []
         self._divides_states = shard_optimizer_states
-        self._restarts = Restarts(max_restarts, self._abandon) if max_restarts else None
+        self._restarts = Restarts(max_restarts, self._settle, self._abandon) if max_restarts else None
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
 
@@ -180,7 +180,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                     check_divisible(optimizer)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
         if fitting and self._restarts is not None:
-            self._restarts.keep(model)
+            self._restarts.model_is_whole(model, own)
         with as_misconfiguration():
             self._pipeline = Pipeline(
                 module,
@@ -266,8 +266,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
 
     def teardown(self) -> None:
         """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""
-        if self._background is not None:
-            self._background.settle()  # stages may be writing
+        self._settle()
         for undo in self._undo:
             undo()
         self._undo = []
@@ -285,8 +284,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 super().teardown()
 
     def _abandon(self) -> None:
-        if self._background is not None:
-            self._background.settle()
+        self._settle()
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.abandon()

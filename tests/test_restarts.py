@@ -1,6 +1,7 @@
 """``max_restarts``: a run that loses workers ends as one that loses none, losses, metrics and weights alike."""
 
 import os
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from harness import run
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from pytorch_lightning.plugins import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics import MeanSquaredError
 
 from strategies import RPCSequentialStrategy
@@ -72,6 +74,25 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Data(pl.LightningDataModule):
+    """Divides its rows at random each time that it is set up."""
+
+    def __init__(self, shuffle: bool) -> None:
+        super().__init__()
+        self.shuffle = shuffle
+
+    def setup(self, stage: str) -> None:
+        generator = torch.Generator().manual_seed(2)
+        rows, targets = (torch.randn(42, width, generator=generator, dtype=torch.float64) for width in (4, 1))
+        self.rows, self.held_out = random_split(TensorDataset(rows, targets), [34, 8])
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.rows, 6, shuffle=self.shuffle)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.held_out, 4)
+
+
 def trained(
     moments: tuple[int, ...],
     max_restarts: int,
@@ -85,9 +106,6 @@ def trained(
         Path(f"killed-{number}").unlink(missing_ok=True)
     torch.manual_seed(1)
     model = net(moments)
-    generator = torch.Generator().manual_seed(2)
-    rows, targets = (torch.randn(34, width, generator=generator, dtype=torch.float64) for width in (4, 1))
-    data = TensorDataset(rows, targets)
     # The last layer but two is on the worker of the second stage of three.
     strategy = RPCSequentialStrategy([2, 1, 2], microbatches=2, max_restarts=max_restarts, **options)
     trainer = trainer_class(
@@ -96,26 +114,32 @@ def trained(
         strategy=strategy,
         precision="64-true",
         max_steps=STEPS,
-        callbacks=[ModelCheckpoint("saved", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False)],
+        callbacks=[
+            ModelCheckpoint("saved", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False),
+            best := ModelCheckpoint("best", "{epoch}", monitor="val_loss", save_weights_only=True),
+        ],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        trainer.fit(model, DataLoader(data, 6, shuffle=shuffle), DataLoader(data, 6))
+        trainer.fit(model, Data(shuffle))
+    kept, best_path = sorted(path.name for path in Path("best").iterdir()), Path(best.best_model_path).name
+    shutil.rmtree("best")
     return {
+        "best": (kept, best_path),
         "losses": model.losses,
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
         "tensors": {name: value.detach() for name, value in [*model.named_parameters(), *model.named_buffers()]},
         "restarts": [str(w.message) for w in said if "Restart" in str(w.message)],
-        "left": sorted(path.name for path in Path.cwd().glob("killed-*")),
     }
 
 
 def equal(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     return (
         found["losses"] == expected["losses"]
+        and found["best"] == expected["best"]
         and found["metrics"] == expected["metrics"]
         and all(torch.equal(found["tensors"][name], value) for name, value in expected["tensors"].items())
         and list(found["tensors"]) == list(expected["tensors"])
@@ -133,7 +157,7 @@ def test_a_run_that_loses_two_workers() -> None:
     assert equal(found, expected)
     first, second = found["restarts"]
     assert first.startswith("stage 1 (layers 2 to 2: Doomed), process ") and "was killed by signal 9 in F" in first
-    assert first.endswith(" Restart 1 of at most 2, from the beginning.")
+    assert first.endswith("\nRestart 1 of at most 2, from where it began.")
     assert "Restart 2 of at most 2, from " in second and second.endswith("epoch=1-step=8.ckpt.")
 
 
@@ -177,10 +201,19 @@ class Clumsy(Net):
         raise ArithmeticError("the user's own")
 
 
+class Elsewhere(TorchCheckpointIO):
+    """Writes where nobody looks for it."""
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        super().save_checkpoint(checkpoint, f"{path}.elsewhere", storage_options)
+
+
 def lost_too_often() -> tuple[str, int, bool]:
     """What is raised, and whether the same process trains after that; the user's own errors are no losses."""
     with pytest.raises(WorkerLost) as lost:
         trained((5, 17), 1)
+    with pytest.raises(WorkerLost):  # the counters of the loops would stay where they are
+        trained((5,), 1, checkpoint_io=Elsewhere())
     with pytest.raises(ArithmeticError):
         trained((), 1, Clumsy)
     return str(lost.value), Clumsy.num_fits, equal(trained((), 1), trained((), 0))
@@ -201,6 +234,11 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
             RPCSequentialStrategy(max_restarts=wrong)
     with pytest.raises(MisconfigurationException, match="max_restarts=2 is for one pipeline, but data_parallel_size=2"):
         RPCSequentialStrategy(max_restarts=2, data_parallel_size=2)
+    for finder in (LearningRateFinder(), BatchSizeFinder()):
+        plugin = RPCSequentialStrategy(max_restarts=1)
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=plugin, logger=False, callbacks=[finder])
+        with pytest.raises(MisconfigurationException, match=f"{type(finder).__name__} trains and goes back"):
+            trainer.fit(Net(()))
     for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
