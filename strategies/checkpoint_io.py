@@ -1,6 +1,7 @@
 """How Relay's strategies write a checkpoint, where the user has not chosen a ``CheckpointIO``: atomically."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
                 remove(local)
+
+    def load_checkpoint(
+        self,
+        path: str | Any,
+        map_location: Callable[..., Any] | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint: tensors and plain types only, unless ``weights_only`` says otherwise."""
+        return super().load_checkpoint(path, map_location, careful(path, weights_only))
+
+
+def careful(path: str | Any, weights_only: bool | None) -> bool | None:
+    """``weights_only`` for Lightning, which by default takes whatever comes from the web."""
+    return True if weights_only is None and str(path).startswith("http") else weights_only
 
 
 def local_path(path: str | Any) -> Path | None:

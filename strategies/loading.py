@@ -10,7 +10,7 @@ from pytorch_lightning.plugins.precision import DoublePrecision
 from pytorch_lightning.strategies import Strategy
 
 from strategies import shards
-from strategies.checkpoint_io import local_path
+from strategies.checkpoint_io import careful, local_path
 
 
 def load_as_ours(strategy: Strategy) -> None:
@@ -51,4 +51,4 @@ def _load_checkpoint(
     path = local_path(checkpoint_path)
     if path is not None and shards.is_sharded(path):
         return shards.load(path, weights_only=weights_only)[0]
-    return load(checkpoint_path, weights_only)
+    return load(checkpoint_path, careful(checkpoint_path, weights_only))

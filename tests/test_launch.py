@@ -1,6 +1,7 @@
 """Ranks that somebody else has started: torchrun on one and on two hosts, SLURM. They train what one process trains."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -133,7 +134,7 @@ def test_a_killed_worker_rank() -> None:
     codes, said, seconds = run(ending, "killed worker", True, timeout_seconds=SECONDS + 20)
     assert codes[0] == 1 and codes[2] == -signal.SIGKILL and seconds < 60
     assert "stage 1 (layers 1 to 2: Tanh, LayerNorm), process " in said
-    assert "(rank 2) on " in said and ", has ended" in said
+    assert re.search(r"\(rank 2\) on \S+, has ended (in|idle after) optimizer step", said), said
 
 
 @pytest.mark.slow

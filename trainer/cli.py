@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from pickle import UnpicklingError
 from typing import NoReturn
 
 import pytorch_lightning as pl
@@ -67,6 +68,14 @@ class _CLI(LightningCLI):
         except (OmegaConfBaseException, ValueError) as mistake:
             _end(mistake)
 
+    def _parse_ckpt_path(self) -> None:
+        try:
+            super()._parse_ckpt_path()
+        except UnpicklingError as refused:
+            given = self.config[self.config.subcommand]
+            if given.get("weights_only") is not False:  # where it is, hyperparameters are those of the configuration
+                _end(refused, _not_weights_only(given.ckpt_path, refused))
+
     def _add_instantiators(self) -> None:
         super()._add_instantiators()  # for model and data
         self.parser.add_instantiator(lambda cls, *args, **kwargs: cls(*args, **kwargs), object, subclasses=True)
@@ -86,6 +95,11 @@ class _CLI(LightningCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         try:
             super()._run_subcommand(subcommand)
+        except UnpicklingError as refused:
+            path = self.config[subcommand].get("ckpt_path")
+            if path is None or _is_set_up(refused):  # something else that the user's code reads
+                raise
+            _end(refused, _not_weights_only(path, refused))
         except (MisconfigurationException, ValueError, TypeError) as mistake:
             if _is_set_up(mistake) or not (isinstance(mistake, MisconfigurationException) or _is_ours(mistake)):
                 raise
@@ -126,15 +140,24 @@ def _is_set_up(mistake: BaseException) -> bool:
     return (run_stage.__module__, run_stage.__name__) in [frame[:2] for frame in _frames(mistake)]
 
 
-def _end(mistake: Exception) -> NoReturn:
+def _end(mistake: Exception, told: str = "") -> NoReturn:
     # Every rank has the same configuration and refuses it alike; one line is enough.
     if getattr(rank_zero_only, "rank", 0) == 0:
-        sys.stderr.write(f"error: {_one_line(mistake)}\n")
+        sys.stderr.write(f"error: {told or _one_line(mistake)}\n")
     else:
         starter, deadline = os.getppid(), time.monotonic() + _HEAD_START_SECONDS
         while os.getppid() == starter and time.monotonic() < deadline:
             time.sleep(0.05)
     raise SystemExit(2) from mistake
+
+
+def _not_weights_only(path: str, refused: UnpicklingError) -> str:
+    told = str(refused).partition("\n\nCheck the documentation")[0]  # torch's, of many lines
+    reason = told.rpartition("WeightsUnpickler error:")[2].rpartition("\n\n")[2].strip().split(". ")[0].rstrip(".")
+    return (
+        f"{path} is no checkpoint of tensors and plain types only, and nothing in it has been run or loaded: {reason}. "
+        "Where you trust its author, give --weights_only=false"
+    )
 
 
 def _one_line(mistake: Exception) -> str:

@@ -114,8 +114,14 @@ class TrackedLoader(Iterator[Any]):
         """Lets the next pass be the one that :meth:`to_save` saw, or the one after it.
 
         Raises:
-            MisconfigurationException: If it would go on in the middle of an epoch over other data.
+            MisconfigurationException: If it would go on in the middle of an epoch over other data, or if the checkpoint
+                has been tampered with.
         """
+        if not all(state is None or isinstance(state, dict) for state in saved["workers"]):
+            raise MisconfigurationException(
+                "The checkpoint holds something else than the random states of a loader's workers where those should "
+                "be. Bytes would be run as a pickle there: none of it should be trusted."
+            )
         self._saved, self._how = saved, how
         if how.in_mid_epoch:
             changed = how.num_processes_before != how.num_processes or saved["samplers"] != self._samplers()

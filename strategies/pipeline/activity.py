@@ -113,10 +113,10 @@ class Activity:
 
 def noted(note: Path | None) -> str:
     """What the process that wrote this file did last, in words; empty if it is not known."""
-    try:
-        return note.read_bytes().rstrip(b"\0").decode(errors="replace") if note is not None else ""
-    except FileNotFoundError:
-        return "while it started"
+    if note is None:
+        return ""
+    text = note.read_bytes().rstrip(b"\0") if note.exists() else b""
+    return text.decode(errors="replace") or "while it started"
 
 
 def _descendants(pid: int) -> Iterator[int]:

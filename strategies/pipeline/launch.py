@@ -54,6 +54,7 @@ class Workers:
             threads=threads,
             paths=[os.path.abspath(path) if path == "" else path for path in sys.path],
             driver_pid=os.getpid(),
+            notes=self._directory,
         )
         self._session = session
         (Path(self._directory) / "session.json").write_text(session.to_json())
@@ -113,7 +114,7 @@ class Workers:
 
     def _spawn(self, session: Session, rank: int) -> subprocess.Popen:
         environment = environment_of_worker(session.paths) | {"OMP_NUM_THREADS": str(session.threads)}
-        command = [sys.executable, "-m", "strategies.pipeline.worker", self._directory, str(rank)]
+        command = [sys.executable, "-m", "strategies.pipeline", self._directory, str(rank), str(session.driver_pid)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
     def _check(self) -> None:

@@ -45,11 +45,12 @@ class WatchedStore(dist.Store):
     Args:
         store: The store itself.
         check: Raises if there is no more reason to wait.
+        timeout_seconds: How long to wait, whatever the caller thinks: gloo gives as long as a connection may take.
     """
 
-    def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
+    def __init__(self, store: dist.Store, check: Callable[[], None], timeout_seconds: float) -> None:
         super().__init__()
-        self._store, self._check, self._timeout = store, check, dist.default_pg_timeout
+        self._store, self._check, self._seconds = store, check, timeout_seconds
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value)
@@ -74,15 +75,14 @@ class WatchedStore(dist.Store):
         return self._store.check(keys)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        """Called by gloo."""
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        seconds = (timeout or self._timeout).total_seconds()
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + self._seconds
         while not self._store.check(keys):
             self._check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"another process of the run did not appear within {seconds:g} s")
+                raise RuntimeError(f"another process of the run did not appear within {self._seconds:g} s")
             time.sleep(_LOOK_SECONDS)
 
 

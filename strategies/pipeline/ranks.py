@@ -16,6 +16,7 @@ import os
 import secrets
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from strategies.pipeline.activity import noted
 from strategies.pipeline.launch import environment_of_worker, share_of_threads
 from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 
@@ -123,6 +125,7 @@ class Ranks:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._session: Session | None = None
         self._store: dist.Store | None = None
         self._call = ""
         self._processes: dict[int, tuple[str, int]] = {}
@@ -145,8 +148,9 @@ class Ranks:
             paths=[],  # a rank has its own
             driver_pid=os.getpid(),
             towards=world.address,
+            notes=tempfile.mkdtemp(prefix="relay-"),
         )
-        self._store, self._call = store, world.next_call(store)
+        self._session, self._store, self._call = session, store, world.next_call(store)
         store.set(self._call, session.to_json())
         ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
         if not appear(store, ready, _ARRIVAL_SECONDS):
@@ -170,15 +174,16 @@ class Ranks:
         deadline = time.monotonic() + wait_seconds
         while host == os.uname().nodename:
             if not _runs(pid):
-                return "has ended"
+                return f"has ended {self.doing(stage)}"
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
         return None
 
     def doing(self, stage: int) -> str:
-        """What a worker does or did last: not known here."""
-        return ""
+        """What a worker does or did last, in words; empty if it is on another host."""
+        assert self._session is not None
+        return noted(self._session.note(stage)) if self._processes[stage][0] == os.uname().nodename else ""
 
     def kill(self, stage: int) -> None:
         """Ends a worker's process at once, if it runs on this host."""
@@ -193,7 +198,7 @@ class Ranks:
             if (how := self.ended(stage)) is not None:
                 assert self._store is not None
                 self._store.set(over_key(self._call), "")
-                raise RuntimeError(f"stage {stage}, {self.process(stage)}, {how} while it started")
+                raise RuntimeError(f"stage {stage}, {self.process(stage)}, {how}")
 
     def stop(self, *, grace_seconds: float) -> None:
         """Ends the session. The workers wait for the next one by themselves. Safe at any time."""
@@ -203,6 +208,8 @@ class Ranks:
         if self._joined:
             leave_rpc()
         self._joined = False
+        if self._session is not None:
+            self._session.forget()
 
 
 def ready_key(call: str, stage: int) -> str:

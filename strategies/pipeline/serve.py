@@ -36,6 +36,7 @@ def main(world: World, number: int) -> None:
         _serve(world, store, call, session)
     except RuntimeError as error:
         if not _is_over(store, call):
+            session.forget()  # nobody else is left to do it
             sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, is gone: {error}\n")
             os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -65,7 +66,7 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
     torch.set_num_threads(session.threads)
     stage = world.rank - world.driver - 1
     store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid()]))
-    with _ending_with(world, call):
+    with _ending_with(world, call, session):
         join_rpc(session, stage)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs what this process holds
     asked, asked_at = None, 0.0
@@ -79,7 +80,7 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
 
 
 @contextmanager
-def _ending_with(world: World, call: str) -> Iterator[None]:
+def _ending_with(world: World, call: str, session: Session) -> Iterator[None]:
     """Ends this process if the driver gives up the session, or is gone: joining waits in C++, deaf to everything."""
     done, store = threading.Event(), world.store()
 
@@ -88,6 +89,7 @@ def _ending_with(world: World, call: str) -> Iterator[None]:
             with suppress(dist.DistNetworkError):
                 if not store.check([over_key(call)]):
                     continue
+            session.forget()
             sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, has ended\n")
             os._exit(1)
 

@@ -5,15 +5,17 @@ A session lasts from the start of the workers to their end; a process may have m
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any, ClassVar
-from urllib.parse import urlparse
 
 import torch
 from torch import distributed as dist
@@ -22,8 +24,14 @@ from torch.distributed import rpc
 from strategies.pipeline.meeting import LOOPBACK, WatchedStore, interface_towards, store_at
 from strategies.pipeline.settings import PATIENCE
 
-_CONNECT_SECONDS = 10.0
-"""How long processes that have all appeared may take to connect; gloo waits in C++ for one that is killed just then."""
+_CONNECT_SECONDS = 7.5
+"""How long processes that have all appeared may take to connect. So long gloo waits for one that is killed just then:
+less than the ten seconds after which nothing is left of a run that has failed."""
+
+_OF_GLOO = 5
+"""How many times its time-out gloo waits for a connection."""
+
+_LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,7 @@ class Session:
         paths: The driver's ``sys.path``.
         driver_pid: The driver's process id; workers that it has started itself end when it has gone.
         towards: An address that all can reach; each process listens on the interface that leads there.
+        notes: A directory on the driver's host, where processes of this host say what they do.
     """
 
     meeting: str
@@ -49,14 +58,18 @@ class Session:
     paths: list[str]
     driver_pid: int
     towards: str = LOOPBACK
+    notes: str = ""
 
     has_been: ClassVar[bool] = False
     """Whether this process takes or has taken part in one."""
 
     def note(self, rank: int) -> Path | None:
-        """The file in which a process of this host says what it does; ``None`` if there is no place for one."""
-        place = urlparse(self.meeting)
-        return Path(place.path) / f"doing-{rank}" if place.scheme == "file" else None
+        """The file in which a process says what it does; ``None`` on another host than the driver's."""
+        return Path(self.notes) / f"doing-{rank}" if os.path.isdir(self.notes) else None
+
+    def forget(self) -> None:
+        """Removes what the processes have written for each other."""
+        shutil.rmtree(self.notes, ignore_errors=True)
 
     def name(self, rank: int) -> str:
         """The RPC name of a process."""
@@ -108,8 +121,7 @@ def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: No
         _channels=["basic"],  # others open dozens of listening sockets, for tensors that do not travel this way
         rpc_timeout=session.timeout_seconds,
     )
-    store = WatchedStore(store_at(f"{session.meeting}/rpc", session.size), check)
-    store.set_timeout(timedelta(seconds=session.timeout_seconds))
+    store = WatchedStore(store_at(f"{session.meeting}/rpc", session.size), check, session.timeout_seconds)
     dist.autograd._init(number)
     _, name = interface_towards(session.towards)
     with environment_variables(**{"TP_SOCKET_IFNAME": name} if name else {}):
@@ -147,19 +159,49 @@ def join_group(
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
     options = gloo._Options()
-    options._timeout = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS))
+    options._timeout = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS) / _OF_GLOO)
     address, name = interface_towards(towards)
     options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)]
-    store = WatchedStore(store_at(url, size), check)
-    store.set_timeout(timedelta(seconds=timeout_seconds))
+    place = store_at(url, size)
+    store = WatchedStore(place, check, timeout_seconds)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{other}" for other in range(size)])
     group = dist.ProcessGroup(store, rank, size)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    backend = gloo(dist.PrefixStore("gloo/", store), rank, size, options)
+
+    def connect(heed: Callable[[], None]) -> Any:
+        addresses = WatchedStore(place, heed, timeout_seconds)  # of Python: C++ does not keep it alive
+        return gloo(dist.PrefixStore("gloo/", addresses), rank, size, options)
+
+    backend = _beside(connect, check)
     backend._set_default_timeout(timedelta(seconds=timeout_seconds))
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
+
+
+def _beside(connect: Callable[[Callable[[], None]], Any], check: Callable[[], None]) -> Any:
+    """Calls what waits in C++, deaf to everything, on a thread of its own.
+
+    Args:
+        connect: Gets what raises when nobody waits for it any more.
+        check: Called again and again meanwhile; raises if there is no more reason to wait.
+    """
+    given_up = Event()
+
+    def heed() -> None:
+        if given_up.is_set():
+            raise RuntimeError("nobody waits for this connection any more")
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="relay-connect")
+    connected = executor.submit(connect, heed)
+    executor.shutdown(wait=False)
+    try:
+        while not wait([connected], _LOOK_SECONDS).done:
+            check()
+    except BaseException:  # Ctrl-C as well
+        given_up.set()
+        raise
+    return connected.result()
 
 
 def _let_computing_go_first(thread_name: str) -> None:

@@ -1,14 +1,10 @@
-"""The process that hosts one stage: ``python -m strategies.pipeline.worker SESSION_DIRECTORY RANK``.
+"""What a worker's process does: it hosts one stage.
 
 It runs nothing of the user's script. The driver reaches the stage by an ``RRef``; an RPC handler only hands commands to
 the stage's one compute thread (a pool of threads, each with its own malloc arena, made a step 1.4 times as long).
 """
 
-import ctypes
 import os
-import select
-import shutil
-import signal
 import socket
 import sys
 import threading
@@ -49,10 +45,6 @@ _WORDS = {
     "load_optimizer_states": "load, taking over optimizer states",
 }
 """What a stage does, where the command itself does not say it."""
-
-_PARENT_CHECK_SECONDS = 0.5
-_PR_SET_PDEATHSIG = 1
-"""From ``linux/prctl.h``."""
 
 
 @dataclass(frozen=True)
@@ -182,34 +174,15 @@ def progress(stage: Any) -> Progress:
     return answer
 
 
-def _die_with_parent(enabled: bool) -> None:
-    """Has the kernel kill this process when the driver dies, or no longer."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if enabled else 0)
+def join(directory: str, rank: int) -> None:
+    """Joins the session, whose calls come on threads of RPC from then on.
 
-
-def main(directory: str, rank: int) -> None:
-    """Joins the session and serves it until the driver closes this process's standard input or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends its workers itself
+    Args:
+        directory: That of the session.
+        rank: This process's.
+    """
     session = Session.from_json((Path(directory) / "session.json").read_text())
-    _die_with_parent(True)  # joining waits in C++, for half an hour if the driver dies meanwhile
     sys.path[:] = session.paths
     torch.set_num_threads(session.threads)
     (Path(directory) / f"ready-{rank}").touch()
-    if os.getppid() == session.driver_pid:
-        join_rpc(session, rank)
-    _die_with_parent(False)
-    # A process that the driver forked (a data loader's) may hold the other end open after the driver's death.
-    while os.getppid() == session.driver_pid and not select.select([sys.stdin], [], [], _PARENT_CHECK_SECONDS)[0]:
-        pass
-    # If the driver was killed nobody else is left to do it. Its end closes standard input before it makes this process
-    # an orphan, so the two cannot be told apart here; a driver that lives does the same.
-    shutil.rmtree(directory, ignore_errors=True)
-    os._exit(0)  # without waiting for a compute thread that may wait for a neighbour
-
-
-if __name__ == "__main__":
-    # Run as the module that the driver knows, so that what is pickled by reference means the same on both sides.
-    from strategies.pipeline import worker
-
-    worker.main(sys.argv[1], int(sys.argv[2]))
+    join_rpc(session, rank)
