@@ -1,5 +1,7 @@
 """A channel between two ranks, which are two threads here: what is sent arrives, and a failure does as well."""
 
+import threading
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from strategies.pipeline.channel import PeerFailed, PeerSilent, Receiver, Sender, is_consequence
-from strategies.pipeline.session import Session, join_data_plane
+from strategies.pipeline.meeting import store_at
+from strategies.pipeline.session import Session, join_data_plane, join_group
 
 CPU = torch.device("cpu")
 
@@ -134,3 +137,21 @@ def test_waiting_in_vain_ends(tmp_path: Path) -> None:
     with pytest.raises(PeerSilent, match="rank 0 of the pipeline sent nothing within the time-out") as caught:
         Receiver(second, 0, device=CPU).receive(0, 0)
     assert is_consequence(caught.value)
+
+
+def test_connecting_ends_when_it_is_in_vain(tmp_path: Path) -> None:
+    """The other process has appeared, and has died before it said where it listens."""
+    url, began = f"{tmp_path.as_uri()}/data", time.monotonic()
+    store = store_at(url, 2)
+    store.set("here/1", "")
+
+    def check() -> None:
+        if time.monotonic() > began + 0.3:
+            raise KeyError("why")
+
+    with pytest.raises(KeyError, match="why"):
+        join_group(url, 0, 2, 60.0, check=check)
+    connecting = [thread for thread in threading.enumerate() if thread.name.startswith("relay-connect")]
+    for thread in connecting:
+        thread.join(5)
+    assert connecting and time.monotonic() < began + 2
