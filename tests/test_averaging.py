@@ -1,5 +1,6 @@
 """Averaging over replicas, by two threads that stand for the same stage of two pipelines."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -93,3 +94,16 @@ def test_buffers_become_those_of_the_first_replica(tmp_path: Path) -> None:
     for buffer, kept in zip(theirs, ours, strict=True):
         assert torch.equal(buffer.to(torch.complex64), kept.to(torch.complex64))
     assert [buffer.flatten()[:1].tolist() for buffer in ours] == [b.flatten()[:1].tolist() for b in buffers(1)]
+
+
+def test_a_replica_may_be_late_for_longer_than_connecting_may_take(tmp_path: Path) -> None:
+    """Gloo's messages between two know another time-out than its collectives: that with which they have connected."""
+
+    def one(number: int) -> dict[int, Any]:
+        averaging = Averaging(join_group(f"{tmp_path.as_uri()}/late", number, 2, 30), list, list)
+        time.sleep(2 * number)
+        return averaging.gathered({number: {"step": torch.ones(2)}})
+
+    with ThreadPoolExecutor(2) as threads:
+        whole, nothing = threads.map(one, range(2))
+    assert list(whole) == [0, 1] and whole[1]["step"].tolist() == [1, 1] and not nothing

@@ -94,7 +94,7 @@ def _layout(tensor: torch.Tensor) -> TensorLayout:
     return TensorLayout(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _timeout_of(group: ProcessGroup) -> timedelta:
+def timeout_of(group: ProcessGroup) -> timedelta:
     """The group's time-out, of which gloo's sends and receives know only the one with which it connected."""
     backend: Any = group._get_backend(torch.device("cpu"))
     timeout: timedelta = backend.options._timeout
@@ -117,7 +117,7 @@ class Sender:
         self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = wait_here
     ) -> None:
         self._group, self._peer, self._tag, self._limit, self._wait = group, peer, tag, limit, wait
-        self._timeout = _timeout_of(group)
+        self._timeout = timeout_of(group)
         self._layouts: dict[bytes, int] = {}
         self._under_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
         self._has_failed = False
@@ -201,7 +201,7 @@ class Receiver:
         wait: Wait = wait_here,
     ) -> None:
         self._group, self._peer, self._device, self._tag, self._wait = group, peer, device, tag, wait
-        self._timeout = _timeout_of(group)
+        self._timeout = timeout_of(group)
         self._layouts: dict[int, Any] = {}
         self._header = torch.zeros(4, dtype=torch.int64)
         self._posted: Work | None = None

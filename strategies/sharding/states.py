@@ -5,6 +5,7 @@ no other rank more than its own part. The group is gloo's, so tensors arrive in 
 """
 
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.optimizer import in_order
-from strategies.pipeline.channel import Wait, wait_here
+from strategies.pipeline.channel import Wait, timeout_of, wait_here
 
 _TAG = 3
 """Of these messages."""
@@ -52,13 +53,13 @@ def _send(state: dict[int, Any], group: ProcessGroup, wait: Wait) -> None:
     outlines = tree_map_only(Tensor, _Outline, state)
     description = torch.frombuffer(bytearray(pickle.dumps(outlines)), dtype=torch.uint8)
     for tensor in (torch.tensor([len(description)]), description, *tensors):
-        wait(group.send([tensor], 0, _TAG).wait)
+        wait(partial(group.send([tensor], 0, _TAG).wait, timeout_of(group)))
 
 
 def _receive(rank: int, group: ProcessGroup, wait: Wait) -> dict[int, Any]:
     def received(*shape: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(shape, dtype=dtype)
-        wait(group.recv([tensor], rank, _TAG).wait)
+        wait(partial(group.recv([tensor], rank, _TAG).wait, timeout_of(group)))
         return tensor
 
     description = received(int(received(1, dtype=torch.int64)), dtype=torch.uint8)
