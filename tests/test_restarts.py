@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics import MeanSquaredError
 
 from strategies import RPCSequentialStrategy
+from strategies.pipeline.launch import Workers
 from strategies.pipeline.lost import WorkerLost
+from strategies.pipeline.session import Session
 from trainer import Trainer
 
 STEPS = 12
@@ -176,10 +178,29 @@ def test_other_schedules_checkpoints_and_trainers() -> None:
         assert len(found["restarts"]) == 1 and equal(found, expected)
 
 
+def killed_at_once() -> float:
+    """The first worker is killed before it has imported anything."""
+    spawn, killed = Workers._spawn, []
+
+    def spawn_and_kill(self: Workers, session: Session, rank: int) -> Any:
+        process = spawn(self, session, rank)
+        if not killed:
+            killed.append(process.pid)
+            process.kill()
+        return process
+
+    Workers._spawn = spawn_and_kill
+    try:
+        return faults_job.train("", "", max_restarts=1)
+    finally:
+        Workers._spawn = spawn
+
+
 def at_every_phase() -> dict[str, float]:
     expected, found = faults_job.train("", ""), {}
     for phase in faults_job.PHASES:
         found[phase] = faults_job.train(f"kill once {phase}", phase, max_restarts=1)
+    found["spawn"] = killed_at_once()
     found["hang"] = faults_job.train("hang once hang", "backward", 3.0, max_restarts=1)
     return {phase: loss - expected for phase, loss in found.items()}
 
@@ -188,7 +209,7 @@ def at_every_phase() -> dict[str, float]:
 @pytest.mark.timeout(250)
 def test_a_worker_dies_or_hangs_at_any_phase() -> None:
     found = run(at_every_phase, timeout_seconds=240)
-    assert found == dict.fromkeys([*faults_job.PHASES, "hang"], 0.0)
+    assert found == dict.fromkeys([*faults_job.PHASES, "spawn", "hang"], 0.0)
 
 
 class Clumsy(Net):

@@ -155,7 +155,7 @@ class Pipeline:
         )
         self.state = StateOfStages(self.module, self.stages, self.remotes)
         if self._replicas is not None:
-            group, wait = self._replicas.join(last), self._patience or wait_here
+            group, wait = self._replicas.join(last, self.failures.raise_untold), self._patience or wait_here
             averaging = Averaging(group, lambda: self._here()[0], lambda: self._here()[1], wait=wait)
             averaging.share()
             if self._replicas.divide_states:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from strategies.pipeline.activity import noted
+from strategies.pipeline.lost import WorkerLost
 from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 
 _START_SECONDS = 120.0
@@ -123,7 +124,9 @@ class Workers:
             if (how := self.ended(rank)) is not None:
                 for process in self._processes:
                     process.kill()
-                raise RuntimeError(f"{self._stages[rank]}, {self.process(rank)}, {how}; see its output above")
+                was_killed = self._processes[rank].returncode < 0
+                kind = WorkerLost if was_killed else RuntimeError  # what ends by itself would do so again
+                raise kind(f"{self._stages[rank]}, {self.process(rank)}, {how}; see its output above")
 
     def _wait_until_ready(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

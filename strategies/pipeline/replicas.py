@@ -47,10 +47,10 @@ class Replicas:
     towards: str = LOOPBACK
     divide_states: bool = False
 
-    def join(self, stage: int) -> ProcessGroup:
-        """Connects the processes of one stage, and returns when all are there."""
+    def join(self, stage: int, check: Callable[[], None] = lambda: None) -> ProcessGroup:
+        """Connects the processes of one stage, and returns when all are there, or when ``check`` raises."""
         url = f"{self.meeting}/stage-{stage}"
-        return join_group(url, self.number, self.count, self.timeout_seconds, self.towards)
+        return join_group(url, self.number, self.count, self.timeout_seconds, self.towards, check)
 
 
 class Averaging:
