@@ -41,9 +41,11 @@ from strategies.lifeline import Lifeline
 from strategies.loading import convert
 from strategies.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.optimizer import check_optimizer_states, parameters_of
+from strategies.phases import Phases
+from strategies.script_launcher import ScriptLauncher, in_place_of
 
 
-class StrategyPlugin(Strategy):
+class StrategyPlugin(Phases):
     """What each strategy of Relay owns, in the order of a run.
 
     One thing is done here for all of them: ``post_optimizer_step`` hangs on the user's own optimizer objects.
@@ -73,6 +75,7 @@ class StrategyPlugin(Strategy):
         if hasattr(self, "cluster_environment"):
             ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
         super()._configure_launcher()
+        self._launcher = in_place_of(self._launcher)
 
     @abstractmethod
     def setup_environment(self) -> None:
@@ -88,6 +91,8 @@ class StrategyPlugin(Strategy):
         super().setup_environment()
         if ranks.world_size > 1:
             self._lifeline = Lifeline(ranks.broadcast(f"relay/lifeline/{uuid4().hex}"))
+        if isinstance(self.launcher, ScriptLauncher):
+            self.launcher.met()
         if self._async_save:
             self._background = Background()
         if self._background is not None and trainer is not None:
@@ -145,6 +150,7 @@ class StrategyPlugin(Strategy):
     @abstractmethod
     def teardown(self) -> None:
         """End what ``setup`` started. Safe at any stage of set-up; never masks the first error."""
+        self.doing("teardown")
         self._remove_step_hooks()
         if self._lifeline is not None:
             self._lifeline.end()

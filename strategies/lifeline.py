@@ -8,10 +8,13 @@ rank > 0 ── a thread waits for the key ──▶ returns: the run is over   
 import os
 import sys
 import threading
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+
+from strategies.loopback import WatchedTCPStore
 
 _FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
 
@@ -31,7 +34,7 @@ class Lifeline:
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         self._store: dist.TCPStore | None = None
-        if isinstance(store, dist.TCPStore) and dist.get_world_size() > 1:
+        if isinstance(store, dist.TCPStore | WatchedTCPStore) and dist.get_world_size() > 1:
             # A connection of its own: a waiting client is closed to every other call.
             self._store = dist.TCPStore(store.host, store.port, is_master=False)
             if self._rank != 0:
@@ -41,7 +44,8 @@ class Lifeline:
         """The run is over on this rank, in whatever way; rank 0 tells the others."""
         self._ended.set()
         if self._rank == 0 and self._store is not None:
-            self._store.set(self._key, "ended")
+            with suppress(dist.DistNetworkError):  # after a failure its store is gone, and so are the others
+                self._store.set(self._key, "ended")
 
     def _watch(self, store: dist.TCPStore) -> None:
         try:

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, cast
@@ -22,10 +23,10 @@ from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 
-from strategies.pipeline.meeting import LOOPBACK, interface_towards
+from strategies.pipeline.meeting import LOOPBACK, WatchedStore, interface_towards
 from strategies.pipeline.session import environment_variables
 
-_PARENT = "RELAY_RANK_0"
+PARENT = "RELAY_RANK_0"
 """The variable that tells the other ranks the process id of rank 0, from their start to the end of a fit."""
 
 _LOOK_SECONDS = 0.5
@@ -38,8 +39,8 @@ class LoopbackEnvironment(LightningEnvironment):
         super().__init__()
         self._listener: socket.socket | None = None
         self._connected = threading.Event()
-        if _PARENT in os.environ and self.local_rank() > 0:
-            threading.Thread(target=self._watch, args=(int(os.environ[_PARENT]),), daemon=True).start()
+        if PARENT in os.environ and self.local_rank() > 0:
+            threading.Thread(target=self._watch, args=(int(os.environ[PARENT]),), daemon=True).start()
 
     @property
     def main_port(self) -> int:
@@ -50,24 +51,34 @@ class LoopbackEnvironment(LightningEnvironment):
             self._listener.bind((LOOPBACK, int(os.environ.get("MASTER_PORT", 0))))
             self._listener.listen()
             self._main_port = self._listener.getsockname()[1]
-            os.environ[_PARENT] = str(os.getpid())
+            os.environ[PARENT] = str(os.getpid())
         return super().main_port
 
     def store(self, timeout: timedelta) -> dist.TCPStore:
         """The store of the run; on rank 0 it takes over the port."""
-        port, number = self.main_port, self.world_size()
-        if self._listener is None:
-            return dist.TCPStore(LOOPBACK, port, number, is_master=False, timeout=timeout)
-        descriptor, self._listener = self._listener.detach(), None
-        return dist.TCPStore(LOOPBACK, port, number, is_master=True, timeout=timeout, master_listen_fd=descriptor)
+        port, keeps = self.main_port, self._listener is not None
+        descriptor = self._listener.detach() if self._listener is not None else None
+        self._listener = None
+        # It does not wait for the others itself: it would do so in C++, deaf to everything.
+        return dist.TCPStore(
+            LOOPBACK,
+            port,
+            is_master=keeps,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
 
     def connected(self) -> None:
         """From here on others see to it that no rank outlives rank 0."""
         self._connected.set()
 
     def teardown(self) -> None:
-        """Leaves the variables of the process as they were."""
-        os.environ.pop(_PARENT, None)
+        """Leaves the variables of the process as they were; where ranks have not met, they may the next time."""
+        os.environ.pop(PARENT, None)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener, self._main_port = None, -1
         super().teardown()
 
     def _watch(self, parent: int) -> None:
@@ -75,6 +86,14 @@ class LoopbackEnvironment(LightningEnvironment):
             if os.getppid() != parent:
                 sys.stderr.write(f"rank {self.local_rank()}: rank 0 is gone, so this process ends as well\n")
                 os._exit(1)
+
+
+class WatchedTCPStore(WatchedStore):
+    """A TCP store of this process, which waits with open eyes."""
+
+    def __init__(self, store: dist.TCPStore, check: Callable[[], None]) -> None:
+        super().__init__(store, check)
+        self.host, self.port = store.host, store.port
 
 
 def on_loopback(environment: ClusterEnvironment | None, num_nodes: int, start_method: str) -> ClusterEnvironment | None:
@@ -109,10 +128,15 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
         log.info(  # as Lightning does
             f"Initializing distributed: GLOBAL_RANK: {strategy.global_rank}, MEMBER: {strategy.global_rank + 1}/{size}"
         )
-        own = getattr(strategy, "_get_process_group_backend", lambda: "gloo")
+        backend = getattr(strategy, "_get_process_group_backend", lambda: "gloo")()
+        plain = environment.store(timeout)
+        store = getattr(strategy.launcher, "watched", lambda plain: plain)(plain)
+        store.set_timeout(timeout)
+        store.set(f"here/{strategy.global_rank}", "")
+        store.wait([f"here/{rank}" for rank in range(size)])
         dist.init_process_group(
-            backend := own(),
-            store=environment.store(timeout),
+            backend,
+            store=store if backend == "gloo" else plain,  # NCCL asks for more than a store in Python has
             rank=strategy.global_rank,
             world_size=size,
             timeout=timeout,

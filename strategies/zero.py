@@ -211,6 +211,8 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
         for undo in self._undo:
             undo()
         self._undo = []
+        if not dist.is_initialized():  # a rank has failed, and the groups have ended
+            self._groups = None
         super().teardown()
 
     def _running(self) -> ShardedOptimizers:

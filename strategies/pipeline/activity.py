@@ -41,6 +41,23 @@ class Progress:
     stack: str
 
 
+class Note:
+    """A file that tells what its writer does or did last. It is written by the kernel, whatever kills the writer.
+
+    Args:
+        path: Of the file, which is made, or emptied.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "w+b") as file:
+            file.truncate(_NOTE_BYTES)
+            self._bytes = mmap.mmap(file.fileno(), _NOTE_BYTES)
+
+    def write(self, text: str) -> None:
+        """Replaces what is there."""
+        self._bytes[:] = text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
+
+
 class Activity:
     """What a stage does. Made by the thread that computes, or before there is one.
 
@@ -51,11 +68,7 @@ class Activity:
     def __init__(self, note: Path | None = None) -> None:
         self.num_done, self._doing, self._waits, self._idle = 0, "", False, False
         self._thread: threading.Thread | None = None
-        self._note: mmap.mmap | None = None
-        if note is not None:
-            with open(note, "w+b") as file:
-                file.truncate(_NOTE_BYTES)
-                self._note = mmap.mmap(file.fileno(), _NOTE_BYTES)  # written to by the kernel, whatever kills us
+        self._note = Note(note) if note is not None else None
 
     def begin(self) -> None:
         """Called by the compute thread, ahead of all else."""
@@ -97,7 +110,7 @@ class Activity:
 
     def _write(self, text: str) -> None:
         if self._note is not None:
-            self._note[:] = text.encode()[:_NOTE_BYTES].ljust(_NOTE_BYTES, b"\0")
+            self._note.write(text)
 
     def _busy_seconds(self) -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,0 +1,103 @@
+"""Starts the other ranks of this host by running the script once more, as Lightning does, and sees to their fate."""
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ClassVar, cast
+
+import torch.distributed as dist
+from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+from pytorch_lightning.strategies.launchers.launcher import _Launcher
+
+from strategies.crew import Crew, Member, RankLost, new_notes, places
+from strategies.loopback import PARENT, WatchedTCPStore
+from strategies.pipeline.session import environment_variables
+
+_NOTES = "RELAY_NOTES"
+"""Tells the other ranks where each of them notes what it does."""
+
+_SET_BY_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", PARENT)
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's, but a rank that fails ends in one error on rank 0, which can go on and train again.
+
+    The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
+    """
+
+    _side: ClassVar[Crew | Member | None] = None
+    """Of the whole process, as the process group is: Trainers come and go."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Starts the other ranks, unless they are there, and calls the function.
+
+        Raises:
+            RuntimeError: If a rank has failed, with how and in what.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if isinstance(crew := self._side, Crew) and crew.has_ended:
+            news = crew.news
+            self._dismiss(crew)
+            if news is not None:
+                raise RuntimeError(news)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        elif self._side is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
+            ScriptLauncher._side = Member(os.environ[_NOTES].split(os.pathsep)[rank - 1])
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        side = self._side
+        if isinstance(side, Crew):
+            self.procs = side.processes  # which another Trainer may have started
+            return self._lead(side, function, *args, **kwargs)
+        if side is not None and trainer is not None:
+            cast(Any, trainer.strategy).note = side.note
+        with side.call() if side is not None else nullcontext():
+            return function(*args, **kwargs)
+
+    def met(self) -> None:
+        """All ranks are in the same call of the Trainer."""
+        if self._side is not None:
+            self._side.calls += 1
+
+    def watched(self, store: dist.TCPStore) -> dist.Store:
+        """A store for the process group that waits for no rank that has failed."""
+        if not isinstance(crew := self._side, Crew):
+            return store
+        crew.store = WatchedTCPStore(store, crew.check)
+        return crew.store
+
+    def _call_children_scripts(self) -> None:
+        before = {name: os.environ.get(name) for name in _SET_BY_A_LAUNCH}
+        self.procs, notes = [], new_notes(self.num_processes - 1)
+        with environment_variables(**{_NOTES: os.pathsep.join(places(notes))} if notes else {}):
+            super()._call_children_scripts()
+        ScriptLauncher._side = Crew(self.procs, notes, before)
+
+    def _lead(self, crew: Crew, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with crew.call():
+                return function(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):  # the other ranks have got the signal, too, and Lightning ends them
+            crew.excuse()
+            raise
+        except BaseException as error:
+            if (why := crew.why(error)) is None:
+                crew.excuse()
+                if not crew.have_left():  # and never will, without this one
+                    self._dismiss(crew)
+                raise
+            self._dismiss(crew)
+            raise RuntimeError(why) from None if isinstance(error, RankLost) else error
+
+    def _dismiss(self, crew: Crew) -> None:
+        crew.dismiss()
+        ScriptLauncher._side, self.procs = None, []
+
+
+def in_place_of(launcher: _Launcher | None) -> _Launcher | None:
+    """Ours where Lightning would use its own, else the one given."""
+    if launcher is None or type(launcher) is not _SubprocessScriptLauncher:
+        return launcher
+    return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)

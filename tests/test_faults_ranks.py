@@ -1,0 +1,104 @@
+"""A rank other than 0 is killed, at any moment: all end soon, rank 0 raises one error that says who, and trains again.
+
+The harness fails where a process, thread, port or file is left.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import procfs
+import pytest
+import ranks_faults_job
+import torch
+from harness import run
+from ranks_faults_job import MOMENTS
+
+import strategies
+from strategies.crew import Crew, RankLost
+
+SECONDS = 10
+
+
+def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
+    path = os.pathsep.join(str(Path(file).parents[up]) for file, up in ((strategies.__file__, 1), (__file__, 0)))
+    command = [sys.executable, "-W", "ignore", ranks_faults_job.__file__, *arguments]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **kwargs)
+
+
+def endings(strategy: str, ranks: int, moments: list[str], timeout_seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.pt"
+        job = start_job(str(results), strategy, str(ranks), *moments)
+        assert job.wait(timeout_seconds) == 0
+        seen: dict[str, Any] = torch.load(results)
+        return seen
+
+
+def check_told(name: str, seen: dict[str, Any], phase: str) -> None:
+    where = (name, seen)
+    assert seen["kind"] == "RuntimeError", where
+    assert seen["message"].startswith("rank 1, process "), where
+    assert seen["message"].endswith(f" on {socket.gethostname()}, was killed by signal 9 {phase}"), where
+    assert seen["seconds"] < SECONDS, where
+    assert not seen["left"], where
+
+
+def test_rank_0_says_which_rank_was_killed() -> None:
+    seen = run(endings, "ddp", 2, ["forward"], 50.0, timeout_seconds=60)
+    check_told("forward", seen["forward"], MOMENTS["forward"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_a_rank_is_killed_at_any_moment(strategy: str) -> None:
+    """All on one rank 0: what one leaves would show in the next."""
+    moments = [*MOMENTS, "raises", "rank 0 raises"]
+    seen = run(endings, strategy, 2, [*moments, ""], 300.0, timeout_seconds=320)
+    (undisturbed,) = run(endings, strategy, 2, [""], 60.0, timeout_seconds=70).values()
+    assert seen[""]["loss"] == undisturbed["loss"]
+    for moment, phase in MOMENTS.items():
+        check_told(moment, seen[moment], phase)
+    raised = seen["raises"]
+    assert raised["kind"] == "RuntimeError" and not raised["left"], raised
+    assert raised["message"].endswith("ended with status 1 after call 1 of the Trainer; see its output above"), raised
+    own = seen["rank 0 raises"]
+    assert (own["kind"], own["message"]) == ("ValueError", "rank 0's own") and not own["left"], own
+
+
+@pytest.mark.slow
+def test_the_third_rank_ends_as_well() -> None:
+    seen = run(endings, "ddp", 3, ["start", "forward", ""], 110.0, timeout_seconds=120)
+    for moment in ("start", "forward"):
+        check_told(moment, seen[moment], MOMENTS[moment])
+    assert seen[""]["loss"] > 0
+
+
+@pytest.mark.slow
+def test_the_driver_of_another_replica() -> None:
+    seen = run(endings, "replicas", 4, ["forward", "step", ""], 150.0, timeout_seconds=160)
+    for moment in ("forward", "step"):
+        check_told(moment, seen[moment], MOMENTS[moment])
+    assert seen[""]["loss"] > 0
+
+
+def deaf() -> tuple[int, str, float]:
+    """Status and words of a rank 0 that listens to nothing, and when it ended after the kill."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = start_job(str(Path(folder) / "results.pt"), "ddp", "2", "deaf", stderr=subprocess.PIPE)
+        _, said = job.communicate(timeout=60)
+        return job.returncode, said, time.time() - float((Path(folder) / "killed").read_text())
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_cannot_be_interrupted() -> None:
+    status, said, seconds = run(deaf, timeout_seconds=70)
+    assert status == 1 and seconds < SECONDS, (status, said, seconds)
+    assert said.count("was killed by signal 9 in training step; rank 0 did not come back, so it ends as well") == 1
