@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from strategies.pipeline.activity import Note, noted
 from strategies.pipeline.channel import is_consequence
@@ -60,7 +61,7 @@ class Crew:
         """In how many calls of a Trainer the ranks have met."""
         self.store: dist.Store | None = None
         """Kept for the process group, which knows only the C++ half of it."""
-        self._lost, self._is_known = "", False
+        self._lost, self._is_known, self._excepthook = "", False, sys.excepthook
         self._found, self._over = threading.Event(), threading.Event()
         self._in_call = False
         self._thread = threading.Thread(target=self._watch, name="relay-crew", daemon=True)
@@ -129,6 +130,8 @@ class Crew:
         self._end(_END_SECONDS)
         if dist.is_initialized():
             dist.destroy_process_group()
+        _world.group_count = 0  # names of groups are numbers, and new ranks begin to count; it may be in mid-air
+        sys.excepthook = self._excepthook  # a process group adds its own
         for name, value in self._before.items():
             os.environ.pop(name, None)
             if value is not None:
