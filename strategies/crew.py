@@ -20,6 +20,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from strategies.phases import Phases
 from strategies.pipeline.activity import Note, noted
 from strategies.pipeline.channel import is_consequence
 
@@ -85,7 +86,7 @@ class Crew:
 
     def check(self) -> None:
         """Raises ``RankLost`` if a rank has failed."""
-        if self._found.is_set():
+        if self._find(bool):
             raise RankLost(self._lost)
 
     def have_left(self) -> bool:
@@ -93,7 +94,7 @@ class Crew:
         deadline, after = time.monotonic() + _LEAVE_SECONDS, after_call(self.calls)
         while self._notes and self.calls:
             running = [note for process, note in zip(self.processes, self._notes, strict=True) if process.poll() is None]
-            if self._found.is_set() or all(noted(_path(note)) in (after, "") for note in running):
+            if all((noted(_path(note)) or after).startswith(after) for note in running):
                 break
             if time.monotonic() > deadline:
                 return False
@@ -201,13 +202,18 @@ class Member:
         self.note, self.calls = Note(Path(place)), 0
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Around a call of the Trainer."""
+    def call(self, phases: Phases) -> Iterator[None]:
+        """Around a call of the Trainer, whose phases are noted."""
         self.note.write("in set-up")
+        phases.note, how = self.note, ""
         try:
             yield
+        except BaseException as error:
+            how = f", which raised {type(error).__name__}"
+            raise
         finally:
-            self.note.write(after_call(self.calls))
+            phases.note = None
+            self.note.write(after_call(self.calls) + how)
 
 
 def after_call(number: int) -> str:

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ClassVar, cast
 
 import torch.distributed as dist
@@ -51,9 +50,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         if isinstance(side, Crew):
             self.procs = side.processes  # which another Trainer may have started
             return self._lead(side, function, *args, **kwargs)
-        if side is not None and trainer is not None:
-            cast(Any, trainer.strategy).note = side.note
-        with side.call() if side is not None else nullcontext():
+        if side is None or trainer is None:
+            return function(*args, **kwargs)
+        with side.call(cast(Any, trainer.strategy)):
             return function(*args, **kwargs)
 
     def met(self) -> None:

@@ -62,9 +62,12 @@ def come_to_grief(moment: str) -> None:
 
 
 class DoomedAdam(torch.optim.Adam):
+    armed = False  # ZeRO makes a step of a copy first
+
     def step(self, closure: Any = None) -> Any:
         loss = super().step(closure)
-        come_to_grief("step")
+        if self.armed:
+            come_to_grief("step")
         return loss
 
 
@@ -86,7 +89,7 @@ class Net(pl.LightningModule):
         return loss
 
     def _misfortune(self) -> None:
-        moment = os.environ["MOMENT"]
+        moment, self.trainer.optimizers[0].armed = os.environ["MOMENT"], True
         if RANK == 0 and moment == "rank 0 raises":
             raise ValueError("rank 0's own")
         if RANK == 0 and moment == "asleep":

@@ -68,7 +68,7 @@ def test_a_rank_is_killed_at_any_moment(strategy: str) -> None:
         check_told(moment, seen[moment], phase)
     raised = seen["raises"]
     assert raised["kind"] == "RuntimeError" and not raised["left"], raised
-    assert raised["message"].endswith("ended with status 1 after call 1 of the Trainer; see its output above"), raised
+    assert raised["message"].endswith("ended with status 1 after call 1 of the Trainer, which raised ValueError; see its output above"), raised
     own = seen["rank 0 raises"]
     assert (own["kind"], own["message"]) == ("ValueError", "rank 0's own") and not own["left"], own
 
