@@ -42,7 +42,7 @@ from strategies.loading import convert
 from strategies.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.optimizer import check_optimizer_states, parameters_of
 from strategies.phases import Phases
-from strategies.script_launcher import ScriptLauncher, in_place_of
+from strategies.script_launcher import in_place_of, met
 
 
 class StrategyPlugin(Phases):
@@ -91,8 +91,7 @@ class StrategyPlugin(Phases):
         super().setup_environment()
         if ranks.world_size > 1:
             self._lifeline = Lifeline(ranks.broadcast(f"relay/lifeline/{uuid4().hex}"))
-        if isinstance(self.launcher, ScriptLauncher):
-            self.launcher.met()
+        met(self.launcher)
         if self._async_save:
             self._background = Background()
         if self._background is not None and trainer is not None:
@@ -150,7 +149,6 @@ class StrategyPlugin(Phases):
     @abstractmethod
     def teardown(self) -> None:
         """End what ``setup`` started. Safe at any stage of set-up; never masks the first error."""
-        self.doing("teardown")
         self._remove_step_hooks()
         if self._lifeline is not None:
             self._lifeline.end()

@@ -1,9 +1,9 @@
 """The ranks that rank 0 has started on its host: whether they live, what they do, and their common end.
 
-rank 0   main thread     in a call of the Trainer ──▶ a connection is lost, or ◀┐ ──▶ asks why ──▶ one error, crew dismissed
-         crew's thread   looks at the processes ──▶ one has failed ── 2 s later ┴─ interrupts it ── 7 s: ends the process
+rank 0   main thread     in a call of the Trainer ──▶ a connection is lost, or ◀┐ ──▶ asks why ──▶ one error, for all
+         crew's thread   looks at the processes ──▶ one has failed ── 2 s later ┴─ interrupts it ── 7 s: ends rank 0
                                  ▲
-rank > 0                 notes what it does, in memory of rank 0's
+rank > 0                 note what they do, in memory of rank 0's
 """
 
 import os
@@ -93,8 +93,8 @@ class Crew:
         """Waits a while for all ranks to leave the call that this one has just left; returns whether they have."""
         deadline, after = time.monotonic() + _LEAVE_SECONDS, after_call(self.calls)
         while self._notes and self.calls:
-            running = [note for process, note in zip(self.processes, self._notes, strict=True) if process.poll() is None]
-            if all((noted(_path(note)) or after).startswith(after) for note in running):
+            running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+            if all((noted(_path(self._notes[rank])) or after).startswith(after) for rank in running):
                 break
             if time.monotonic() > deadline:
                 return False

@@ -77,9 +77,14 @@ class LoopbackEnvironment(LightningEnvironment):
         """Leaves the variables of the process as they were; where ranks have not met, they may the next time."""
         os.environ.pop(PARENT, None)
         if self._listener is not None:
-            self._listener.close()
-            self._listener, self._main_port = None, -1
+            self.renew()
         super().teardown()
+
+    def renew(self) -> None:
+        """The next run listens on another port."""
+        if self._listener is not None:
+            self._listener.close()
+        self._listener, self._main_port = None, -1
 
     def _watch(self, parent: int) -> None:
         while not self._connected.wait(_LOOK_SECONDS):

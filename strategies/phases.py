@@ -49,3 +49,7 @@ class Phases(Strategy):
             return result
 
         return super().optimizer_step(optimizer, passes_then_step, model, **kwargs)
+
+    def teardown(self) -> None:
+        self.doing("teardown")
+        super().teardown()

@@ -11,7 +11,7 @@ from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 
 from strategies.crew import Crew, Member, RankLost, new_notes, places
-from strategies.loopback import PARENT, WatchedTCPStore
+from strategies.loopback import PARENT, LoopbackEnvironment, WatchedTCPStore
 from strategies.pipeline.session import environment_variables
 
 _NOTES = "RELAY_NOTES"
@@ -26,7 +26,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
     """
 
-    _side: ClassVar[Crew | Member | None] = None
+    side: ClassVar[Crew | Member | None] = None
     """Of the whole process, as the process group is: Trainers come and go."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -36,17 +36,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             RuntimeError: If a rank has failed, with how and in what.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if isinstance(crew := self._side, Crew) and crew.has_ended:
+        if isinstance(crew := self.side, Crew) and crew.has_ended:
             news = crew.news
             self._dismiss(crew)
             if news is not None:
                 raise RuntimeError(news)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-        elif self._side is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
-            ScriptLauncher._side = Member(os.environ[_NOTES].split(os.pathsep)[rank - 1])
+        elif self.side is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
+            ScriptLauncher.side = Member(os.environ[_NOTES].split(os.pathsep)[rank - 1])
         _set_num_threads_if_needed(num_processes=self.num_processes)
-        side = self._side
+        side = self.side
         if isinstance(side, Crew):
             self.procs = side.processes  # which another Trainer may have started
             return self._lead(side, function, *args, **kwargs)
@@ -55,14 +55,9 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         with side.call(cast(Any, trainer.strategy)):
             return function(*args, **kwargs)
 
-    def met(self) -> None:
-        """All ranks are in the same call of the Trainer."""
-        if self._side is not None:
-            self._side.calls += 1
-
     def watched(self, store: dist.TCPStore) -> dist.Store:
         """A store for the process group that waits for no rank that has failed."""
-        if not isinstance(crew := self._side, Crew):
+        if not isinstance(crew := self.side, Crew):
             return store
         crew.store = WatchedTCPStore(store, crew.check)
         return crew.store
@@ -70,9 +65,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def _call_children_scripts(self) -> None:
         before = {name: os.environ.get(name) for name in _SET_BY_A_LAUNCH}
         self.procs, notes = [], new_notes(self.num_processes - 1)
+        if isinstance(environment := self.cluster_environment, LoopbackEnvironment):
+            environment.renew()  # this Trainer may have had other ranks
         with environment_variables(**{_NOTES: os.pathsep.join(places(notes))} if notes else {}):
             super()._call_children_scripts()
-        ScriptLauncher._side = Crew(self.procs, notes, before)
+        ScriptLauncher.side = Crew(self.procs, notes, before)
 
     def _lead(self, crew: Crew, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -92,7 +89,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def _dismiss(self, crew: Crew) -> None:
         crew.dismiss()
-        ScriptLauncher._side, self.procs = None, []
+        ScriptLauncher.side, self.procs = None, []
 
 
 def in_place_of(launcher: _Launcher | None) -> _Launcher | None:
@@ -100,3 +97,9 @@ def in_place_of(launcher: _Launcher | None) -> _Launcher | None:
     if launcher is None or type(launcher) is not _SubprocessScriptLauncher:
         return launcher
     return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+
+
+def met(launcher: _Launcher | None) -> None:
+    """All ranks are in the same call of the Trainer."""
+    if isinstance(launcher, ScriptLauncher) and launcher.side is not None:
+        launcher.side.calls += 1

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,9 @@ MOMENTS = {
 }
 """When rank 1 is killed, and what that is called in the error; ``asleep``: while rank 0 is busy with itself."""
 
-OTHERS = ("raises", "rank 0 raises", "deaf")
-"""Rank 1 raises an error of its own; rank 0 does; rank 0 listens to nothing when rank 1 is killed."""
+OTHERS = ("raises", "rank 0 raises", "same Trainer", "deaf", "orphan")
+"""Rank 1 raises an error; rank 0 does; the Trainer is the same afterwards, in the last case; rank 0 listens to nothing
+when rank 1 is killed; rank 0 is killed before they meet."""
 
 WIDTH, ROWS, RANK = 8, 32, int(os.environ.get("LOCAL_RANK", "0"))
 STRATEGIES = {
@@ -77,8 +79,17 @@ class Net(pl.LightningModule):
         torch.manual_seed(0)
         self.sequential_module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
+    def configure_callbacks(self) -> list[Any]:  # before the ranks meet
+        if RANK == 0 and os.environ["MOMENT"] == "orphan":
+            while not (built := Path(os.environ["KILLED_AT"]).with_name("built")).exists():
+                time.sleep(0.1)
+            built.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
     def setup(self, stage: str) -> None:
         come_to_grief("setup")
+        come_to_grief("same Trainer")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         if batch_idx == 1:
@@ -133,8 +144,15 @@ def train(strategy: str, ranks: int, folder: Path) -> float:
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
+    if RANK == 1:
+        (folder / "built").touch()
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    trainer.fit(Net(), DataLoader(rows, batch_size=ROWS // 8), DataLoader(rows, batch_size=ROWS))
+    loaders = [DataLoader(rows, batch_size=ROWS // 8), DataLoader(rows, batch_size=ROWS)]
+    if RANK == 0 and os.environ["MOMENT"] == "same Trainer":
+        with suppress(RuntimeError):
+            trainer.fit(Net(), *loaders)
+        os.environ["MOMENT"] = ""
+    trainer.fit(Net(), *loaders)
     return trainer.callback_metrics["val_loss"].item()
 
 
@@ -142,7 +160,7 @@ def surroundings() -> dict[str, Any]:
     """What a failure must leave as it was."""
     gc.collect()
     return {
-        "children": [file.read_text() for file in Path("/proc/self/task").glob("*/children")],
+        "children": sorted("".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()),
         "threads": {thread.name for thread in threading.enumerate()},
         "ports": procfs.listening_ports(),
         "environment": dict(os.environ),

@@ -9,11 +9,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import procfs
 import pytest
 import ranks_faults_job
 import torch
@@ -30,6 +30,26 @@ def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
     path = os.pathsep.join(str(Path(file).parents[up]) for file, up in ((strategies.__file__, 1), (__file__, 0)))
     command = [sys.executable, "-W", "ignore", ranks_faults_job.__file__, *arguments]
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **kwargs)
+
+
+def test_the_end_of_a_crew() -> None:
+    """Processes that know nothing of it: one is killed, the other is ended."""
+    before, hurried = signal.getsignal(signal.SIGURG), [sys.executable, "-c", "import time; time.sleep(600)"]
+    processes = [subprocess.Popen(hurried) for _ in range(2)]
+    crew = Crew(processes, [], {"RELAY_TEST": None})
+    os.environ["RELAY_TEST"] = "set by a launch"
+    killed, process = time.monotonic(), processes[1].pid
+    processes[1].kill()
+    message = f"rank 2, process {process} on {socket.gethostname()}, was killed by signal 9"
+    with pytest.raises(RankLost, match=f"^{message}$"), crew.call():
+        time.sleep(600)
+    assert time.monotonic() - killed < SECONDS
+    assert crew.has_ended and crew.why(ValueError("its own")) is None
+    assert crew.why(RuntimeError("gloo: Connection closed by peer")) == message
+    crew.dismiss()
+    assert processes[0].returncode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGURG) is before and "RELAY_TEST" not in os.environ
+    assert "relay-crew" not in {thread.name for thread in threading.enumerate()}
 
 
 def endings(strategy: str, ranks: int, moments: list[str], timeout_seconds: float) -> dict[str, Any]:
@@ -50,25 +70,21 @@ def check_told(name: str, seen: dict[str, Any], phase: str) -> None:
     assert not seen["left"], where
 
 
-def test_rank_0_says_which_rank_was_killed() -> None:
-    seen = run(endings, "ddp", 2, ["forward"], 50.0, timeout_seconds=60)
-    check_told("forward", seen["forward"], MOMENTS["forward"])
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(330)
 @pytest.mark.parametrize("strategy", ["ddp", "zero"])
 def test_a_rank_is_killed_at_any_moment(strategy: str) -> None:
     """All on one rank 0: what one leaves would show in the next."""
     moments = [*MOMENTS, "raises", "rank 0 raises"]
-    seen = run(endings, strategy, 2, [*moments, ""], 300.0, timeout_seconds=320)
+    seen = run(endings, strategy, 2, [*moments, "same Trainer"], 300.0, timeout_seconds=320)
     (undisturbed,) = run(endings, strategy, 2, [""], 60.0, timeout_seconds=70).values()
-    assert seen[""]["loss"] == undisturbed["loss"]
+    assert seen["same Trainer"]["loss"] == undisturbed["loss"]
     for moment, phase in MOMENTS.items():
         check_told(moment, seen[moment], phase)
     raised = seen["raises"]
     assert raised["kind"] == "RuntimeError" and not raised["left"], raised
-    assert raised["message"].endswith("ended with status 1 after call 1 of the Trainer, which raised ValueError; see its output above"), raised
+    by = "ended with status 1 after call 1 of the Trainer, which raised ValueError; see its output above"
+    assert raised["message"].endswith(by), raised
     own = seen["rank 0 raises"]
     assert (own["kind"], own["message"]) == ("ValueError", "rank 0's own") and not own["left"], own
 
@@ -87,6 +103,23 @@ def test_the_driver_of_another_replica() -> None:
     for moment in ("forward", "step"):
         check_told(moment, seen[moment], MOMENTS[moment])
     assert seen[""]["loss"] > 0
+
+
+def orphan() -> tuple[int, str, float]:
+    """Status and words of a run whose rank 0 is killed before the ranks have met, and when it has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = start_job(str(Path(folder) / "results.pt"), "ddp", "3", "orphan", stderr=subprocess.PIPE)
+        job.wait(60)
+        killed = time.monotonic()
+        _, said = job.communicate(timeout=60)  # the others hold the other end of the pipe
+        return job.returncode, said, time.monotonic() - killed
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_is_killed_before_they_meet() -> None:
+    status, said, seconds = run(orphan, timeout_seconds=130)
+    assert status == -signal.SIGKILL and seconds < SECONDS, (status, said, seconds)
+    assert "rank 1: rank 0 is gone, so this process ends as well" in said
 
 
 def deaf() -> tuple[int, str, float]:
