@@ -31,6 +31,9 @@ _ALONE_SECONDS = 2.0
 _LAST_SECONDS = 7.0
 """After this rank 0 is ended where it is: in a library that listens to nothing."""
 
+_AGAIN_SECONDS = 1.0
+"""How long an interrupted rank 0 has to leave what it does before it is interrupted again."""
+
 _DIAGNOSIS_SECONDS = 3.0
 """How long to look for the process behind a lost connection; it closes before the process has gone."""
 
@@ -132,7 +135,8 @@ class Crew:
         if dist.is_initialized():
             dist.destroy_process_group()
         _world.group_count = 0  # names of groups are numbers, and new ranks begin to count; it may be in mid-air
-        sys.excepthook = self._excepthook  # a process group adds its own
+        if sys.excepthook.__module__ == _world.__module__:  # each process group adds one
+            sys.excepthook = self._excepthook
         for name, value in self._before.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -168,11 +172,13 @@ class Crew:
                 self._say("; rank 0 did not come back, so it ends as well")
                 os._exit(1)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
-            if self._over.wait(_LOOK_SECONDS):
+            if self._over.wait(_AGAIN_SECONDS):  # what runs on the way out is not to be interrupted at once
                 return
 
     def _find(self, failed: Callable[[int | None], bool]) -> bool:
         """Notes the first rank that has ended so; one that was killed is never a mere consequence of others."""
+        if self._lost:
+            return True
         ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
         for status, rank in sorted((status, rank) for status, rank in ended if status is not None and failed(status)):
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"

@@ -29,6 +29,14 @@ class Phases(Strategy):
         self.doing("validation step")
         return super().validation_step(*args, **kwargs)
 
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.doing("test step")
+        return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.doing("prediction step")
+        return super().predict_step(*args, **kwargs)
+
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         self.doing("backward pass")
         return super().backward(closure_loss, optimizer, *args, **kwargs)
