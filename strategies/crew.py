@@ -87,6 +87,10 @@ class Crew:
             if main:
                 signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
+    def met(self) -> None:
+        """All ranks are in the same call of the Trainer."""
+        self.calls += 1
+
     def check(self) -> None:
         """Raises ``RankLost`` if a rank has failed."""
         if self._find(bool):
@@ -207,10 +211,16 @@ class Member:
     def __init__(self, place: str) -> None:
         self.note, self.calls = Note(Path(place)), 0
 
+    def met(self) -> None:
+        """All ranks are in the same call of the Trainer."""
+        self.calls += 1
+        self.note.write("in set-up")
+
     @contextmanager
     def call(self, phases: Phases) -> Iterator[None]:
         """Around a call of the Trainer, whose phases are noted."""
-        self.note.write("in set-up")
+        # It may begin a call, or even end it by an error, while rank 0 still asks whether it has left the one before.
+        self.note.write(f"{after_call(self.calls)}, in set-up" if self.calls else "in set-up")
         phases.note, how = self.note, ""
         try:
             yield

@@ -102,4 +102,4 @@ def in_place_of(launcher: _Launcher | None) -> _Launcher | None:
 def met(launcher: _Launcher | None) -> None:
     """All ranks are in the same call of the Trainer."""
     if isinstance(launcher, ScriptLauncher) and launcher.side is not None:
-        launcher.side.calls += 1
+        launcher.side.met()
