@@ -96,8 +96,8 @@ class LoopbackEnvironment(LightningEnvironment):
 class WatchedTCPStore(WatchedStore):
     """A TCP store of this process, which waits with open eyes."""
 
-    def __init__(self, store: dist.TCPStore, check: Callable[[], None]) -> None:
-        super().__init__(store, check)
+    def __init__(self, store: dist.TCPStore, check: Callable[[], None], timeout_seconds: float) -> None:
+        super().__init__(store, check, timeout_seconds)
         self.host, self.port = store.host, store.port
 
 
@@ -135,8 +135,7 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
         )
         backend = getattr(strategy, "_get_process_group_backend", lambda: "gloo")()
         plain = environment.store(timeout)
-        store = getattr(strategy.launcher, "watched", lambda plain: plain)(plain)
-        store.set_timeout(timeout)
+        store = getattr(strategy.launcher, "watched", lambda plain, _: plain)(plain, timeout.total_seconds())
         store.set(f"here/{strategy.global_rank}", "")
         store.wait([f"here/{rank}" for rank in range(size)])
         dist.init_process_group(

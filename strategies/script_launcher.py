@@ -55,11 +55,11 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         with side.call(cast(Any, trainer.strategy)):
             return function(*args, **kwargs)
 
-    def watched(self, store: dist.TCPStore) -> dist.Store:
+    def watched(self, store: dist.TCPStore, timeout_seconds: float) -> dist.Store:
         """A store for the process group that waits for no rank that has failed."""
         if not isinstance(crew := self.side, Crew):
             return store
-        crew.store = WatchedTCPStore(store, crew.check)
+        crew.store = WatchedTCPStore(store, crew.check, timeout_seconds)
         return crew.store
 
     def _call_children_scripts(self) -> None:
