@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import _world
 from strategies.phases import Phases
 from strategies.pipeline.activity import Note, noted
 from strategies.pipeline.channel import is_consequence
+from strategies.pipeline.words import ending
 
 _LOOK_SECONDS = 0.1
 _ALONE_SECONDS = 2.0
@@ -185,10 +186,11 @@ class Crew:
             return True
         ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
         for status, rank in sorted((status, rank) for status, rank in ended if status is not None and failed(status)):
-            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
             doing = (noted(_path(self._notes[rank - 1])) or "while it started") if self._notes else ""
             process = f"process {self.processes[rank - 1].pid} on {socket.gethostname()}"
-            self._lost = f"rank {rank}, {process}, {how} {doing}".rstrip() + ("; see its output above" * (status > 0))
+            self._lost = f"rank {rank}, {process}, {ending(status)} {doing}".rstrip() + (
+                "; see its output above" * (status > 0)
+            )
             return True
         return False
 

@@ -16,6 +16,7 @@ import torch
 from strategies.pipeline.activity import noted
 from strategies.pipeline.lost import WorkerLost
 from strategies.pipeline.session import Session, join_rpc, leave_rpc, refuse_other_rpc
+from strategies.pipeline.words import ending
 
 _START_SECONDS = 120.0
 """How long a worker may take to import torch, at least; a loaded machine takes many times its usual second."""
@@ -79,8 +80,7 @@ class Workers:
             status = process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             return None
-        how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return f"{how} {self.doing(rank)}"
+        return f"{ending(status)} {self.doing(rank)}"
 
     def doing(self, rank: int) -> str:
         """What a worker does or did last, in words."""

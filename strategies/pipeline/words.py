@@ -11,6 +11,11 @@ def describe(index: int, layers: nn.Sequential, first_layer: int) -> str:
     return f"stage {index} (layers {first_layer} to {first_layer + len(layers) - 1}: {kinds})"
 
 
+def ending(status: int) -> str:
+    """How a process ended, by its exit status as :mod:`subprocess` has it."""
+    return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+
+
 def locate(stages: Sequence[nn.Sequential], model: nn.Module | None, parameter: Tensor) -> str:
     """Names a parameter and its stage, or that of the model around them, for messages."""
     first_layer = 0
