@@ -123,7 +123,7 @@ FAILURES: dict[str, tuple[Any, str, tuple[str, ...], str]] = {
     "interrupted before the call": ("before", "interrupt", ("KeyboardInterrupt", "SystemExit"), ""),
     "interrupted after the call": ("after", "interrupt", ("KeyboardInterrupt", "SystemExit"), ""),
     "KeyboardInterrupt after the call": ("after", "KeyboardInterrupt", ("KeyboardInterrupt", "SystemExit"), ""),
-    "killed": (2, "kill", ("RuntimeError",), "stage 1 (layers 2 to 3: Fuse, Linear), process "),
+    "killed": (2, "kill", ("WorkerLost",), "stage 1 (layers 2 to 3: Fuse, Linear), process "),
 }
 
 

@@ -233,7 +233,7 @@ def test_an_interrupt(reports: dict[str, Any]) -> None:
 
 def test_a_killed_worker(reports: dict[str, Any]) -> None:
     got = reports["kill"]
-    assert got["type"] == "RuntimeError"
+    assert got["type"] == "WorkerLost"
     assert got["message"].startswith("stage 1 (layers 1 to 1: Fuse), process ")
     assert got["message"].endswith(f" on {socket.gethostname()}, was killed by signal 9 in F2, layer 1")
     assert got["seconds"] < 10
