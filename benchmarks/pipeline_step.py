@@ -24,7 +24,7 @@ from benchmarks.plots import boxes, plot
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from benchmarks.timeline import Span, bubble, gantt
 
-ROUNDS, DUELS = 4, 10
+ROUNDS, DUELS = 3, 10
 """Of all contestants, and then of ours and upstream's same schedules only."""
 
 WARM_UP = 2

@@ -19,7 +19,7 @@ from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import wait_here
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.interleaved import Code, interleave
-from strategies.pipeline.launch import Workers, share_of_threads
+from strategies.pipeline.launch import Workers, keep_freed_memory, share_of_threads
 from strategies.pipeline.passes import Passes
 from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled, tensors_here
 from strategies.pipeline.ports import Ports, connected_ports, ports_of_one_stage
@@ -133,6 +133,7 @@ class Pipeline:
         num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
+        keep_freed_memory()
         ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
         first_layer, deferred = sum(self.balance[:-1]), self._settings.deferred_batch_norm
         self._stage = ports.stage(self.stages[-1], first_layer, self._devices[-1], deferred_batch_norm=deferred)
@@ -271,8 +272,7 @@ class Pipeline:
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
         stages = [describe(i, layers, sum(self.balance[:i])) for i, layers in enumerate(self.stages[:-1])]
-        workers = Workers(stages) if self._world is None else Ranks(self._world)
-        self._workers = workers
+        workers = self._workers = Workers(stages) if self._world is None else Ranks(self._world)
         session = workers.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
         self.remotes.extend(self._ship(i, stages[i], blob, session, workers) for i, blob in enumerate(blobs))
         self._watch = Watch(self.remotes, session.timeout_seconds)
