@@ -120,6 +120,7 @@ def over_strategies() -> list[dict[str, Any]]:
     return seen
 
 
+@pytest.mark.slow
 def test_from_one_stage_to_two() -> None:
     *_, last, whole = run(over_stages, (1, 2))
     alike(last, whole)

@@ -96,6 +96,7 @@ def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**os.environ, **here}, text=True, **kwargs)
 
 
+@pytest.mark.slow
 def test_no_rank_survives_a_killed_rank_0() -> None:
     # The harness fails where a process is left.
     assert "rank 1: rank 0 is gone, so this process ends as well" in run(doomed, timeout_seconds=90)

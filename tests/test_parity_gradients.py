@@ -108,6 +108,7 @@ def clipped_by_value() -> tuple[Seen, Seen]:
     return outcomes[-1].model.computed, outcomes[-1].model.stepped
 
 
+@pytest.mark.slow
 def test_clipping_by_value_with_backward_in_one_call_and_anomaly_detection() -> None:
     computed, stepped = run(clipped_by_value, timeout_seconds=170)
     assert len(computed) == 8 and len(stepped) == 10
@@ -201,6 +202,7 @@ def clipped_nan() -> list[str]:
     return [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
 
 
+@pytest.mark.slow
 def test_a_norm_that_is_not_finite_names_the_stage() -> None:
     where = r"parameter 0.{} of stage 0 \(layers 0 to 1: Linear, NanGradient\)"
     (message,) = run(clipped_nan)
