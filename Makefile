@@ -11,7 +11,7 @@ help:
 	@echo "make demo   train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
 	@echo "make test   run the tests, but for the slow ones"
 	@echo "make check  lint, format and types"
-	@echo "make bench  run the benchmarks (about 15 minutes) and write benchmarks/results.md"
+	@echo "make bench  run the benchmarks (about 20 minutes) and write benchmarks/results.md"
 	@echo "make clean  remove .venv"
 
 demo: $(INSTALLED)
