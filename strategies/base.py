@@ -41,11 +41,10 @@ from strategies.lifeline import Lifeline
 from strategies.loading import convert
 from strategies.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.optimizer import check_optimizer_states, parameters_of
-from strategies.phases import Phases
 from strategies.script_launcher import in_place_of, met
 
 
-class StrategyPlugin(Phases):
+class StrategyPlugin(Strategy):
     """What each strategy of Relay owns, in the order of a run.
 
     One thing is done here for all of them: ``post_optimizer_step`` hangs on the user's own optimizer objects.

@@ -18,11 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
+from pytorch_lightning.strategies import Strategy
 from torch.distributed.distributed_c10d import _world
 
-from strategies.phases import Phases
+from strategies.phases import note_phases
 from strategies.pipeline.activity import Note, noted
 from strategies.pipeline.channel import is_consequence
+from strategies.pipeline.launch import see_end
+from strategies.pipeline.session import set_variables
 from strategies.pipeline.words import ending
 
 _LOOK_SECONDS = 0.1
@@ -64,8 +67,6 @@ class Crew:
         self.processes, self._notes, self._before = list(processes), list(notes), before
         self.calls = 0
         """In how many calls of a Trainer the ranks have met."""
-        self.store: dist.Store | None = None
-        """Kept for the process group, which knows only the C++ half of it."""
         self._lost, self._is_known, self._excepthook = "", False, sys.excepthook
         self._found, self._over = threading.Event(), threading.Event()
         self._in_call = False
@@ -136,30 +137,21 @@ class Crew:
         """Ends the other ranks and the process group, and leaves the environment as it was before the launch."""
         self._over.set()
         self._thread.join()
-        self._end(_END_SECONDS)
+        self._end()
         if dist.is_initialized():
             dist.destroy_process_group()
         _world.group_count = 0  # names of groups are numbers, and new ranks begin to count; it may be in mid-air
         if sys.excepthook.__module__ == _world.__module__:  # each process group adds one
             sys.excepthook = self._excepthook
-        for name, value in self._before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        set_variables(self._before)
         for note in self._notes:
             os.close(note)
-        self._notes, self.store = [], None
+        self._notes = []
 
-    def _end(self, seconds: float) -> None:
+    def _end(self) -> None:
         for process in self.processes:
             process.terminate()
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        see_end(self.processes, _END_SECONDS)
 
     def _watch(self) -> None:
         while not self._find(bool):
@@ -171,7 +163,7 @@ class Crew:
             return
         if not self._in_call and not self._is_known:
             self._say("")
-        self._end(_END_SECONDS)
+        self._end()
         while self._in_call:
             if time.monotonic() > deadline:
                 self._say("; rank 0 did not come back, so it ends as well")
@@ -188,9 +180,8 @@ class Crew:
         for status, rank in sorted((status, rank) for status, rank in ended if status is not None and failed(status)):
             doing = (noted(_path(self._notes[rank - 1])) or "while it started") if self._notes else ""
             process = f"process {self.processes[rank - 1].pid} on {socket.gethostname()}"
-            self._lost = f"rank {rank}, {process}, {ending(status)} {doing}".rstrip() + (
-                "; see its output above" * (status > 0)
-            )
+            more = "; see its output above" if status > 0 else ""
+            self._lost = f"rank {rank}, {process}, {ending(status)} {doing}".rstrip() + more
             return True
         return False
 
@@ -219,18 +210,19 @@ class Member:
         self.note.write("in set-up")
 
     @contextmanager
-    def call(self, phases: Phases) -> Iterator[None]:
+    def call(self, strategy: Strategy) -> Iterator[None]:
         """Around a call of the Trainer, whose phases are noted."""
         # It may begin a call, or even end it by an error, while rank 0 still asks whether it has left the one before.
         self.note.write(f"{after_call(self.calls)}, in set-up" if self.calls else "in set-up")
-        phases.note, how = self.note, ""
+        undo, how = note_phases(strategy, self.note), ""
         try:
             yield
         except BaseException as error:
             how = f", which raised {type(error).__name__}"
             raise
         finally:
-            phases.note = None
+            for end in undo:
+                end()
             self.note.write(after_call(self.calls) + how)
 
 

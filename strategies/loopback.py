@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from lightning_fabric.utilities.distributed import _destroy_dist_connection, log
@@ -30,6 +31,9 @@ PARENT = "RELAY_RANK_0"
 """The variable that tells the other ranks the process id of rank 0, from their start to the end of a fit."""
 
 _LOOK_SECONDS = 0.5
+
+_stores: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
+"""Kept, port and all, for as long as the process group is there, which knows only the C++ half of a store."""
 
 
 class LoopbackEnvironment(LightningEnvironment):
@@ -146,6 +150,8 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
             timeout=timeout,
             device_id=device if device.type != "cpu" and backend != "gloo" else None,
         )
+        assert dist.group.WORLD is not None
+        _stores[dist.group.WORLD] = store
         if backend == "nccl":  # as Lightning does
             atexit.register(_destroy_dist_connection)
     environment.connected()

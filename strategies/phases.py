@@ -1,63 +1,46 @@
 """What a rank does, noted as Lightning calls the strategy, for the error of rank 0 should this rank be killed."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pytorch_lightning.strategies import Strategy
-from torch import Tensor
-from torch.optim import Optimizer
 
 from strategies.pipeline.activity import Note
+from strategies.pipeline.along import replaced
+
+_PHASES = {
+    "training_step": "training step",
+    "validation_step": "validation step",
+    "test_step": "test step",
+    "predict_step": "prediction step",
+    "backward": "backward pass",
+    "lightning_module_state_dict": "saving a checkpoint",
+    "teardown": "teardown",
+}
+"""What begins when Lightning calls this method of a strategy."""
 
 
-class Phases(Strategy):
-    """Notes where a run is, and passes each call on."""
+def note_phases(strategy: Strategy, note: Note) -> list[Callable[[], None]]:
+    """Notes what begins, whenever Lightning calls the strategy.
 
-    note: Note | None = None
-    """Given by the launcher to ranks that another one watches."""
+    Returns:
+        Functions that end this.
+    """
 
-    def doing(self, what: str) -> None:
-        """Notes what begins now."""
-        if self.note is not None:
-            self.note.write(f"in {what}")
+    def noted(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        note.write(f"in {what}")
+        return method(*args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.doing("training step")
-        return super().training_step(*args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.doing("validation step")
-        return super().validation_step(*args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.doing("test step")
-        return super().test_step(*args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.doing("prediction step")
-        return super().predict_step(*args, **kwargs)
-
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        self.doing("backward pass")
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self.doing("saving a checkpoint")
-        return super().lightning_module_state_dict()
-
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any | None = None, **kwargs: Any
+    def noted_step(
+        step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self.note is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-        def passes_then_step() -> Any:
+        def passes() -> Any:
             result = closure()
-            self.doing("optimizer step")
+            note.write("in optimizer step")
             return result
 
-        return super().optimizer_step(optimizer, passes_then_step, model, **kwargs)
+        return step(optimizer, passes, *args, **kwargs)
 
-    def teardown(self) -> None:
-        self.doing("teardown")
-        super().teardown()
+    undo = [replaced(strategy, name, partial(noted, what, getattr(strategy, name))) for name, what in _PHASES.items()]
+    return [*undo, replaced(strategy, "optimizer_step", partial(noted_step, strategy.optimizer_step))]

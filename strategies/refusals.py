@@ -3,7 +3,13 @@
 from typing import Any
 
 from pytorch_lightning import LightningModule
-from pytorch_lightning.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelPruning,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
@@ -69,6 +75,20 @@ def check_restarts(is_external: bool) -> None:
             "max_restarts is for workers that the strategy starts; these have been started from outside. "
             + _RESTART_OUTSIDE
         )
+
+
+def check_finders(trainer: Any) -> None:
+    """Checks that no callback searches within a run that may be restarted; a Tuner's search is not such a run.
+
+    Raises:
+        MisconfigurationException: If one does.
+    """
+    for callback in trainer.callbacks:
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder) and not callback._early_exit:
+            raise MisconfigurationException(
+                f"{type(callback).__name__} trains and goes back within fit, so a restart would not know where it is. "
+                "Leave max_restarts out, or search with pytorch_lightning.tuner.Tuner first."
+            )
 
 
 def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:

@@ -17,11 +17,10 @@ from typing import Any, cast
 import torch
 from lightning_fabric.utilities.cloud_io import get_filesystem
 from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import _ModuleMode
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -60,7 +59,6 @@ class Restarts(_Launcher):
 
         Raises:
             WorkerLost: If that has happened too often, or no checkpoint is where it was written.
-            MisconfigurationException: If a callback trains for itself, and takes back what it has done.
         """
         if trainer is None or trainer.state.fn != TrainerFn.FITTING or _is_search(trainer):
             return function(*args, **kwargs)
@@ -128,15 +126,8 @@ class Restarts(_Launcher):
 
 
 def _is_search(trainer: Trainer) -> bool:
-    """Whether a Tuner calls ``fit`` to find out something, which leaves no checkpoint to go on from."""
-    callbacks: list[Callback] = cast(Any, trainer).callbacks
-    for callback in callbacks:
-        if isinstance(callback, LearningRateFinder | BatchSizeFinder) and not callback._early_exit:
-            raise MisconfigurationException(
-                f"{type(callback).__name__} trains and goes back within fit, so a restart would not know where it is. "
-                "Leave max_restarts out, or search with pytorch_lightning.tuner.Tuner first."
-            )
-    return any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in callbacks)
+    """Whether this ``fit`` is to find something out for a Tuner, and leaves no checkpoint to go on from."""
+    return any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in cast(Any, trainer).callbacks)
 
 
 class Beginning:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
@@ -52,15 +52,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             return self._lead(side, function, *args, **kwargs)
         if side is None or trainer is None:
             return function(*args, **kwargs)
-        with side.call(cast(Any, trainer.strategy)):
+        with side.call(trainer.strategy):
             return function(*args, **kwargs)
 
     def watched(self, store: dist.TCPStore, timeout_seconds: float) -> dist.Store:
         """A store for the process group that waits for no rank that has failed."""
-        if not isinstance(crew := self.side, Crew):
-            return store
-        crew.store = WatchedTCPStore(store, crew.check, timeout_seconds)
-        return crew.store
+        return WatchedTCPStore(store, side.check, timeout_seconds) if isinstance(side := self.side, Crew) else store
 
     def _call_children_scripts(self) -> None:
         before = {name: os.environ.get(name) for name in _SET_BY_A_LAUNCH}

@@ -124,7 +124,7 @@ def test_two_processes_train_as_one():
 @pytest.mark.slow
 def test_a_killed_worker():
     got = run(pipe_odds_job.killed)
-    assert got["forward"]["type"] == got["next"]["type"] == "RuntimeError"
+    assert got["forward"]["type"] == got["next"]["type"] == "WorkerLost"
     assert (
         "partition 1 on worker2/cpu (layers 1 to 1: Naps), RPC worker worker2, did not answer"
         in got["forward"]["message"]

@@ -206,10 +206,8 @@ class Pipeline:
         """
         try:
             if self.state is not None:
-                self._fetch()
-        except Exception:
-            self.failures.raise_untold()  # what was lost follows from it
-            raise
+                with self.failures.explained():  # what is lost follows from that
+                    self._fetch()
         finally:
             self.abandon()
         self.failures.raise_untold()

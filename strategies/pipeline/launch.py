@@ -103,13 +103,7 @@ class Workers:
             for process in self._processes:
                 assert process.stdin is not None
                 process.stdin.close()
-            deadline = time.monotonic() + grace_seconds
-            for process in self._processes:
-                try:
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+            see_end(self._processes, grace_seconds)
         finally:
             self._processes = []
             if self._directory:
@@ -142,6 +136,17 @@ class Workers:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"the workers of stages {sorted(waiting)} did not start in time")
             time.sleep(0.005)
+
+
+def see_end(processes: Sequence[subprocess.Popen], grace_seconds: float) -> None:
+    """Waits for processes to end by themselves, and kills those that have not after so long."""
+    deadline = time.monotonic() + grace_seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def environment_of_worker(paths: Sequence[str]) -> dict[str, str]:
