@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.rank_zero import LightningDeprecationWarning
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from strategies import DDPStrategy
@@ -132,13 +134,16 @@ def job(folder: Path) -> dict[str, Any]:
     for name, (net, strategy_kwargs, trainer_kwargs) in settings.items():
         strategy, model = CountingDDP(**strategy_kwargs), net()
         trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_epochs=EPOCHS, **QUIET, **trainer_kwargs)
-        trainer.fit(model)
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always", LightningDeprecationWarning)
+            trainer.fit(model)
         trainer.save_checkpoint(folder / f"{name}.ckpt")
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         seen[name] = {
             "losses": model.losses,
             "weights": strategy.all_gather(weights),  # [ranks, parameters]
             "counts": strategy.counts,
+            "deprecated": [str(w.message) for w in heard if issubclass(w.category, LightningDeprecationWarning)],
             "hooks_left": [len(optimizer._optimizer_step_post_hooks) for optimizer in strategy.optimizers],
         }
     return seen

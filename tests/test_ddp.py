@@ -148,6 +148,10 @@ def test_the_hooks_are_really_in_use(two_processes: dict[str, Any]) -> None:
     assert not torch.equal(*own["weights"])
 
 
+def test_nothing_deprecated_is_used(two_processes: dict[str, Any]) -> None:
+    assert not two_processes["none"]["deprecated"]
+
+
 def test_post_optimizer_step_follows_every_step(two_processes: dict[str, Any]) -> None:
     counts = {name: two_processes[name]["counts"] for name in ("none", "accumulate", "manual")}
     assert counts == {
