@@ -29,6 +29,7 @@ from torchmetrics import Metric
 
 from strategies.pipeline.lost import WorkerLost
 from strategies.pipeline.placement import move_from_meta
+from strategies.refusals import check_finders
 
 
 class Restarts(_Launcher):
@@ -59,8 +60,12 @@ class Restarts(_Launcher):
 
         Raises:
             WorkerLost: If that has happened too often, or no checkpoint is where it was written.
+            MisconfigurationException: If a callback trains for itself, and takes back what it has done.
         """
-        if trainer is None or trainer.state.fn != TrainerFn.FITTING or _is_search(trainer):
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return function(*args, **kwargs)
+        check_finders(trainer)
+        if _is_search(trainer):
             return function(*args, **kwargs)
         given = signature(function).bind(*args, **kwargs)
         with tempfile.TemporaryDirectory(prefix="relay-restart-", ignore_cleanup_errors=True) as folder:

@@ -152,8 +152,6 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             refusals.check_callbacks(trainer)
             refusals.check_automatic_optimization(model, self._settings.schedule)
             refusals.check_loggers(trainer)
-            if self._restarts is not None:
-                refusals.check_finders(trainer)
         module = find_module(model, self._module_path)
         refusals.warn_of_time_first(module, self._module_path)
         if self._settings.deferred_batch_norm:
