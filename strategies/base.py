@@ -41,7 +41,7 @@ from strategies.lifeline import Lifeline
 from strategies.loading import convert
 from strategies.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.optimizer import check_optimizer_states, parameters_of
-from strategies.script_launcher import ScriptLauncher, in_place_of, met
+from strategies.script_launcher import in_place_of, met
 
 
 class StrategyPlugin(Strategy):
@@ -84,7 +84,8 @@ class StrategyPlugin(Strategy):
         if trainer is not None:
             check_links(trainer)
         ranks = cast(Any, self)  # all of ours are parallel strategies
-        if isinstance(self.launcher, ScriptLauncher) and isinstance(ranks.cluster_environment, LoopbackEnvironment):
+        in_group = getattr(ranks, "is_distributed", True)  # a single pipeline is in none
+        if in_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
             self._on_loopback = connect(ranks, self._timeout or default_pg_timeout)
         super().setup_environment()
         if ranks.world_size > 1:

@@ -55,6 +55,9 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         MisconfigurationException: when the Trainer is built, for a hook that the backend cannot do.
     """
 
+    is_distributed = True
+    """As in Lightning, whose own warns that it is deprecated."""
+
     def __init__(
         self,
         *,

@@ -28,11 +28,11 @@ def note_phases(strategy: Strategy, note: Note) -> list[Callable[[], None]]:
         Functions that end this.
     """
 
-    def noted(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def begin(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         note.write(f"in {what}")
         return method(*args, **kwargs)
 
-    def noted_step(
+    def step_after_passes(
         step: Callable[..., Any], optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         def passes() -> Any:
@@ -42,5 +42,5 @@ def note_phases(strategy: Strategy, note: Note) -> list[Callable[[], None]]:
 
         return step(optimizer, passes, *args, **kwargs)
 
-    undo = [replaced(strategy, name, partial(noted, what, getattr(strategy, name))) for name, what in _PHASES.items()]
-    return [*undo, replaced(strategy, "optimizer_step", partial(noted_step, strategy.optimizer_step))]
+    undo = [replaced(strategy, name, partial(begin, what, getattr(strategy, name))) for name, what in _PHASES.items()]
+    return [*undo, replaced(strategy, "optimizer_step", partial(step_after_passes, strategy.optimizer_step))]

@@ -57,7 +57,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
     def watched(self, store: dist.TCPStore, timeout_seconds: float) -> dist.Store:
         """A store for the process group that waits for no rank that has failed."""
-        return WatchedTCPStore(store, side.check, timeout_seconds) if isinstance(side := self.side, Crew) else store
+        side = self.side
+        return WatchedTCPStore(store, side.check, timeout_seconds) if isinstance(side, Crew) else store
 
     def _call_children_scripts(self) -> None:
         before = {name: os.environ.get(name) for name in _SET_BY_A_LAUNCH}

@@ -63,6 +63,9 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
             divided.
     """
 
+    is_distributed = True
+    """As in Lightning, whose own warns that it is deprecated."""
+
     def __init__(
         self,
         *,

@@ -12,16 +12,29 @@ from typing import Any
 import procfs
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
 from trainer import Trainer
 
+
+class OwnLauncher(_SubprocessScriptLauncher):
+    """A user's."""
+
+
+class LaunchedOtherwise(DDPStrategy):
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        self._launcher = OwnLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+
 STRATEGIES: dict[str, tuple[Any, dict[str, Any], int]] = {
     "pipeline": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "state_dict_type": "sharded"}, 2),
     "replicas": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "data_parallel_size": 2}, 4),
     "ddp": (DDPStrategy, {}, 2),
+    "own launcher": (LaunchedOtherwise, {}, 2),
     "zero": (ZeROStrategy, {"stage": 2, "state_dict_type": "sharded"}, 2),
 }
 
