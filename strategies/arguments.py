@@ -96,7 +96,7 @@ def _is(value: Any, wanted: Any) -> bool:
 
 def _words(wanted: Any) -> str:
     if get_origin(wanted) is Literal:
-        return "one of " + ", ".join(map(repr, get_args(wanted)))
+        return ("one of " if len(get_args(wanted)) > 1 else "") + ", ".join(map(repr, get_args(wanted)))
     if get_origin(wanted) is list:
         return f"a list, each of it {_words(get_args(wanted)[0])}"
     words = {

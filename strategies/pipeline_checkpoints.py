@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Trainer
@@ -34,7 +34,7 @@ class PipelineCheckpoints(StrategyPlugin):
 
     _pipeline: Pipeline | None
     _seeds: Seeds | None
-    _given_balance: list[int] | None
+    _given_balance: list[int] | Literal["even"] | None
     _module_path: str
     _divides_states: bool
     _received: list[Tensor]
@@ -174,6 +174,7 @@ class PipelineCheckpoints(StrategyPlugin):
         assert model is not None
         module = dict(model.named_modules()).get(self._module_path)
         place: Place = nowhere
-        if self._given_balance is not None and isinstance(module, nn.Sequential):
-            place = places(cut(module, self._given_balance), f"{self._module_path}.")
+        given = self._given_balance
+        if given is not None and given != "even" and isinstance(module, nn.Sequential):
+            place = places(cut(module, given), f"{self._module_path}.")
         check_fit(model, state, strict=strict, place=place)

@@ -1,7 +1,9 @@
 """What cannot be done (yet), each said in one message before it could go wrong."""
 
+from collections.abc import Mapping
 from typing import Any
 
+from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import (
     BatchSizeFinder,
@@ -20,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 
 from strategies.names import did_you_mean
+from strategies.pipeline.settings import Settings
 from strategies.shards import STATE_DICT_TYPES
 
 _RESTART_OUTSIDE = (
@@ -184,16 +187,73 @@ def check_loggers(trainer: Any) -> None:
             )
 
 
-def check_deferred_batch_norm(module: nn.Module, path: str) -> None:
+def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, _BatchNorm], path: str) -> None:
     """Checks that ``deferred_batch_norm`` has something to defer.
 
     Raises:
         MisconfigurationException: If not.
     """
-    if not any(isinstance(child, _BatchNorm) for child in module.modules()):
+    if settings.deferred_batch_norm and not norms:
         raise MisconfigurationException(
             f"deferred_batch_norm=True has no effect: {path} has no BatchNorm layer. Leave it out."
         )
+
+
+def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, _BatchNorm], settings: Settings) -> bool:
+    """Warns if a BatchNorm layer trains on statistics of micro-batches instead of those of the batch.
+
+    One in evaluation mode normalises by its running statistics, as in one process.
+
+    Args:
+        model: The model, about to make a training step.
+        norms: The BatchNorm layers of its pipelined part, by their names in the model.
+        settings: How the pipeline runs.
+
+    Returns:
+        Whether it has warned.
+    """
+    if settings.microbatches == 1:
+        return False
+    active = [(name, norm) for name, norm in norms.items() if norm.training or norm.running_mean is None]
+    if not active:
+        return False
+    name, first = active[0]
+    more = f" (the first of {len(active)} such layers)" if len(active) > 1 else ""
+    statistics = ""
+    if any(norm.running_mean is not None for _, norm in active):
+        statistics = (
+            " Running statistics are updated once per batch, from all its rows (deferred_batch_norm=True)."
+            if settings.deferred_batch_norm
+            else " Running statistics are updated once per micro-batch; deferred_batch_norm=True updates them once per "
+            "batch, from all its rows, and changes nothing else."
+        )
+    rows = smallest_batch(model.trainer)
+    one_row = ""
+    if rows is not None and rows < 2 * settings.microbatches:
+        one_row = (
+            f" The smallest batch of the training data has {rows} rows, so some micro-batches have a single row, for "
+            f"which {type(first).__name__} raises an error if a row has one value per channel: set microbatches to at "
+            f"most {max(1, rows // 2)}, or use larger batches (drop_last=True, if only the last one is so small)."
+        )
+    rank_zero_warn(
+        f"Layer {name}, a {type(first).__name__}{more}, normalises each of the microbatches={settings.microbatches} "
+        "parts of a batch by itself in training, where one process normalises the whole batch: losses and gradients "
+        f"differ from those of one process.{statistics} microbatches=1 trains as one process does.{one_row}"
+    )
+    return True
+
+
+def smallest_batch(trainer: Any) -> int | None:
+    """The number of rows of the smallest batch that the training loaders give in an epoch, as far as they tell it."""
+    sizes = []
+    for loader in trainer.fit_loop._combined_loader.flattened:
+        sampler = getattr(loader, "batch_sampler", None)
+        size, drop_last = getattr(sampler, "batch_size", None), getattr(sampler, "drop_last", True)
+        if not isinstance(size, int):
+            continue
+        whole, rest = divmod(sized_len(getattr(sampler, "sampler", None)) or 0, size)
+        sizes.append(rest if rest and not drop_last and trainer.num_training_batches > whole else size)
+    return min(sizes, default=None)
 
 
 def warn_of_time_first(module: nn.Sequential, path: str) -> None:

@@ -1,9 +1,9 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: the Lightning side of :mod:`strategies.pipeline`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Trainer
@@ -13,6 +13,7 @@ from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from strategies import refusals
@@ -53,13 +54,15 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
     * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
 
     Args:
-        balance: Number of layers of each stage; by default found by ``balance_mode``. After set-up the one in use.
+        balance: Number of layers of each stage, or ``"even"`` for the same number in each; by default found by
+            ``balance_mode``. After set-up the list in use.
         microbatches: Into how many parts each batch is split. More parts leave stages idle for less time, but each
             part must be large enough to be computed efficiently.
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
             ``"always"``, ``"except_last"`` (all but the last) or ``"never"``.
         balance_mode: ``"balance_by_size"`` (bytes of parameters and activations) or ``"balance_by_time"`` (measured
-            time of each layer); both need ``example_input_array`` on the model.
+            time of each layer); both need ``example_input_array`` on the model. Layers that are all of one class and
+            shape are counted instead if there is none.
         pipelined_backward: Run the backward passes of the micro-batches one after another, so that stages overlap. If
             ``False``, each stage runs them in one call of autograd, after the stage behind it has finished all.
         rpc_timeout_sec: Seconds for which a process that others wait for may do nothing before it is given up.
@@ -85,7 +88,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
 
     def __init__(
         self,
-        balance: list[int] | None = None,
+        balance: list[int] | Literal["even"] | None = None,
         microbatches: int = 8,
         checkpoint: str = "except_last",
         balance_mode: str = "balance_by_size",
@@ -123,7 +126,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         refusals.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
-        self.balance, self._timeout = balance, timedelta(seconds=self._settings.patience_seconds)
+        self.balance: Sequence[int] | Literal["even"] | None = balance
+        self._timeout = timedelta(seconds=self._settings.patience_seconds)
         self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
@@ -132,6 +136,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._restarts = Restarts(max_restarts, self._settle, self._abandon) if max_restarts else None
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
+        self._batch_norms: dict[str, _BatchNorm] = {}
+        self._has_warned_of_batch_norm = False
 
     def setup_environment(self) -> None:
         """Prepares the driver's device and connects the replicas; workers start in ``setup``, with the model known."""
@@ -154,10 +160,14 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             refusals.check_loggers(trainer)
         module = find_module(model, self._module_path)
         refusals.warn_of_time_first(module, self._module_path)
-        if self._settings.deferred_batch_norm:
-            refusals.check_deferred_batch_norm(module, self._module_path)
+        self._batch_norms = {
+            f"{self._module_path}.{name}": child
+            for name, child in module.named_modules()
+            if isinstance(child, _BatchNorm)
+        }
+        refusals.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
         self.model = self.precision_plugin.convert_module(model)
-        self.balance = find_balance(
+        balance = self.balance = find_balance(
             model,
             module,
             num_stages=len(self.devices),
@@ -167,7 +177,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             device=self.root_device,
             convert=self.precision_plugin.convert_input,
         )
-        with without_layers(module, sum(self.balance[:-1])):
+        with without_layers(module, sum(balance[:-1])):
             self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
@@ -184,7 +194,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         with as_misconfiguration():
             self._pipeline = Pipeline(
                 module,
-                self.balance,
+                balance,
                 self.devices,
                 self._settings,
                 optimizers=own,
@@ -196,7 +206,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             self._pipeline.start()
         holders = holders_of(model, self._module_path)
         self._undo = [
-            show_stages(trainer, module, self.balance),
+            show_stages(trainer, module, balance),
             *follow(self._pipeline.optimizers, self._lightning_optimizers, [*holders, module]),
             *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
             *self._load_whole(self._pipeline),
@@ -225,9 +235,11 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs ``training_step`` once for the batch, or once per micro-batch if the schedule interleaves them."""
         model = self.lightning_module
+        assert model is not None
+        if self._batch_norms and not self._has_warned_of_batch_norm:
+            self._has_warned_of_batch_norm = refusals.warn_of_batch_norm(model, self._batch_norms, self._settings)
         if self._settings.schedule == "gpipe":
             return super().training_step(*args, **kwargs)
-        assert model is not None
         refusals.check_automatic_optimization(model, self._settings.schedule)
         batch, *rest = (*args, *kwargs.values())
         return training_step_per_microbatch(
@@ -269,7 +281,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._settle()
         for undo in self._undo:
             undo()
-        self._undo = []
+        self._undo, self._batch_norms = [], {}
         pipeline, self._pipeline = self._pipeline, None
         model = self.lightning_module
         try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning import LightningModule
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from strategies.names import did_you_mean
-from strategies.pipeline.balance import balance_by_size, balance_by_time
+from strategies.pipeline.balance import balance_by_size, balance_by_time, partition_costs
 from strategies.pipeline.launch import share_of_threads
 from strategies.pipeline.placement import check_balance
 from strategies.pipeline.probe import input_of
@@ -92,7 +92,7 @@ def find_balance(
     module: nn.Sequential,
     *,
     num_stages: int,
-    given: list[int] | None,
+    given: list[int] | Literal["even"] | None,
     mode: str,
     microbatches: int,
     device: torch.device,
@@ -100,12 +100,16 @@ def find_balance(
 ) -> list[int]:
     """The number of layers of each stage: as given, or found by measuring each layer on the model's example input.
 
+    ``"even"`` only counts layers, and so does a balance left out where all layers are alike and there is no example.
+
     Measuring moves a copy of one layer at a time to ``device``; ``convert`` gives the example the model's precision.
+    Gradients that the parameters hold, such as those that an earlier ``fit`` left, are set aside while layers are
+    measured.
 
     Raises:
         MisconfigurationException: If what is given does not fit, or if there are too few layers or no example.
     """
-    if given is not None:
+    if given is not None and given != "even":
         with as_misconfiguration():
             return check_balance(given, len(module), num_stages)
     if len(module) < num_stages:
@@ -115,15 +119,34 @@ def find_balance(
         )
     if num_stages == 1:
         return [len(module)]
+    if given == "even" or (model.example_input_array is None and _are_alike(module)):
+        return partition_costs([1] * len(module), num_stages)
     if model.example_input_array is None:
         raise MisconfigurationException(
             f"The balance can only be found with an example: set `self.example_input_array` on {type(model).__name__} "
-            f"to a batch of inputs, or give the balance, one number of layers for each of the {num_stages} devices."
+            f"to a batch of inputs, or give the balance, one number of layers for each of the {num_stages} devices. "
+            'balance="even" gives each stage the same number of layers, whatever they cost.'
         )
     sample = input_of(module, model, convert(model.example_input_array))
     measure: Any = balance_by_time if mode == "balance_by_time" else partial(balance_by_size, chunks=microbatches)
-    with as_misconfiguration(), _threads(share_of_threads(num_stages)):
+    with as_misconfiguration(), _threads(share_of_threads(num_stages)), _gradients_set_aside(module):
         return measure(num_stages, module, sample, device=device)
+
+
+def _are_alike(layers: nn.Sequential) -> bool:
+    """Whether all layers are of one class, with the same modules in them and tensors of the same shapes."""
+    kinds = [
+        [
+            (
+                name,
+                type(module),
+                [(n, t.shape) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None],
+            )
+            for name, module in layer.named_modules()
+        ]
+        for layer in layers
+    ]
+    return all(kind == kinds[0] for kind in kinds)
 
 
 @contextmanager
@@ -133,6 +156,19 @@ def as_misconfiguration() -> Iterator[None]:
         yield
     except (ValueError, TypeError) as error:
         raise MisconfigurationException(str(error)) from error
+
+
+@contextmanager
+def _gradients_set_aside(module: nn.Module) -> Iterator[None]:
+    """Within this, no parameter of ``module`` holds a gradient."""
+    gradients = {parameter: parameter.grad for parameter in module.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
 
 
 @contextmanager

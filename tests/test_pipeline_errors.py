@@ -106,6 +106,17 @@ def test_nothing_wrong(settings: dict[str, Any]) -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
+@pytest.mark.parametrize("mode", ["balance_by_size", "balance_by_time"])
+def test_a_balance_that_is_found_while_gradients_are_there(mode: str) -> None:
+    """An earlier fit leaves those of the last stage. They are there again after measuring."""
+    model = Model()
+    model.sequential_module[2].weight.grad = gradient = torch.ones(2, 4)
+    with pytest.raises(Started):
+        fit(model, balance_mode=mode)
+    assert model.sequential_module[2].weight.grad is gradient and torch.equal(gradient, torch.ones(2, 4))
+    assert model.sequential_module[0].weight.grad is None
+
+
 # Settings that are wrong in themselves
 
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
@@ -157,8 +168,14 @@ def test_time_outs_that_no_clock_can_count(seconds: Any) -> None:
         ([3], 2, "The provided balance [3] is for 1 stages, but there are 2 devices."),
         ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: no stage without a layer."),
         ([4, -1], 2, "The provided balance [4, -1] must consist of whole numbers above 0"),
-        ([1.5, 1.5], 2, "balance must be a list, each of it a whole number or None, got [1.5, 1.5]"),
+        ([1.5, 1.5], 2, "balance must be a list, each of it a whole number or 'even' or None, got [1.5, 1.5]"),
         ([], 2, "The provided balance sum: 0 does not match your Sequential length: 3"),
+        ("evn", 2, "balance must be a list, each of it a whole number or 'even' or None, got 'evn'"),
+        (
+            "even",
+            4,
+            "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it",
+        ),
         (None, 4, "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it"),
     ],
 )
@@ -168,7 +185,9 @@ def test_balance(balance: Any, devices: int, message: str) -> None:
 
 
 def test_balance_that_is_one_number() -> None:
-    with pytest.raises(MisconfigurationException, match=r"balance must be a list, each .* whole number or None, got 3"):
+    with pytest.raises(
+        MisconfigurationException, match=r"balance must be a list, each .* whole number or 'even' or None, got 3"
+    ):
         fit(Model(), balance=3)
 
 
@@ -322,6 +341,39 @@ def test_an_example_is_not_needed_where_nothing_is_to_be_found() -> None:
                 fit(model, **settings)
 
 
+class Block(nn.Module):
+    def __init__(self, width: int = 4, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), norm(width), nn.Linear(width, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def balance_in_use(layers: list[nn.Module], devices: int, balance: Any = None) -> Any:
+    model, strategy = Model(), RPCSequentialStrategy(balance=balance)
+    model.sequential_module, model.example_input_array = nn.Sequential(*layers), None
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(Started):
+        trainer.fit(model, DataLoader(torch.ones(16, 4), batch_size=8))
+    return strategy.balance
+
+
+def test_layers_that_are_alike_are_counted_without_an_example() -> None:
+    assert balance_in_use([Block() for _ in range(12)], 3) == [4, 4, 4]
+    assert balance_in_use([Block() for _ in range(5)], 3) == [2, 2, 1]
+
+
+@pytest.mark.parametrize("other", [nn.Linear(4, 4), Block(8), Block(norm=nn.RMSNorm)])
+def test_layers_that_are_not_alike(other: nn.Module) -> None:
+    layers = [Block(), other, Block()]
+    assert balance_in_use(layers, 2, "even") == [2, 1]
+    with pytest.raises(
+        MisconfigurationException, match=r"only be found with an example: .*balance=\"even\" gives each"
+    ):
+        balance_in_use(layers, 2)
+
+
 @pytest.mark.parametrize(
     "layer",
     [
@@ -417,6 +469,107 @@ def test_batch_norm_that_is_not_there() -> None:
         MisconfigurationException, match=r"deferred_batch_norm=True has no effect: sequential_module has no BatchNorm"
     ):
         fit(Model(), deferred_batch_norm=True)
+
+
+# BatchNorm; one stage starts no process
+
+
+class Normed(Model):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(4, 4), norm(4))
+        self.sequential_module = nn.Sequential(nn.Linear(4, 4), block, norm(4), nn.Linear(4, 2))
+        self.num_steps = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+class OwnNorm(nn.modules.batchnorm._BatchNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+def told_of_batch_norm(model: Normed, **settings: Any) -> list[str]:
+    """What two runs of one strategy warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(model, 1, **settings)
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(model, DataLoader(torch.ones(16, 4), batch_size=8))
+    assert trainer.global_step == 4
+    return [str(warning.message) for warning in caught if "normalises each" in str(warning.message)]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, OwnNorm])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_batch_norm_over_micro_batches(norm: Callable[[int], nn.Module], schedule: str) -> None:
+    (told,) = told_of_batch_norm(Normed(norm), microbatches=2, schedule=schedule)
+    for part in (
+        f"Layer sequential_module.1.1, a {norm.__name__} (the first of 2 such layers), normalises each of the "
+        "microbatches=2 parts of a batch by itself in training",
+        "differ from those of one process. Running statistics are updated once per micro-batch; "
+        "deferred_batch_norm=True updates them once per batch, from all its rows, and changes nothing else. ",
+        "microbatches=1 trains as one process does.",
+    ):
+        assert part in told
+    assert "single row" not in told
+
+
+def test_batch_norm_that_is_deferred_or_has_no_statistics() -> None:
+    (told,) = told_of_batch_norm(Normed(), microbatches=2, deferred_batch_norm=True)
+    assert "once per batch, from all its rows (deferred_batch_norm=True). microbatches=1 trains" in told
+    (told,) = told_of_batch_norm(Normed(lambda n: nn.BatchNorm1d(n, track_running_stats=False).eval()), microbatches=2)
+    assert "statistics" not in told
+
+
+def test_batch_norm_that_one_process_trains_the_same() -> None:
+    assert not told_of_batch_norm(Normed(), microbatches=1)
+    assert not told_of_batch_norm(Normed(lambda n: nn.BatchNorm1d(n).eval()), microbatches=2)
+    assert not told_of_batch_norm(Normed(nn.LayerNorm), microbatches=2)
+
+
+def test_batch_norm_of_a_single_row() -> None:
+    """The default makes eight micro-batches of eight rows; the first step says what to do, and makes none."""
+    message = (
+        r"Layer 1.1, a BatchNorm1d in training mode, cannot normalise micro-batch 0, which has 1 row. Expected more "
+        r"than 1 value per channel .*at most half as many micro-batches as the smallest batch has rows .*drop_last"
+    )
+    smallest = (
+        "The smallest batch of the training data has 8 rows, so some micro-batches have a single row, for which "
+        "BatchNorm1d raises an error if a row has one value per channel: set microbatches to at most 4"
+    )
+    with pytest.warns(UserWarning, match=smallest), pytest.raises(ValueError, match=message):
+        fit(Normed(), 1)
+
+
+def test_a_last_batch_that_is_too_small_for_batch_norm() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=RPCSequentialStrategy(microbatches=4),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Normed()
+    with (
+        pytest.warns(UserWarning, match=r"has 5 rows, .* at most 2, or use larger batches \(drop_last=True, if"),
+        pytest.raises(ValueError, match=r"Layer 1.1, a BatchNorm1d .* cannot normalise micro-batch 1, which has 1 row"),
+    ):
+        trainer.fit(model, DataLoader(torch.ones(21, 4), batch_size=8))
+    assert model.num_steps == 3
+    for loader in (
+        DataLoader(torch.ones(21, 4), batch_size=8, drop_last=True),
+        DataLoader(torch.ones(24, 4), batch_size=8),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*single row.*")
+            trainer.fit_loop.epoch_progress.reset()
+            trainer.fit(model, loader)
 
 
 @pytest.fixture
@@ -595,6 +748,7 @@ MISTAKES = {
     "rpc_timeout_sec=0": "rpc_timeout_sec must be a finite number of seconds above 0, got 0.0.",
     "data_parallel_size=3": "data_parallel_size=3 replicas cannot divide 2 devices evenly among them; set devices to 3",
     "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
+    "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: Expected a typing.Literal['even'] ",
     "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
     "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: no stage without a layer.",
     "module=sequential": "GPT has no 'sequential', the nn.Sequential to be pipelined: set `self.sequential = ",

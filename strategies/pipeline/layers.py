@@ -4,6 +4,7 @@ What a micro-batch is made of and how gradients come back is the caller's affair
 ``Pipe``, or the one autograd graph of a ``Pipe`` in one process.
 """
 
+import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.pipeline.batchnorm import DeferredStatistics
 from strategies.pipeline.context import PassContext
@@ -94,8 +95,29 @@ class Layers:
                 if doing is not None:
                     doing(f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}")
                 seed_device(layer_seed(seed, microbatch, layer), self.device)
-                x = module(x) if self._call is None else self._call(module, x)
+                try:
+                    x = module(x) if self._call is None else self._call(module, x)
+                except ValueError as error:
+                    self._explain_single_row(error, x, microbatch)
+                    raise
         return x
+
+    def _explain_single_row(self, error: ValueError, x: Any, microbatch: int) -> None:
+        """Raises an error that names the layer and the way out, if one could not normalise a micro-batch of one row."""
+        if not str(error).startswith("Expected more than 1 value per channel when training"):
+            return
+        names = {module: name for name, module in self.layers.named_modules()}
+        callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+        norm = next((caller for caller in reversed(callers) if isinstance(caller, nn.Module) and caller in names), None)
+        rows = [len(leaf) for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.dim() > 0]
+        if norm is None or rows[:1] != [1]:
+            return
+        raise ValueError(
+            f"Layer {names[norm]}, a {type(norm).__name__} in training mode, cannot normalise micro-batch {microbatch}"
+            f", which has 1 row. {error}. Use at most half as many micro-batches as the smallest batch has rows (leave "
+            "smaller batches out, as drop_last=True of a DataLoader does with the last one), or a layer that "
+            "normalises each row by itself, such as nn.LayerNorm."
+        ) from error
 
     def end_forward(self) -> None:
         """Notes that the last micro-batch of a pass is through."""
