@@ -7,11 +7,13 @@ What travels when a model is trained: the caller sends
     step(optimizer, values)   it steps with the hyperparameters that the caller has now
 """
 
+import random
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import cloudpickle
 import torch
@@ -22,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.optimizer import hyperparameters, set_hyperparameters
+from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.worker import failure_of
 
 _TOGETHER = ("make_optimizer", "step", "zero_grad")
@@ -32,14 +35,18 @@ class Host:
     """Holds a module on the process that owns it, and runs one command at a time, on a thread of its own.
 
     Args:
-        packed: The module's class or function, its arguments and keywords, by cloudpickle.
-        device: Where the module is to live.
+        device: Where the module is, or is to be.
         num_callers: How many processes use it at the same time.
+        module: The module; left out, :meth:`build` makes it.
     """
 
-    def __init__(self, packed: bytes, device: str, num_callers: int) -> None:
-        self._packed, self._device, self._num_callers = packed, device, num_callers
-        self._module = nn.Module()
+    _of_module: ClassVar["weakref.WeakValueDictionary[int, Host]"] = weakref.WeakValueDictionary()
+    """The host of each module that has one, by the module's ``id``: a host keeps its module."""
+
+    def __init__(self, device: str, num_callers: int, module: nn.Module | None = None) -> None:
+        self._device, self._num_callers = device, num_callers
+        self._module = nn.Module() if module is None else module
+        self._of_module[id(self._module)] = self
         self._optimizers: list[Optimizer] = []
         # Not behind an RRef, which can only be sent from a thread of RPC.
         self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
@@ -48,6 +55,16 @@ class Host:
         self._lock = Lock()
         # Handlers of RPC run on a pool of threads, each with its own malloc arena, which makes computing slower.
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="relay-remote-module")
+
+    @classmethod
+    def of(cls, module: nn.Module, device: str, num_callers: int) -> "Host":
+        """The host of a module of this process, a new one if it has none."""
+        return cls._of_module.get(id(module)) or cls(device, num_callers, module)
+
+    @property
+    def module(self) -> nn.Module:
+        """The module."""
+        return self._module
 
     def submit(self, command: str, arguments: tuple[Any, ...]) -> Future[Any]:
         """Queues a command; the future gets its result, or a :class:`~strategies.pipeline.worker.Failure`."""
@@ -75,18 +92,55 @@ class Host:
         for done in asked:
             done.set_result(result)
 
-    def build(self) -> str:
-        """Makes the module; returns its class's name. Not part of the constructor, whose errors would lose their type.
+    def build(self, packed: bytes) -> None:
+        """Makes the module. Not part of the constructor, whose errors would lose their type.
+
+        Args:
+            packed: Its class or a function, arguments and keywords, by cloudpickle.
 
         Raises:
             TypeError: If what was to make a module made something else.
         """
-        make, args, kwargs = cloudpickle.loads(self._packed)
+        make, args, kwargs = cloudpickle.loads(packed)
         module = make(*args, **kwargs)
         if not isinstance(module, nn.Module):
             raise TypeError(f"expected an nn.Module of {make!r}, got {type(module).__name__}")
-        self._module, self._packed = module.to(self._device), b""
-        return type(module).__name__
+        del self._of_module[id(self._module)]
+        self._module = module.to(self._device)
+        self._of_module[id(module)] = self
+
+    def describe(self) -> tuple[str, int]:
+        """The name of the module's class, and the number of callers.
+
+        Raises:
+            TypeError: If it is no module.
+            ValueError: If it is on another device.
+        """
+        if not isinstance(self._module, nn.Module):
+            raise TypeError(f"module_rref refers to a {type(self._module).__name__}, not to an nn.Module")
+        for tensor in (*self._module.parameters(), *self._module.buffers()):
+            if tensor.device != torch.device(self._device):
+                raise ValueError(f"the module is on {tensor.device}, but remote_device says {self._device}")
+        return type(self._module).__name__, self._num_callers
+
+    def apply(self, packed: bytes, state: tuple[Any, Tensor]) -> tuple[tuple[Any, Tensor], bool]:
+        """Calls a function with each submodule and the module.
+
+        Args:
+            packed: The function, by cloudpickle.
+            state: The caller's random states, those of ``random`` and of torch on the CPU.
+
+        Returns:
+            The random states afterwards, and whether the function has changed an object that it refers to.
+        """
+        function = cloudpickle.loads(packed)
+        before = cloudpickle.dumps(function)
+        with preserved_random_state(torch.device("cpu")):
+            random.setstate(state[0])
+            torch.set_rng_state(state[1])
+            self._module.apply(function)
+            state = random.getstate(), torch.get_rng_state()
+        return state, cloudpickle.dumps(function) != before
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[bool], grad: bool
@@ -120,6 +174,12 @@ class Host:
         self._num_calls += 1
         self._graphs[self._num_calls] = inputs, [tensor for tensor in tensors if tensor.requires_grad]
         return sent, flags, self._num_calls
+
+    def call_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module and leaves its backward pass to distributed autograd."""
+        args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
+        output = self._module(*args, **kwargs)
+        return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
 
     def forget(self, number: int) -> None:
         """Frees what a backward pass would need that will not come."""
@@ -222,6 +282,27 @@ def ask(host: Any, forgotten: list[int], command: str, *arguments: Any) -> Futur
     for number in forgotten:
         host.local_value().submit("forget", (number,))
     return host.local_value().submit(command, arguments)
+
+
+def host_of(module: Any, device: str, num_callers: int) -> Host:
+    """The host of the module behind the ``RRef``; see :meth:`Host.of`."""
+    return Host.of(module.local_value(), device, num_callers)
+
+
+def module_of(host: Any) -> nn.Module:
+    """The module of the host behind the ``RRef``."""
+    module: nn.Module = host.local_value().module
+    return module
+
+
+def parameters_of(host: Any, recurse: bool) -> list[Any]:
+    """``RRef`` to each parameter of the module."""
+    return [rpc.RRef(parameter) for parameter in module_of(host).parameters(recurse)]
+
+
+def call_module(host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the module within the caller's context of distributed autograd, on the thread that RPC has for that."""
+    return host.local_value().call_recorded(args, kwargs)
 
 
 def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:

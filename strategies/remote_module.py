@@ -6,14 +6,16 @@ of a distributed autograd context, and inside of one ``loss.backward()`` fails; 
 their type.
 """
 
+import random
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import torch
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import _remote_device, rpc
 from torch.futures import Future
@@ -24,7 +26,7 @@ from strategies.names import did_you_mean
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.remote import rebuilt
 from strategies.pipeline.worker import Failure
-from strategies.remote_host import Host, ask, refuse_hidden_tensors
+from strategies.remote_host import Host, ask, call_module, host_of, module_of, parameters_of, refuse_hidden_tensors
 from strategies.remote_optimizer import RemoteOptimizer
 
 
@@ -59,7 +61,7 @@ class RemoteModule(nn.Module):
         self,
         remote_device: str,
         module_cls: Callable[..., nn.Module],
-        args: Sequence[Any] = (),
+        args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         *,
         num_callers: int = 1,
@@ -68,11 +70,52 @@ class RemoteModule(nn.Module):
         if num_callers < 1:
             raise ValueError(f"num_callers must be at least 1, got {num_callers}")
         worker, device = _destination(remote_device)
-        self._address, self._num_callers = f"{worker.name}/{device}", num_callers
-        packed = self._packed((module_cls, tuple(args), dict(kwargs or {})))
+        self._address = f"{worker.name}/{device}"
+        make = self._packed(
+            module_cls,
+            (module_cls, tuple(args or ()), dict(kwargs or {})),
+            "Make there what cannot travel: give a function that returns the module.",
+        )
+        self._connect(rpc.remote(worker, Host, args=(device, num_callers)), make)
+
+    @classmethod
+    def init_from_module_rref(cls, remote_device: str, module_rref: Any, *, num_callers: int = 1) -> "RemoteModule":
+        """Makes a remote module of a module that another process holds already.
+
+        All remote modules of one module share its optimizers and take turns.
+
+        Args:
+            remote_device: The process that owns the module, and the device that the module is on.
+            module_rref: An ``RRef`` to the module, such as :meth:`get_module_rref` returns.
+            num_callers: As in the constructor. A module that a ``RemoteModule`` has made keeps the number given there.
+
+        Raises:
+            ValueError: If ``remote_device`` names a process that does not own the module, or another device.
+            TypeError: If ``module_rref`` refers to an object that is not an ``nn.Module``.
+        """
+        if num_callers < 1:
+            raise ValueError(f"num_callers must be at least 1, got {num_callers}")
+        worker, device = _destination(remote_device)
+        if module_rref.owner().name != worker.name:
+            raise ValueError(
+                f"remote_device {remote_device!r} names process {worker.name}, but process {module_rref.owner().name} "
+                "owns the module"
+            )
+        remote = cls.__new__(cls)
+        nn.Module.__init__(remote)
+        remote._address = f"{worker.name}/{device}"
+        remote._connect(rpc.remote(worker, host_of, args=(module_rref, device, num_callers)), None)
+        return remote
+
+    def _connect(self, host: Any, make: bytes | None) -> None:
+        """Connects this object to the host of the module, which the host makes first if ``make`` says how."""
+        self._host = host
         self._forgotten: deque[int] = deque()  # the garbage collector may append from any thread
-        self._host = rpc.remote(worker, Host, args=(packed, device, num_callers))
-        self._class_name = self._call("build")
+        self._num_callers = 1
+        if make is not None:
+            self._call("build", make)
+        self._class_name, self._num_callers = self._call("describe")
+        self.module_rref = rpc.remote(host.owner(), module_of, args=(host,))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module and waits for what it returns.
@@ -92,7 +135,14 @@ class RemoteModule(nn.Module):
         return self.forward_async(*args, **kwargs).wait()
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Calls the module and does not wait; ``wait()`` of the future returns or raises what :meth:`forward` would."""
+        """Calls the module and does not wait; ``wait()`` of the future returns or raises what :meth:`forward` would.
+
+        Within a context of ``torch.distributed.autograd``, the call is recorded there, as that of torch's own
+        ``RemoteModule`` is: ``dist_autograd.backward(context_id, [loss])`` gathers the gradients in the context, for a
+        ``DistributedOptimizer`` over :meth:`remote_parameters`, and nothing is added to ``.grad``.
+        """
+        if _in_distributed_autograd():
+            return rpc.rpc_async(self._host.owner(), call_module, args=(self._host, args, kwargs))
         leaves, spec = tree_flatten((args, kwargs))
         refuse_hidden_tensors(leaves)
         grad = torch.is_grad_enabled()
@@ -169,11 +219,94 @@ class RemoteModule(nn.Module):
             cls: Its class.
             options: Its arguments, but for the parameters.
         """
-        return RemoteOptimizer(self._call, *self._call("make_optimizer", self._packed((cls, options))))
+        advice = "Give a class or a function that can be imported, and arguments that can be pickled."
+        return RemoteOptimizer(self._call, *self._call("make_optimizer", self._packed(cls, (cls, options), advice)))
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> "RemoteModule":
+        """Calls ``fn`` with each submodule and with the module itself, on the process where they are.
+
+        What ``fn`` draws there from torch's CPU generator and from Python's ``random`` continues the sequences of this
+        process, which go on from there afterwards. So ``model.apply(init)`` gives a model around a remote module the
+        values that it would have in one process. A module on a GPU draws from that GPU's generator.
+
+        Args:
+            fn: It is sent by cloudpickle. Each call of a ``RemoteModule`` takes effect, whatever ``num_callers`` is.
+
+        Raises:
+            TypeError: If ``fn`` cannot be sent, such as a method of a model around this module.
+            RuntimeError: If ``fn`` has changed an object of its own, such as a list of this process: the change would
+                be lost.
+            Exception: What ``fn`` raises.
+        """
+        name = getattr(fn, "__qualname__", repr(fn))
+        packed = self._packed(
+            fn,
+            fn,
+            f"apply() sends the function to the process of the module: instead of {name}, give a function (or a "
+            "functools.partial of one) that does not hold this model, or initialise the module in its constructor.",
+        )
+        state, changed = self._call("apply", packed, (random.getstate(), torch.get_rng_state()))
+        random.setstate(state[0])
+        torch.set_rng_state(state[1])
+        if changed:
+            raise RuntimeError(
+                f"{name} has changed an object that it refers to while it was applied to the {self._class_name} on "
+                f"{self._address}; that object is a copy there, so the change is lost here. The module itself has what "
+                "the function did to it. Read what you need by state_dict(), or by "
+                "rpc.rpc_sync(worker, function, args=(remote_module.get_module_rref(),))."
+            )
+        return self
 
     def get_module_rref(self) -> Any:
-        """The ``RRef`` by which the module is reached."""
-        return self._host
+        """An ``RRef`` to the module, the same as :attr:`module_rref`.
+
+        Methods called through it (``get_module_rref().rpc_sync().eval()``) run on a thread of RPC. Their backward pass
+        is torch's: ``torch.distributed.autograd``.
+        """
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> list[Any]:
+        """``RRef`` to each parameter, such as ``torch.distributed.optim.DistributedOptimizer`` takes.
+
+        Such an optimizer takes its gradients from a context of ``torch.distributed.autograd``; see
+        :meth:`forward_async`. :meth:`optimizer` needs none.
+
+        Args:
+            recurse: Also those of submodules.
+        """
+        references: list[Any] = rpc.rpc_sync(self._host.owner(), parameters_of, args=(self._host, recurse))
+        return references
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> NoReturn:
+        """Refused, as by torch's ``RemoteModule``: the module is on another process.
+
+        So is what comes to the same, ``remote.weight = nn.Parameter(...)``.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise _not_supported("register_parameter")
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("register_buffer")
+
+    def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("add_module")
+
+    def register_module(self, name: str, module: nn.Module | None) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("register_module")
+
+    def share_memory(self) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("share_memory")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise _not_supported("add_module")
+        super().__setattr__(name, value)
 
     def extra_repr(self) -> str:
         return f"{self._class_name} on {self._address}"
@@ -204,14 +337,13 @@ class RemoteModule(nn.Module):
         unexpected_keys += [prefix + name for name in unexpected]
         error_msgs += errors
 
-    def _packed(self, thing: tuple[Any, ...]) -> bytes:
+    def _packed(self, function: Callable[..., Any], thing: Any, advice: str) -> bytes:
         try:
             return cloudpickle.dumps(thing)
         except Exception as error:  # whatever the user's objects raise
-            name = getattr(thing[0], "__name__", repr(thing[0]))
+            name = getattr(function, "__name__", repr(function))
             raise TypeError(
-                f"{name} cannot be sent to {self._address}, as it or its arguments cannot be pickled: {error}. Make "
-                "there what cannot travel: give a function that returns the module."
+                f"{name} cannot be sent to {self._address}, as it or its arguments cannot be pickled: {error}. {advice}"
             ) from error
 
     def _start(self, command: str, *arguments: Any) -> Future[Any]:
@@ -232,6 +364,22 @@ class RemoteModule(nn.Module):
 
     def _call(self, command: str, *arguments: Any) -> Any:
         return self._answer(self._start(command, *arguments))
+
+
+def _not_supported(name: str) -> ValueError:
+    return ValueError(
+        f"Method ``{name}`` not supported for RemoteModule: the module is on another process. Register it in the "
+        "constructor of the module, or by apply(fn), which runs there."
+    )
+
+
+def _in_distributed_autograd() -> bool:
+    """Whether this thread is within a context of ``torch.distributed.autograd``."""
+    try:
+        dist_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _refuse(parameter: nn.Parameter) -> bool:

@@ -2,18 +2,21 @@
 
 import gc
 import os
+import random
 import signal
 import sys
 import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
@@ -51,6 +54,9 @@ class Around(nn.Module):
     def forward(self, x: Tensor, both: dict[str, Tensor]) -> Tensor:
         hidden, others = self.inner(x, both, factor=0.5)
         return self.own(hidden).sum() + others["sum"].square().sum()
+
+    def look(self, module: nn.Module) -> None:
+        """What ``apply`` is given."""
 
 
 class Fails(nn.Module):
@@ -239,6 +245,95 @@ def others(Remote: Any) -> dict[str, Any]:
     }
 
 
+def initialised(module: nn.Module, gain: float = 1.0) -> None:
+    """What a user gives to ``apply``: draws from both generators."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_normal_(module.weight, gain=gain)
+        nn.init.constant_(module.bias, random.random())
+    elif isinstance(module, nn.BatchNorm1d):
+        module.momentum = 0.3
+        nn.init.uniform_(module.weight)
+
+
+def applied(inner: nn.Module) -> dict[str, Any]:
+    """A model around a module after ``apply``, a step of the module's buffers, and the next random numbers."""
+    net = model(lambda: inner)
+    torch.manual_seed(3)
+    random.seed(3)
+    assert net.apply(partial(initialised, gain=0.5)) is net
+    drawn = [torch.rand(1).item(), random.random()]
+    net(torch.ones(2, 3).double(), {"y": torch.arange(8.0).view(2, 4).double(), "whole": torch.ones(1)})
+    return {"state": dict(net.state_dict()), "drawn": drawn}
+
+
+class PlainSGD(torch.optim.SGD):
+    """Which torch does not replace by a compiled one."""
+
+
+def like_torchs(Remote: Any) -> dict[str, Any]:
+    """What ``torch.distributed.nn.RemoteModule`` has."""
+    from torch.distributed.optim import DistributedOptimizer  # compiles functions, which takes a second a process
+
+    seen: dict[str, Any] = {"applied": applied(Remote("owner", Net))}
+    linear = Remote("owner", nn.Linear, kwargs={"in_features": 3, "out_features": 2}, args=None)
+    start = {name: value.clone() for name, value in linear.state_dict().items()}
+    reference = linear.get_module_rref()
+    assert reference is linear.module_rref
+    reference.rpc_sync().eval()
+    x = torch.ones(2, 3)
+    seen["by reference"] = {
+        "same": torch.equal(reference.rpc_sync().forward(x), linear(x)),
+        "training": [rpc.rpc_sync("owner", is_training, args=(reference,)), linear.training],
+        "type": type(reference.to_here()).__name__,
+    }
+    seen["parameters"] = [
+        [r.to_here().shape for r in remote.remote_parameters(recurse)]
+        for remote in (linear, Remote("owner", nn.Sequential, args=(nn.Linear(1, 2),)))
+        for recurse in (True, False)
+    ]
+    optimizer = DistributedOptimizer(PlainSGD, linear.remote_parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        with dist_autograd.context() as context:
+            loss = linear(x).square().sum()
+            dist_autograd.backward(context, [loss])
+            optimizer.step(context)
+            losses.append(loss.item())
+    seen["distributed optimizer"] = start, losses
+    twin = Remote.init_from_module_rref("owner", reference)
+    twin(x).sum().backward()
+    seen["twin"] = {
+        "grads": [torch.equal(p.grad, q.grad) for p, q in zip(twin.parameters(), linear.parameters(), strict=True)],
+        "in words": repr(twin),
+    }
+    shared = Remote("owner", nn.Linear, args=(1, 1), num_callers=2)
+    seen["twin"]["num_callers"] = Remote.init_from_module_rref("owner", shared.module_rref)._num_callers
+    foreign = Remote.init_from_module_rref("rank:1", rpc.remote("owner", nn.Linear, args=(3, 1)))
+    seen["foreign"] = list(foreign.train(False)(x).shape)
+    names: list[str] = []
+    around = Around(linear)
+    mistakes: dict[str, Callable[[], Any]] = {
+        "register_parameter": lambda: linear.register_parameter("extra", nn.Parameter(x)),
+        "register_buffer": lambda: linear.register_buffer("extra", x),
+        "add_module": lambda: linear.add_module("extra", nn.Linear(1, 1)),
+        "parameter": lambda: setattr(linear, "weight", nn.Parameter(x)),
+        "module": lambda: setattr(linear, "extra", nn.Linear(1, 1)),
+        "share_memory": linear.share_memory,
+        "changed": lambda: linear.apply(lambda module: names.append(type(module).__name__)),
+        "method": lambda: around.apply(around.look),
+        "apply": lambda: linear.apply(lambda module: module.missing),
+        "not the owner": lambda: Remote.init_from_module_rref("caller", reference),
+        "no module": lambda: Remote.init_from_module_rref("owner", rpc.remote("owner", int)),
+    }
+    seen["refused"] = {name: attempt(function) for name, function in mistakes.items()}
+    return seen
+
+
+def is_training(module: Any) -> bool:
+    """Whether the module behind the ``RRef`` is in training mode."""
+    return bool(module.local_value().training)
+
+
 def two_callers(Remote: Any) -> dict[str, Any]:
     """Two threads stand for two processes that train one module together."""
     shared = Remote("owner", nn.Linear, args=(2, 1), num_callers=2)
@@ -295,7 +390,7 @@ def program(rank: int, num_processes: int, file: str) -> None:
                 seen[name] = both_ways(Remote("owner/cpu", Net), cls, **options)
             seen |= {"mistakes": mistakes(Remote), "graphs": graphs(Remote), "saved": saved(Remote)}
             linear = Remote("owner", nn.Linear, args=(1, 1))
-            seen |= {**others(Remote), "two callers": two_callers(Remote)}
+            seen |= {**others(Remote), "two callers": two_callers(Remote), "like torch's": like_torchs(Remote)}
             tree = [psutil.Process(), *psutil.Process().parent().children()]
             sockets = [c for process in tree for c in process.net_connections("inet") if c.status == "LISTEN"]
             seen["listening on"] = sorted({c.laddr.ip for c in sockets})

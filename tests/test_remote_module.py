@@ -66,6 +66,56 @@ def test_two_callers_train_as_one_on_the_mean_of_their_losses(seen: dict[str, An
     assert_close(callers["input_grads"], [x.grad * 2 for x in inputs])
 
 
+def test_apply_gives_the_values_and_random_numbers_of_one_process(seen: dict[str, Any]) -> None:
+    expected = remote_module_job.applied(remote_module_job.Net())
+    assert_close(seen["like torch's"]["applied"], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_references_to_the_module_and_its_parameters(seen: dict[str, Any]) -> None:
+    like = seen["like torch's"]
+    assert like["by reference"] == {"same": True, "training": [False, True], "type": "Linear"}
+    assert like["parameters"] == [[(2, 3), (2,)], [(2, 3), (2,)], [(2, 1), (2,)], []]
+    assert like["twin"] == {"grads": [True, True], "in words": "RemoteModule(Linear on owner/cpu)", "num_callers": 2}
+    assert like["foreign"] == [2, 1]
+
+
+def test_a_distributed_optimizer_trains_as_in_one_process(seen: dict[str, Any]) -> None:
+    start, losses = seen["like torch's"]["distributed optimizer"]
+    linear = torch.nn.Linear(3, 2)
+    linear.load_state_dict(start)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1)
+    expected = []
+    for _ in losses:
+        optimizer.zero_grad()
+        loss = linear(torch.ones(2, 3)).square().sum()
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "error", "message"),
+    [
+        ("register_parameter", "ValueError", "Method ``register_parameter`` not supported for RemoteModule"),
+        ("register_buffer", "ValueError", "Method ``register_buffer`` not supported for RemoteModule"),
+        ("add_module", "ValueError", "Method ``add_module`` not supported for RemoteModule"),
+        ("parameter", "ValueError", "Method ``register_parameter`` not supported"),
+        ("module", "ValueError", "Method ``add_module`` not supported"),
+        ("share_memory", "ValueError", "Method ``share_memory`` not supported"),
+        ("changed", "RuntimeError", "lambda> has changed an object that it refers to.*the change is lost here"),
+        ("method", "TypeError", "instead of Around.look, give a function .* that does not hold this model"),
+        ("apply", "AttributeError", "'Linear' object has no attribute 'missing'"),
+        ("not the owner", "ValueError", "names process caller, but process owner owns the module"),
+        ("no module", "TypeError", "module_rref refers to a int, not to an nn.Module"),
+    ],
+)
+def test_what_cannot_be_done_from_here_is_refused(seen, mistake, error, message) -> None:
+    kind, told, _ = seen["like torch's"]["refused"][mistake]
+    assert kind == error
+    assert re.search(message, told)
+
+
 def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
     assert seen["graphs"] == [0, 3, 2, 0]
 
