@@ -116,12 +116,13 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def _configure_launcher(self) -> None:
         # Called when the Trainer is built: devices and backend are known, and no process has been started.
-        works = _WORKS_ON.get(backend := self._get_process_group_backend(), ("none",))
-        if self.comm_hook not in works:
-            raise MisconfigurationException(
-                f"comm_hook={self.comm_hook!r} does not work on the backend {backend!r}; on {backend} use one of: "
-                f"{', '.join(works)}"
-            )
+        if self.comm_hook != "none":
+            works = _WORKS_ON.get(backend := self._get_process_group_backend(), ("none",))
+            if self.comm_hook not in works:
+                raise MisconfigurationException(
+                    f"comm_hook={self.comm_hook!r} does not work on the backend {backend!r}; on {backend} use one of: "
+                    f"{', '.join(works)}"
+                )
         super()._configure_launcher()
 
     def _register_ddp_hooks(self) -> None:

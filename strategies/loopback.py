@@ -90,6 +90,13 @@ class LoopbackEnvironment(LightningEnvironment):
             self._listener.close()
         self._listener, self._main_port = None, -1
 
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in ("_listener", "_connected")}
+        return state if self._listener is None else {**state, "_main_port": -1}  # the copy finds a port of its own
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _listener=None, _connected=threading.Event())
+
     def _watch(self, parent: int) -> None:
         while not self._connected.wait(_LOOK_SECONDS):
             if os.getppid() != parent:

@@ -67,7 +67,8 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             environment.renew()  # this Trainer may have had other ranks
         with environment_variables(**{_NOTES: os.pathsep.join(places(notes))} if notes else {}):
             super()._call_children_scripts()
-        ScriptLauncher.side = Crew(self.procs, notes, before)
+        if self.procs:  # a single process has nobody to watch
+            ScriptLauncher.side = Crew(self.procs, notes, before)
 
     def _lead(self, crew: Crew, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -28,6 +28,7 @@ class Replayable(Iterator[Any]):
         self._source, self.owners = source, list(owners)
         self._at_first = [deepcopy(_numbers(owner)) for owner in self.owners]
         self.record: dict[str, Any] = {"begun": [], "first": None}
+        self._iterator: Iterator[Any] = iter(())
 
     def prepare(
         self,
@@ -63,7 +64,16 @@ class Replayable(Iterator[Any]):
         return len(cast(Sized, self._source))
 
     def __getattr__(self, name: str) -> Any:
+        if "_source" not in vars(self):  # while it is unpickled or copied
+            raise AttributeError(name)
         return getattr(self._source, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_iterator": iter(())}  # generators can be neither pickled nor copied
+
+    def release(self) -> None:
+        """Drops the iterator of the current pass, which may hold worker processes."""
+        self._iterator = iter(())
 
     def start(self) -> None:
         """Draws the order and leaves out what is to be left out, unless that has been done."""

@@ -14,6 +14,7 @@ from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
+from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
@@ -183,10 +184,14 @@ class ResumingFitLoop(_FitLoop):
         super().advance()
 
     def on_advance_end(self) -> None:
-        if self._resumed:  # Lightning would not step ReduceLROnPlateau at the end of this epoch
-            self._restarting = False
+        if self._resumed:
             self.epoch_loop._results.end_epoch()
         super().on_advance_end()
+
+    def after_epoch_end_hooks(self) -> None:
+        """Ends ``restarting``, or Lightning would not step ReduceLROnPlateau at the end of a resumed epoch."""
+        if self._resumed:
+            self._restarting = False
 
     def teardown(self) -> None:
         if self._data_fetcher is not None:
@@ -234,6 +239,15 @@ class ResumingFitLoop(_FitLoop):
         return int(total.processed)
 
 
+class ResumingLoggerConnector(_LoggerConnector):
+    """Lightning's, which is called between the hooks at the end of an epoch and the steps of the schedulers."""
+
+    def on_epoch_end(self) -> None:
+        super().on_epoch_end()
+        if self.trainer.training:
+            cast(Any, self.trainer.fit_loop).after_epoch_end_hooks()
+
+
 class ResumingCheckpointConnector(_CheckpointConnector):
     """Lightning's, with the state of every process under the key ``relay``, but for checkpoints of weights only."""
 
@@ -278,3 +292,8 @@ def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str,
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
     torch.distributed.gather_object(state, gathered)
     return gathered or []
+
+
+# Profilers, warnings and errors print __name__, by which users know Lightning's classes; pickle goes by __qualname__.
+for _class in (ResumingEpochLoop, ResumingFitLoop, ResumableLoader, ResumableResults):
+    _class.__name__ = _class.__mro__[1].__name__

@@ -134,8 +134,12 @@ class TrackedLoader(Iterator[Any]):
             self._dataset.load(saved["dataset"])
 
     def release(self) -> None:
-        """Lets go of the iterator, and so of its workers."""
+        """Drops the iterators of the current pass, and with them its worker processes."""
         self._iterator = iter(())
+        self._source.release()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_iterator": iter(())}  # the iterators of loaders can be neither pickled nor copied
 
     def _begin(self, *, resumed: bool) -> None:
         """A pass from the start."""

@@ -12,7 +12,12 @@ from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 import strategies
 from strategies.loading import load_as_ours
 from strategies.names import PLUGINS, did_you_mean
-from trainer.resume import ResumingCheckpointConnector, ResumingEpochLoop, ResumingFitLoop
+from trainer.resume import (
+    ResumingCheckpointConnector,
+    ResumingEpochLoop,
+    ResumingFitLoop,
+    ResumingLoggerConnector,
+)
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
@@ -44,7 +49,9 @@ class Trainer(pl.Trainer):
         known = inspect.signature(pl.Trainer).parameters
         for keyword in kwargs:
             if keyword not in known:
-                raise TypeError(f"Trainer has no argument {keyword!r}{did_you_mean(keyword, known)}")
+                raise TypeError(  # Python's message for Lightning's constructor, and the nearest names
+                    f"Trainer.__init__() got an unexpected keyword argument {keyword!r}{did_you_mean(keyword, known)}"
+                )
         if isinstance(kwargs.get("strategy"), str):
             kwargs["strategy"] = resolve_strategy(kwargs["strategy"])
         super().__init__(**kwargs)
@@ -54,6 +61,7 @@ class Trainer(pl.Trainer):
         self.fit_loop.epoch_loop = ResumingEpochLoop(
             self, lightnings.epoch_loop.min_steps, lightnings.epoch_loop.max_steps
         )
+        self._logger_connector = ResumingLoggerConnector(self)
         self._checkpoint_connector = ResumingCheckpointConnector(self)
 
 
