@@ -1,17 +1,18 @@
-"""What hooks and loggers find out about a model whose layers live elsewhere: the truth, or an error."""
+"""What hooks and loggers find out about a model whose layers live elsewhere: what they find out in one process."""
 
+import copy
 import gc
+import io
 import os
 import re
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, batches
+from parity import WIDTH, Small, batches, fit
 from parity_trainers import Make, alike, everywhere
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import TensorBoardLogger
@@ -20,9 +21,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-WORKER_PARAMETERS = ("0.weight", "0.bias", "2.weight", "2.bias")
-"""Of the first of two stages."""
-
+from strategies import RPCSequentialStrategy
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda p: p.norm().item(),
@@ -35,22 +34,29 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+GRADIENT_READS: dict[str, Callable[[Tensor], Any]] = {
+    "norm": lambda grad: grad.norm().item(),
+    "data": lambda grad: grad.detach().data.norm(1).item(),
+    "finite": lambda grad: bool(grad.isfinite().all()),
+    "cosine": lambda grad: torch.nn.functional.cosine_similarity(grad.flatten(), grad.flatten() + 1, dim=0).item(),
+}
+
+
 class Reader(Callback):
-    """Reads parameters in every way and at every time."""
+    """Reads parameters and gradients in every way and at every time, but changes none."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.errors: dict[str, str] = {}
         self.public: list[Any] = []
+        self.first: dict[str, Tensor] = {}
 
     def _read(self, moment: str, model: Any) -> None:
         for name, parameter in model.named_parameters():
             for way, read in READS.items():
-                key = f"{moment} {name} {way}"
-                try:
-                    self.values[key] = read(parameter)
-                except (RuntimeError, TypeError) as error:
-                    self.errors[key] = str(error)
+                self.values[f"{moment} {name} {way}"] = read(parameter)
+            grad = parameter.grad
+            for way, read in GRADIENT_READS.items():
+                self.values[f"{moment} {name} gradient {way}"] = None if grad is None else read(grad)
 
     def _look(self, trainer: Any, model: Any, *args: Any) -> None:
         self.public.append({name: value.norm() for name, value in model.state_dict().items()})
@@ -65,18 +71,39 @@ class Reader(Callback):
     def on_train_start(self, trainer: Any, model: Any) -> None:
         self._read("start", model)
         self._look(trainer, model)
+        self.first = {name: p.detach() for name, p in model.named_parameters()}
+
+    def on_after_backward(self, trainer: Any, model: Any) -> None:
+        self._read(f"after backward {trainer.global_step}", model)
+
+    def on_before_optimizer_step(self, trainer: Any, model: Any, optimizer: Any) -> None:
+        self.values[f"norms {trainer.global_step}"] = grad_norm(model, 2)
+
+    def on_train_epoch_end(self, trainer: Any, model: Any) -> None:
+        self._look(trainer, model)
+        self._read(f"epoch {trainer.current_epoch}", model)
+        model.log("weight", sum(p.detach().pow(2).sum() for p in model.parameters()))
+        self.public.append({name: view.norm().item() for name, view in self.first.items()})  # as it is now
+        optimizer = trainer.optimizers[0]
+        self.public.append({n: {k: v.norm() for k, v in s.items()} for n, s in optimizer.state_dict()["state"].items()})
+        file = io.BytesIO()
+        torch.save([model.sequential_module[0].state_dict(), optimizer.state_dict()], file)
+        file.seek(0)
+        self.public.append(torch.load(file, weights_only=True))
+        self.public.append(copy.deepcopy(model.sequential_module[0]).weight.tolist())
 
     def on_fit_end(self, trainer: Any, model: Any) -> None:
         self._read("end", model)
         self._look(trainer, model)
 
-    on_fit_start = on_train_batch_end = on_train_epoch_end = on_train_end = _look
+    on_fit_start = on_train_batch_end = on_train_end = _look
 
 
 def read_by_hooks(make: Make) -> dict[str, Any]:
     reader = Reader()
-    make(max_epochs=2, callbacks=[reader]).fit(Small(), batches((8, 7, 3)), batches((5, 6), seed=1))
-    return {"values": reader.values, "errors": reader.errors, "public": reader.public}
+    trainer = make(max_epochs=2, callbacks=[reader])
+    trainer.fit(Small(), batches((8, 7, 3)), batches((5, 6), seed=1))
+    return {"values": reader.values, "public": reader.public, "metrics": trainer.callback_metrics}
 
 
 def all_read() -> list[dict[str, Any]]:
@@ -94,10 +121,49 @@ class Keeping(Small):
         return self.kept
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms = outcome(lambda: grad_norm(self, 2))
         add = self.logger.experiment.add_histogram
-        named = [(name, partial(add, name, p, self.global_step)) for name, p in self.named_parameters()]
-        self.errors = {name: error for name, draw in named if (error := outcome(draw)) is not None}
+        for name, parameter in self.named_parameters():
+            add(name, parameter, self.global_step)
+            add(f"{name}.grad", parameter.grad, self.global_step)
+            add(f"{name}.numpy", parameter.detach().cpu().numpy(), self.global_step)
+
+
+def histogram(tensor: Tensor) -> Any:
+    """What ``wandb.watch`` logs of a tensor: the operations of its ``log_tensor_stats`` (wandb 0.31)."""
+    flat = tensor.detach().clone().reshape(-1)
+    if not isinstance(flat, torch.FloatTensor | torch.DoubleTensor):
+        flat = flat.type(torch.FloatTensor)
+    flat = flat[torch.isfinite(flat)]
+    low, high = flat.min().item(), flat.max().item()
+    counts = flat.histc(bins=64, min=low, max=high).cpu().clone().detach()
+    return counts.tolist(), torch.linspace(low, high, steps=65).tolist()
+
+
+def watched(make: Make) -> dict[str, Any]:
+    """``WandbLogger.watch(log="parameters")``, whose hook on the model is called when the model is."""
+    model, logged = Small(), []
+
+    def log(module: Any, inputs: Any, output: Any) -> None:
+        logged.extend((name, histogram(parameter.data.cpu())) for name, parameter in module.named_parameters())
+
+    model.register_forward_hook(log)
+    make(max_steps=2).fit(model, batches())
+    model = Small()
+    model.on_train_start = lambda: model.sequential_module[0].weight.register_hook(print)
+    hook = outcome(lambda: make(max_steps=2).fit(model, batches()))
+    return {"parameters": logged, "hook": hook}
+
+
+class Penalized(Small):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.sequential_module[0].weight.norm()
+
+
+class ClippedByHand(Small):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        total = torch.stack([p.grad.norm() for p in self.parameters()]).norm()
+        for parameter in reversed(list(self.parameters())):
+            parameter.grad.mul_(1.0 / total)
 
 
 def outcome(function: Callable[[], Any]) -> Any:
@@ -107,6 +173,21 @@ def outcome(function: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def all_refused() -> dict[str, str | None]:
+    def fit_one(model: Any, schedule: str = "gpipe") -> str | None:
+        strategy = RPCSequentialStrategy([3, 3], microbatches=2, schedule=schedule)
+        return outcome(lambda: fit(lambda: model, strategy, 2, max_steps=1) and None)
+
+    reads = Small()
+    reads.forward = lambda x: reads.sequential_module(x) * float(reads.sequential_module[0].weight.detach().norm() > 0)
+    return {
+        "penalty": fit_one(Penalized()),
+        "clipped": fit_one(ClippedByHand()),
+        "1f1b": fit_one(reads, "1f1b"),
+        "gpipe": fit_one(reads),
+    }
+
+
 def shown(make: Make) -> dict[str, Any]:
     boards = [TensorBoardLogger(f"{len(os.listdir())}", "board", log_graph=graph) for graph in (False, True)]
     model = Keeping()
@@ -114,13 +195,13 @@ def shown(make: Make) -> dict[str, Any]:
     board = EventAccumulator(boards[0].log_dir, size_guidance={"histograms": 0})
     board.Reload()
     sums = {tag: board.Histograms(tag)[0].histogram_value.sum for tag in board.Tags()["histograms"]}
-    reference, norms, errors = weakref.ref(model), model.norms, model.errors
+    reference = weakref.ref(model)
     del model
     gc.collect()
     model = Small()
     model.example_input_array = torch.zeros(4, WIDTH, dtype=torch.float64)
     graph = outcome(lambda: make(max_steps=1, logger=boards[1]).fit(model, batches()))
-    return {"collected": reference() is None, "norms": norms, "histograms": sums | errors, "graph": graph}
+    return {"collected": reference() is None, "histograms": sums, "graph": graph}
 
 
 def all_shown() -> list[dict[str, Any]]:
@@ -128,7 +209,7 @@ def all_shown() -> list[dict[str, Any]]:
 
 
 def everything() -> list[Any]:
-    return [all_read(), all_shown()]
+    return [all_read(), all_shown(), everywhere(watched, stages=[2]), all_refused()]
 
 
 @pytest.fixture(scope="module")
@@ -137,23 +218,32 @@ def found() -> Any:
 
 
 @pytest.mark.slow
-def test_hooks_that_read_parameters(found: Any) -> None:
-    """Names, shapes and ``state_dict`` are whole at any time; a value that is elsewhere is an error, not a number."""
+def test_hooks_that_read_parameters_and_gradients(found: Any) -> None:
+    """At any time, in mid-fit too, and whatever they make of them: norms, copies, files, averages."""
     single, pipeline = found[0]
-    alike(pipeline["public"], single["public"])
-    assert not single["errors"]
-    on_worker = {f"start sequential_module.{name} {way}" for name in WORKER_PARAMETERS for way in READS}
-    assert set(pipeline["errors"]) == on_worker
-    assert all(re.search("meta|another stage", message) for message in pipeline["errors"].values())
-    expected = {key: value for key, value in single["values"].items() if key not in on_worker}
-    alike(pipeline["values"], expected)
+    assert sum("after backward" in key for key in single["values"]) > 100
+    assert single["values"]["norms 0"]["grad_2.0_norm_total"] > 0
+    for what in ("public", "values", "metrics"):
+        alike(pipeline[what], single[what])
 
 
 @pytest.mark.slow
-def test_grad_norm_leaves_no_stage_out_silently(found: Any) -> None:
-    single, pipeline = found[1]
-    assert single["norms"]["grad_2.0_norm_total"] > 0
-    assert re.search(r"gradient of parameter 0.weight \[6, 6\] is on another stage", pipeline["norms"])
+def test_parameters_watched_by_weights_and_biases(found: Any) -> None:
+    single, pipeline = found[2]
+    assert len(single["parameters"]) == 2 * 8 and single["hook"] is None
+    alike(pipeline["parameters"], single["parameters"])
+    assert re.search(r"`register_hook` on parameter 0.weight .* stage 0 .*on_before_optimizer_step", pipeline["hook"])
+
+
+@pytest.mark.slow
+def test_what_would_leave_stages_out_is_refused(found: Any) -> None:
+    refused = found[3]
+    assert re.search(
+        r"values of parameter 0.weight \[6, 6\], which lives on stage 0 .*weight_decay", refused["penalty"]
+    )
+    assert re.search(r"`mul_` on the gradient of parameter .*strategy.clip_grad_norm_\(", refused["clipped"])
+    assert re.search(r"values of stage 0 .* cannot be read while .*'1f1b'.*on_train_batch_end", refused["1f1b"])
+    assert refused["gpipe"] is None
 
 
 @pytest.mark.slow
@@ -163,15 +253,10 @@ def test_a_model_that_keeps_a_graph_is_collected(found: Any) -> None:
 
 
 @pytest.mark.slow
-def test_histograms_show_no_random_numbers(found: Any) -> None:
-    """They are what ``SummaryWriter`` would draw for a tensor without values."""
+def test_histograms_of_parameters_and_gradients(found: Any) -> None:
     single, pipeline = (each["histograms"] for each in found[1])
-    assert len(single) == 8
-    for name, value in single.items():
-        if (short := name.removeprefix("sequential_module.")) in WORKER_PARAMETERS:
-            assert f"`SummaryWriter` on parameter {short} " in pipeline[name]
-        else:
-            assert pipeline[name] == pytest.approx(value, rel=1e-6)
+    assert len(single) == 3 * 8
+    assert pipeline == pytest.approx(single, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -189,7 +189,8 @@ def test_to_meta_and_back() -> None:
     assert all(type(p) is RemoteParameter for p in layers.parameters())
     assert all(type(b) is RemoteBuffer for b in layers.buffers())
     assert layers[0].weight.decays is False  # as optimizers with groups by such marks want it
-    assert {name: t.shape for name, t in tensors_of(layers).items()} == {name: t.shape for name, t in before.items()}
+    named = [*layers.named_parameters(), *layers.named_buffers(remove_duplicate=False)]
+    assert {name: t.shape for name, t in named} == {name: t.shape for name, t in before.items()}
     assert list(layers.state_dict()) == names
 
     move_from_meta(layers, layers, [optimizer], {name: tensor + 1 for name, tensor in before.items()})

@@ -139,8 +139,9 @@ class Pipeline:
         self._stage = ports.stage(self.stages[-1], first_layer, self._devices[-1], deferred_batch_norm=deferred)
         named, last = dict(self.module.named_parameters(remove_duplicate=False)), len(self.stages) - 1
         own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
-        for layers in self.stages[:-1]:
-            move_to_meta(layers, self._model or self.module, self.optimizers.optimizers, keep=own)
+        for layers, remote in zip(self.stages, self.remotes, strict=False):
+            whole, optimizers = self._model or self.module, self.optimizers.optimizers
+            move_to_meta(layers, whole, optimizers, keep=own, stage=remote, device=self.device)
         self.optimizers.drop_shipped_states()
         passes = self._passes = vars(self.module)["forward"] = Passes(
             self.module,
@@ -249,6 +250,8 @@ class Pipeline:
         if self._workers is not None:
             self._workers.stop(grace_seconds=_END_SECONDS if self.remotes else 0.0)
             self._workers = None
+        for remote in self.remotes:
+            remote.has_closed = True
         self.remotes.clear()
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)

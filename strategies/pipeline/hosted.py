@@ -181,6 +181,20 @@ class HostedStage(HostedOptimizers):
         """The gradient of each parameter, by its name in the whole module."""
         return {name: None if p.grad is None else p.grad.cpu() for name, p in self._layers.named_parameters()}
 
+    def value(self, name: str) -> tuple[Tensor | None, bool]:
+        """The values of a parameter or buffer, and whether it is a buffer with a place in autograd's graph."""
+        path, _, own = name.rpartition(".")
+        module = self._layers.get_submodule(path)
+        if (parameter := module._parameters.get(own)) is not None:
+            return parameter.detach().cpu(), False
+        buffer = module._buffers.get(own)
+        return (None, False) if buffer is None else (buffer.detach().cpu(), buffer.requires_grad)
+
+    def gradient(self, name: str) -> Tensor | None:
+        """The gradient of a parameter."""
+        grad = self._layers.get_parameter(name).grad
+        return None if grad is None else grad.cpu()
+
     def module_state(self) -> dict[str, Any]:
         """The ``state_dict`` of the layers, on the CPU."""
         return dict(on_cpu(self._layers.state_dict()))

@@ -21,7 +21,7 @@ from strategies.pipeline.mirror import Mirror
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.ports import Ports
 from strategies.pipeline.recompute import num_recomputed
-from strategies.pipeline.remote import Failures, RemoteStage
+from strategies.pipeline.remote import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.run import Run
 from strategies.pipeline.schedule import SCHEDULES, Action
 from strategies.pipeline.settings import Settings
@@ -29,7 +29,7 @@ from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.suspended import Steps
 
 
-class Passes:
+class Passes(NotCopied):
     """Leads the stages through passes.
 
     Args:
@@ -208,7 +208,7 @@ class Passes:
         """Raises the cause of a failure instead of its consequences, and lets no neighbour wait for this process."""
         if self._failures.any:
             self._failures.raise_cause()
-        with self._failures.explained():
+        with self._failures.explained(), in_pass(self.remotes):
             try:
                 yield
             except BaseException:  # Ctrl-C too must leave no stage waiting

@@ -32,7 +32,7 @@ from strategies.pipeline.mirror import Mirror
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.one_graph import ForwardPass, call_layer, clock_cycles
 from strategies.pipeline.placement import move_to_meta, pickled
-from strategies.pipeline.remote import Failures, RemoteStage
+from strategies.pipeline.remote import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.run import Run
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.skip import Key, skips_of
@@ -44,7 +44,7 @@ from strategies.pipeline.with_device import Partition
 from strategies.pipeline.worker import Host
 
 
-class Placed:
+class Placed(NotCopied):
     """Leads the partitions.
 
     Args:
@@ -88,7 +88,7 @@ class Placed:
         for remote in self.remotes.values():
             remote.call("num_kept")  # raises what went wrong in unpacking
         for i in self.remotes:
-            move_to_meta(partitions[i].layers, module, [])
+            move_to_meta(partitions[i].layers, module, [], stage=self.remotes[i])
         self.followed = Followed([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
         self._mirrors = {i: Mirror(partitions[i].layers, self._descriptions[i]) for i in self.remotes}
         self.state = StateOfStages(
@@ -193,7 +193,8 @@ class Placed:
         try:
             if failures.any:  # such as in the last step of an optimizer
                 failures.raise_cause()
-            yield
+            with in_pass(self.remotes.values()):
+                yield
         except BaseException as error:
             failures.add(error, consequence=is_consequence(error))
             self._failures = self._no_failures()  # the next pass starts with none

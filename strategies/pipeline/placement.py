@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.pipeline.remote_tensor import remote_buffer, remote_parameter
+from strategies.pipeline.remote_tensor import Source, StageReader, remote_buffer, remote_parameter
 
 
 def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
@@ -164,7 +164,13 @@ def tensors_here(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[lis
 
 
 def move_to_meta(
-    layers: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer], keep: Collection[Tensor] = ()
+    layers: nn.Module,
+    whole: nn.Module,
+    optimizers: Sequence[Optimizer],
+    keep: Collection[Tensor] = (),
+    *,
+    stage: StageReader | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Replaces the tensors of ``layers`` by stand-ins without values, but for the parameters in ``keep``.
 
@@ -173,13 +179,19 @@ def move_to_meta(
         whole: The module that they are part of; another part may share a parameter with them.
         optimizers: Optimizers that may hold the parameters.
         keep: Parameters that have their values here; compared by identity.
+        stage: Where the stand-ins fetch values when they are read; without one that is an error.
+        device: Where values are put when they have been fetched.
     """
+
+    def source(name: str) -> Source | None:
+        return None if stage is None else Source(stage, name, device or torch.device("cpu"))
+
     kept = {id(parameter) for parameter in keep}
     for name, parameter in list(layers.named_parameters()):
         if id(parameter) not in kept and not parameter.is_meta:
-            _replace(whole, optimizers, parameter, remote_parameter(name, parameter))
+            _replace(whole, optimizers, parameter, remote_parameter(name, parameter, source(name)))
     named = dict(layers.named_buffers(remove_duplicate=False))
-    replace_buffers(layers, {name: remote_buffer(name, buffer) for name, buffer in named.items()})
+    replace_buffers(layers, {name: remote_buffer(name, buffer, source(name)) for name, buffer in named.items()})
 
 
 def move_from_meta(
@@ -195,7 +207,7 @@ def move_from_meta(
 
 def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
     """Makes ``old`` become ``new``, or puts ``new`` into its places if that cannot be."""
-    attributes = {name: value for name, value in vars(old).items() if name != "relay_name"}
+    attributes = {name: value for name, value in vars(old).items() if not name.startswith("relay_")}
     try:
         torch.utils.swap_tensors(old, new)
         vars(old).update(attributes)

@@ -3,7 +3,7 @@
 import pickle
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -16,6 +16,16 @@ from strategies.pipeline.worker import Command, Failure, perform, progress
 
 _DIAGNOSIS_SECONDS = 2.0
 """How long to look for the cause of a failure that is only the consequence of another one."""
+
+
+_CHANGE_NO_VALUES = frozenset(
+    [
+        *("value", "gradient", "grads", "tensors", "attributes", "extra_state", "shelve", "num_kept", "discard"),
+        *("module_state", "module_layout", "optimizer_states", "whole_optimizer_states", "optimizer_layouts"),
+        *("set_attributes", "set_requires_grad"),
+    ]
+)
+"""Commands after which parameters, buffers and gradients are what they were before."""
 
 
 class RemoteTraceback(Exception):
@@ -95,7 +105,17 @@ class Patience:
         self._executor.shutdown(wait=False)
 
 
-class RemoteStage:
+class NotCopied:
+    """What holds connections to other processes, which a copy of the module that holds it could not share."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise RuntimeError(
+            "a module whose layers live in several processes cannot be copied or pickled as long as they do. Copy or "
+            "save its state_dict(), which has the values of all of them, or copy a module that lives in one process."
+        )
+
+
+class RemoteStage(NotCopied):
     """Sends commands to one stage. Each call is one RPC, whatever the number of commands it carries.
 
     A call has no time limit: how long a stage computes is the model's affair. A stage that hangs is found by
@@ -129,6 +149,12 @@ class RemoteStage:
         self._number = 0
         self._lost: Future[None] = Future()
         self._later: deque[Command] = deque()  # the garbage collector may append from any thread
+        self.version = 0
+        """Another number whenever the stage may have changed a parameter, a buffer or a gradient."""
+        self.in_pass = False
+        """Whether the driver leads micro-batches through the stages, which may wait for it."""
+        self.has_closed = False
+        """Whether the pipeline has ended."""
 
     @property
     def has_ended(self) -> bool:
@@ -153,6 +179,7 @@ class RemoteStage:
 
     def later(self, command: str, *arguments: Any) -> None:
         """Runs a command just before that of the next call."""
+        self._note(command)
         self._later.append((command, arguments))
 
     def start(self, command: str, *arguments: Any) -> "Future[Any]":
@@ -160,6 +187,7 @@ class RemoteStage:
 
         Failures are noted as soon as they are known; see :meth:`result`.
         """
+        self._note(command)
         done: Future[Any] = Future()
         commands = [self._later.popleft() for _ in range(len(self._later))]
         commands.append((command, arguments))
@@ -198,6 +226,25 @@ class RemoteStage:
         """Runs a command and waits for its result; see :meth:`result`."""
         return self.result(self.start(command, *arguments))
 
+    def read(self, command: str, *arguments: Any) -> Any:
+        """Runs a command that only reads, for user code, which may ask at any time.
+
+        Raises:
+            RuntimeError: If the stage cannot answer now.
+        """
+        if self.has_closed:
+            raise RuntimeError(
+                f"the pipeline has ended, and {self.description} with it: read parameters, buffers and gradients from "
+                "the model, not from what was taken of it while the pipeline ran"
+            )
+        if self.in_pass:
+            raise RuntimeError(
+                f"values of {self.description} cannot be read while micro-batches go through the pipeline (under "
+                "schedule='1f1b' that is all of training_step): read them before or after that, for example in "
+                "on_train_batch_start, on_before_optimizer_step or on_train_batch_end"
+            )
+        return self.call(command, *arguments)
+
     def rescue(self, command: str, *arguments: Any) -> Any:
         """Like :meth:`call`, but goes on if another stage has failed.
 
@@ -205,6 +252,9 @@ class RemoteStage:
             WorkerLost: If this one has been given up.
         """
         return self._rescued(self.start(command, *arguments))
+
+    def _note(self, command: str) -> None:
+        self.version += command not in _CHANGE_NO_VALUES
 
     def _rescued(self, started: "Future[Any]") -> Any:
         wait([started, self._lost], return_when=FIRST_COMPLETED)
@@ -229,6 +279,19 @@ class RemoteStage:
             done.set_exception(failed)
         else:
             done.set_result(value)
+
+
+@contextmanager
+def in_pass(remotes: Iterable[RemoteStage]) -> Iterator[None]:
+    """Within this, micro-batches go through the stages."""
+    outermost = [remote for remote in remotes if not remote.in_pass]
+    for remote in outermost:
+        remote.in_pass = True
+    try:
+        yield
+    finally:
+        for remote in outermost:
+            remote.in_pass = False
 
 
 def rebuilt(failure: Failure) -> BaseException:

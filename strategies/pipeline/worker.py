@@ -33,6 +33,8 @@ Command = tuple[str, tuple[Any, ...]]
 
 
 _WORDS = {
+    "value": "handing over a value",
+    "gradient": "handing over a gradient",
     "module_state": "save, handing over weights",
     "module_layout": "save",
     "optimizer_states": "save, handing over optimizer states",
