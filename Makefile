@@ -5,20 +5,24 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test check bench clean
+.PHONY: help demo test nightly check bench clean
 
 help:
-	@echo "make demo   train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
-	@echo "make test   run the tests, but for the slow ones"
-	@echo "make check  lint, format and types"
-	@echo "make bench  run the benchmarks (about 20 minutes) and write benchmarks/results.md"
-	@echo "make clean  remove .venv"
+	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
+	@echo "make test     run the tests, but for the slow and the nightly ones"
+	@echo "make nightly  run the tests that neither make test nor .ci/run has time for"
+	@echo "make check    lint, format and types"
+	@echo "make bench    run the benchmarks (about 20 minutes) and write benchmarks/results.md"
+	@echo "make clean    remove .venv"
 
 demo: $(INSTALLED)
 	python -m trainer fit --config configs/pipeline.yaml
 
 test: $(INSTALLED)
-	python -m pytest -m "not slow"
+	python -m pytest -m "not slow and not nightly"
+
+nightly: $(INSTALLED)
+	python -m pytest -m nightly
 
 check: $(INSTALLED)
 	ruff check .

@@ -1,6 +1,6 @@
 """The one way to run a test that starts processes: in a child of its own, with a time-out, and nothing left behind.
 
-pytest ── run(fn, *args) ──▶ child: python harness_child.py SCRATCH   (own session, TMPDIR, working directory)
+pytest ── run(fn, *args) ──▶ child: harness_child.main(SCRATCH)   (own session, TMPDIR, working directory)
                                1. imports the test module and calls fn(*args)
                                2. looks for what fn left, waiting for what is just ending
                                3. writes the result, or the traceback, to SCRATCH/io
@@ -17,7 +17,9 @@ def test_parity():
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -31,10 +33,17 @@ from typing import Any
 
 import cloudpickle
 import procfs
+from fork_server import Forked, ForkServer, read_at_import
 from harness_child import Order, Report, settled
 
 LEAKS = ("process", "thread", "port", "tmp", "shm", "env", "process_group", "rpc")
 OUTPUT_LINES = 200
+_CONSTANT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",  # every Python process of the tree shows its stacks when it is sent SIGABRT
+    "PYTHONUNBUFFERED": "1",
+}
+"""The environment of every child, unless a test says otherwise."""
 
 
 def run(
@@ -44,8 +53,11 @@ def run(
     env: Mapping[str, str | None] | None = None,
     allow: Collection[str] = (),
     settle_seconds: float = 10,
+    new_interpreter: bool = False,
 ) -> Any:
-    """Runs ``fn(*args)`` in a fresh Python process and returns its result.
+    """Runs ``fn(*args)`` in a process of its own and returns its result.
+
+    The process is a fork of one that has imported torch and Lightning, and nothing else of consequence.
 
     Args:
         fn: a top-level function of a test module, or any function that cloudpickle can send.
@@ -54,6 +66,7 @@ def run(
         env: environment variables for the child; ``None`` removes one. ``OMP_NUM_THREADS`` is 1 unless given here.
         allow: kinds of leaks (see ``LEAKS``) that ``fn`` may leave behind; for what Lightning itself leaves.
         settle_seconds: how long processes, threads and ports may take to end after ``fn`` has returned.
+        new_interpreter: start Python anew instead, for what depends on which modules have been imported.
 
     Raises:
         AssertionError: ``fn`` raised, died, ran out of time, or left something behind.
@@ -75,7 +88,7 @@ def run(
         )
         (scratch / "io/order").write_bytes(pickle.dumps(order))
         segments_before = procfs.shm_segments()
-        child = _start(scratch, env or {})
+        child = _start(scratch, env or {}, new_interpreter)
         try:
             report = _await_report(child, scratch, timeout_seconds)
             leaks = [*report.leaks, *_leaks_outside(child.pid, scratch, order, segments_before)]
@@ -88,19 +101,20 @@ def run(
         return pickle.loads(report.result)
 
 
-def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[bytes]:
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", **env}
-    variables |= {
+def _start(scratch: Path, env: Mapping[str, str | None], new_interpreter: bool) -> subprocess.Popen[bytes] | Forked:
+    changed = {**os.environ, **_CONSTANT, **env}
+    changed |= {
         "TMPDIR": str(scratch / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "io/inductor"),  # torch would choose one in TMPDIR and keep it
-        "PYTHONFAULTHANDLER": "1",  # every Python process of the tree shows its stacks when it is sent SIGABRT
-        "PYTHONUNBUFFERED": "1",
     }
+    variables = {name: value for name, value in changed.items() if value is not None}
+    if not new_interpreter and (server := _fork_server()).read_at_import == read_at_import(variables):
+        return server.fork(scratch, variables)
     with open(scratch / "io/output", "ab") as output:
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("harness_child.py")), str(scratch)],
             cwd=scratch / "cwd",
-            env={name: value for name, value in variables.items() if value is not None},
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -108,7 +122,14 @@ def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[byt
         )
 
 
-def _await_report(child: subprocess.Popen[bytes], scratch: Path, timeout_seconds: float) -> Report:
+@functools.cache
+def _fork_server() -> ForkServer:
+    server = ForkServer({**os.environ, **_CONSTANT})
+    atexit.register(server.end)
+    return server
+
+
+def _await_report(child: subprocess.Popen[bytes] | Forked, scratch: Path, timeout_seconds: float) -> Report:
     try:
         code = child.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
@@ -143,7 +164,7 @@ def _last_output(scratch: Path) -> str:
     return "\n".join(["--- last output of the child", *(lines or ["(none)"])])
 
 
-def _show_stacks(child: subprocess.Popen[bytes], scratch: Path) -> None:
+def _show_stacks(child: subprocess.Popen[bytes] | Forked, scratch: Path) -> None:
     """Appends where each thread of each process stands to the output; frozen first, so that it is one picture."""
     pids = procfs.family(child.pid, scratch)
     for pid in pids:
@@ -158,7 +179,7 @@ def _show_stacks(child: subprocess.Popen[bytes], scratch: Path) -> None:
             time.sleep(0.02)
 
 
-def _kill(child: subprocess.Popen[bytes], scratch: Path) -> None:
+def _kill(child: subprocess.Popen[bytes] | Forked, scratch: Path) -> None:
     """Kills the child and whatever it started, until nothing is left."""
     deadline = time.monotonic() + 10
     while (pids := procfs.family(child.pid, scratch)) and time.monotonic() < deadline:
