@@ -126,7 +126,7 @@ def test_from_one_stage_to_two() -> None:
     alike(last, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_two_three_one() -> None:
     *_, last, whole = run(over_stages, (1, 2, 3, 1))
     alike(last, whole)

@@ -205,7 +205,7 @@ def at_every_phase() -> dict[str, float]:
     return {phase: loss - expected for phase, loss in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(250)
 def test_a_worker_dies_or_hangs_at_any_phase() -> None:
     found = run(at_every_phase, timeout_seconds=240)

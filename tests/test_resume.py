@@ -61,7 +61,9 @@ EVERYWHERE = [
 @pytest.mark.parametrize(
     "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
 )
-@pytest.mark.parametrize("name", ["shuffled", "stream", "stream with state"])
+@pytest.mark.parametrize(
+    "name", ["shuffled", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("stream", "stream with state"))]
+)
 def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     assert_resumable(tmp_path, LOADERS[name], EVERYWHERE, **arguments)
 
@@ -91,8 +93,13 @@ def test_what_was_left_of_a_step_or_an_epoch_is_done(
     [
         shuffled(22, num_workers=2),
         shuffled(22, num_workers=3, persistent_workers=True),
-        lambda: DataLoader(Rows(22), batch_sampler=DrawsBatches(22), num_workers=2, persistent_workers=True),
-        lambda: DataLoader(Stream(22), batch_size=4, num_workers=2),
+        *(
+            pytest.param(loaders, marks=pytest.mark.nightly)
+            for loaders in (
+                lambda: DataLoader(Rows(22), batch_sampler=DrawsBatches(22), num_workers=2, persistent_workers=True),
+                lambda: DataLoader(Stream(22), batch_size=4, num_workers=2),
+            )
+        ),
     ],
 )
 def test_with_workers_whose_random_numbers_go_on(loaders: Callable[[], Any], tmp_path: Path) -> None:

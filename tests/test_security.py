@@ -86,7 +86,13 @@ def test_two_runs_of_ddp_at_once_on_the_loopback_interface() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "umask"), [("pipeline", 0o077), ("replicas", 0o027), ("zero", 0o077), ("own launcher", 0o027)]
+    ("name", "umask"),
+    [
+        ("pipeline", 0o077),
+        pytest.param("replicas", 0o027, marks=pytest.mark.nightly),
+        ("zero", 0o077),
+        ("own launcher", 0o027),
+    ],
 )
 def test_nothing_is_open_beyond_the_loopback_interface(name: str, umask: int) -> None:
     (seen,) = run(train, [name], umask, timeout_seconds=110)

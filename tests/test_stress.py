@@ -106,7 +106,7 @@ def many_cases() -> dict[str, Any]:
     return {"cases": cases, "passes": passes, "worst": worst}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(260)
 def test_random_pipelines() -> None:
     seen = run(many_cases, timeout_seconds=240)

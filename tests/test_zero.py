@@ -102,7 +102,7 @@ def test_two_ranks_train_as_ddp_does(some: dict[str, Any], name: str) -> None:
     check_case(name, some[name], 2)
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])
 def everything(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
     return request.param, run(launch, request.param, "all", 580.0, timeout_seconds=600)
 
