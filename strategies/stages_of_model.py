@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from strategies.names import did_you_mean
 from strategies.pipeline.balance import balance_by_size, balance_by_time, partition_costs
+from strategies.pipeline.calling import call_with_one
 from strategies.pipeline.launch import share_of_threads
 from strategies.pipeline.placement import check_balance
 from strategies.pipeline.probe import input_of
@@ -130,7 +131,7 @@ def find_balance(
     sample = input_of(module, model, convert(model.example_input_array))
     measure: Any = balance_by_time if mode == "balance_by_time" else partial(balance_by_size, chunks=microbatches)
     with as_misconfiguration(), _threads(share_of_threads(num_stages)), _gradients_set_aside(module):
-        return measure(num_stages, module, sample, device=device)
+        return measure(num_stages, module, sample, device=device, call=call_with_one)
 
 
 def _are_alike(layers: nn.Sequential) -> bool:

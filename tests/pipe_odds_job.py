@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.utils._pytree import tree_leaves
 
-from strategies.pipeline import NoChunk, Pipe, WithDevice
+from strategies.pipeline import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
 
@@ -129,6 +129,67 @@ class LooksUp(nn.Module):
         return x, {"sum": x + self.table(places)}
 
 
+class Forks(nn.Module):
+    """Returns a list of two, which the next layer takes as two arguments."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x, x * 2]
+
+
+class Swaps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, a: Tensor, b: Tensor) -> list[Tensor]:
+        return [self.linear(b), a]
+
+
+class Adds(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+
+class CountsPhases(nn.Module):
+    """Counts how often it is run for the first time of two, and for the second time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("counts", torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts += torch.tensor([is_checkpointing(), is_recomputing()])
+        return x
+
+
+def partitions() -> dict[str, Any]:
+    """Hooks on partitions here and elsewhere, names of the original, and what layers elsewhere know of recomputing."""
+    found: dict[str, Any] = {}
+    net = nn.Sequential(nn.Linear(2, 2), CountsPhases(), nn.Linear(2, 1))
+    state = {name: torch.rand_like(value) for name, value in net.state_dict().items()}
+    pipe = Pipe(placed(net, None, "w1", "w2"), chunks=3)
+    pipe.load_state_dict(
+        {
+            "partitions.0.0.weight": state["0.weight"],
+            "partitions.0.0.bias": state["0.bias"],
+            "partitions.0.1.counts": torch.zeros(2),
+            "partitions.1.0.weight": state["2.weight"],
+            "partitions.1.0.bias": state["2.bias"],
+        }
+    )
+    found["loaded"] = [
+        bool(torch.equal(pipe.state_dict()[f"2.{name}"], state[f"2.{name}"])) for name in ("weight", "bias")
+    ]
+    shapes: list[Any] = []
+    pipe.partitions[0].register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape)))
+    pipe(torch.rand(3, 2)).local_value().sum().backward()
+    found["shapes"] = shapes
+    found["phases"] = pipe.state_dict()["1.counts"].tolist()
+    pipe.partitions[1].register_forward_hook(lambda module, args, output: None)
+    found["hook elsewhere"] = raised(lambda: pipe(torch.rand(3, 2)))
+    return found
+
+
 def mixed() -> dict[str, bool]:
     """Whether values of all kinds are the same over processes as in one: outputs, and gradients of inputs."""
     a, b, whole = (torch.rand(7, 3, requires_grad=True) for _ in range(3))
@@ -140,6 +201,7 @@ def mixed() -> dict[str, bool]:
         "in place, here": (nn.Sequential(Doubles(), nn.Linear(3, 3)), (None, "w1"), (torch.rand(7, 3),)),
         "integers": (nn.Sequential(nn.Linear(3, 5), Chooses(), LooksUp()), ("w1", "w2", "w1"), (a,)),
         "only integers": (nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 2)), ("w1", "w2"), (torch.arange(7),)),
+        "lists": (nn.Sequential(Forks(), nn.Sequential(Swaps(), Swaps()), Adds()), ("w1", "w2", None), (a,)),
         "frozen": (nn.Sequential(nn.Linear(3, 5).requires_grad_(False), nn.ReLU()), ("w1", "w2"), (torch.rand(7, 3),)),
         "autocast": (linear.float(), ("w1", None), (torch.rand(7, 3, dtype=torch.float32),)),
     }

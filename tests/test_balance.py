@@ -8,9 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from skip_nets import u_net
 from torch import nn
 
+from strategies.pipeline import NoChunk
 from strategies.pipeline.balance import balance_by_size, balance_by_time, partition_costs
+from strategies.pipeline.calling import call_with_one
 
 
 def every_balance(num_layers, partitions):
@@ -117,6 +120,39 @@ def test_param_scale_decides():
     assert balance_by_size(2, module, torch.rand(7, 1), param_scale=100) == [4, 2]
     module = nn.Sequential(*(nn.Linear(i + 2, i + 1) for i in reversed(range(6))))
     assert balance_by_size(2, module, torch.rand(1, 7), param_scale=100) == [2, 4]
+
+
+class Twice(nn.Module):
+    def forward(self, value):
+        return value, value.detach()
+
+
+class Adds(nn.Module):
+    def forward(self, a, b, whole=None):
+        return a.repeat(2, 1)[: len(b)] + b if whole is None else a + b * whole.sum()
+
+
+class AddsPair(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]
+
+
+@pytest.mark.parametrize("balance", [balance_by_size, balance_by_time])
+def test_measures_what_pipe_accepts(balance):
+    x, whole = torch.rand(6, 3, requires_grad=True), torch.rand(1, 5)
+    cases = [
+        (nn.Sequential(Twice(), Adds()), x),
+        (nn.Sequential(Twice(), AddsPair()), x),
+        (nn.Sequential(nn.Sequential(Twice(), Adds()), nn.Linear(3, 3)), x),
+        (nn.Sequential(Adds(), nn.Linear(3, 3)), (x, x, NoChunk(whole))),
+        (nn.Sequential(Adds(), nn.Linear(3, 3)), (x[:3], x)),
+        (u_net(), torch.rand(6, 2, 8)),
+    ]
+    for module, sample in cases:
+        settings = {"chunks": 3} if balance is balance_by_size else {"timeout": 0.01}
+        assert sum(balance(2, module, sample, **settings)) == len(module)
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):  # as nn.Sequential would call it
+        balance(2, cases[0][0], x, call=call_with_one)
 
 
 @pytest.mark.parametrize("balance", [balance_by_size, balance_by_time])

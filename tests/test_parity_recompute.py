@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strategies import RPCSequentialStrategy
+from strategies.pipeline import is_checkpointing, is_recomputing
 
 MICROBATCHES = 3
 SIZES, VALIDATION = (8, 7, 2), (9, 1)
@@ -25,10 +26,12 @@ class Notes(nn.Linear):
 
     def __init__(self, width_in: int, width_out: int) -> None:
         super().__init__(width_in, width_out)
-        self.runs = {"training": 0, "evaluation": 0}
+        self.runs = {"training": 0, "evaluation": 0, "checkpointing": 0, "recomputing": 0}
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs["training" if self.training else "evaluation"] += 1
+        self.runs["checkpointing"] += is_checkpointing()
+        self.runs["recomputing"] += is_recomputing()
         return super().forward(x)
 
     def get_extra_state(self) -> dict[str, int]:
@@ -93,13 +96,15 @@ def runs() -> dict[str, list[list[dict[str, int]]]]:
 def test_number_of_forward_passes(runs: dict[str, list[list[dict[str, int]]]], mode: str) -> None:
     """In two epochs a layer runs once a micro-batch, and once more if that is recomputed; in evaluation just once.
 
-    A layer within one that recomputes itself runs once more, as it does in one process.
+    A layer within one that recomputes itself runs once more, as it does in one process. ``is_checkpointing()`` holds in
+    the first run of a micro-batch that is recomputed, ``is_recomputing()`` in the second one.
     """
     single, *pipelines = runs[mode]
     microbatches, recomputed, evaluated = 2 * (3 + 3 + 2), 2 * RECOMPUTED[mode], 2 * (3 + 1)
-    once = {"training": 2 * 3, "evaluation": 2 * 2}
+    once = {"training": 2 * 3, "evaluation": 2 * 2, "checkpointing": 0, "recomputing": 0}
     assert single == [once] * 3 + [{**once, "training": 2 * 2 * 3}] * 2
     once = {"training": microbatches + recomputed, "evaluation": evaluated}
+    once |= {"checkpointing": recomputed, "recomputing": recomputed}
     assert pipelines == [[once] * 3 + [{**once, "training": microbatches + recomputed + microbatches}] * 2] * 2
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
 
-from strategies.pipeline import NoChunk, Pipe, WithDevice
+from strategies.pipeline import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -209,7 +209,7 @@ def test_what_it_refuses():
             Pipe(model)(*inputs)
     with pytest.raises(TypeError, match="NoChunk is for tensors"):
         NoChunk(3)
-    with pytest.raises(ValueError, match="3, 4 rows, which give different numbers of micro-batches"):
+    with pytest.raises(RuntimeError, match=r"Found different number of chunks.*3, 4 rows give \[3, 4\] micro-batches"):
         Pipe(nn.Sequential(Mixed()), chunks=5)(torch.rand(3, 1), 1.0, None, torch.rand(4, 1))
     with pytest.raises(ValueError, match="input 0 of Pipe has no dimension"):
         Pipe(nn.Sequential(nn.Identity()), chunks=2)(torch.tensor(1.0))
@@ -258,6 +258,185 @@ def test_is_like_the_sequential():
         twin(torch.rand(1, 1))
     empty = Pipe(nn.Sequential())
     assert empty(torch.tensor(42)).local_value() == 42
+
+
+class AddsPair(nn.Module):
+    """Takes a pair as one argument, as torchgpipe's layers do."""
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] + pair[1]
+
+
+class Mean(nn.Module):
+    """Takes a list, of any length."""
+
+    def forward(self, values: list[Tensor]) -> Tensor:
+        return torch.stack(values).mean(0)
+
+
+class Swaps(nn.Module):
+    def __init__(self, kind: type, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, layer or nn.Tanh()
+
+    def forward(self, a: Tensor, b: Tensor) -> Any:
+        return self.kind((self.layer(b), a))
+
+
+class Forks(nn.Module):
+    """Returns two tensors."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind, self.layer = kind, nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.kind((self.layer(x), x * 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_a_layer_returns_is_what_the_next_one_takes(mode):
+    x = torch.rand(5, 3)
+    for kind, last in ((tuple, Adds()), (tuple, AddsPair()), (list, Adds()), (list, Mean())):
+        inner = nn.Sequential(Swaps(kind, nn.Linear(3, 3)), Swaps(kind))
+        net = nn.Sequential(Forks(kind), inner, last, nn.Linear(3, 1))
+        pipe = Pipe(copy.deepcopy(net), chunks=2, checkpoint=mode)
+        called = []
+        pipe[1].register_forward_hook(lambda module, args, output, called=called: called.append((module, len(args))))
+        pair = net[1][1](*net[1][0](*net[0](x)))
+        expected = net[3](net[2](*pair) if isinstance(last, Adds) else net[2](pair))
+        output = pipe(x).local_value()
+        assert called == [(pipe[1], 2)] * 2 and "forward" not in vars(pipe[1])  # hooks on it run
+        torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+        grads = torch.autograd.grad(output.square().sum(), list(pipe.parameters()))
+        torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), list(net.parameters())))
+        output = Pipe(nn.Sequential(net[0]), 2)(x).local_value()  # joined entry by entry
+        assert type(output) is kind and torch.equal(output[1], x * 2)
+
+
+class Adds(nn.Module):
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+
+class NotesPhase(nn.Module):
+    """Notes whether it is recomputed, or will be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[bool, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append((is_checkpointing(), is_recomputing()))
+        return x
+
+
+def test_a_layer_can_tell_that_it_is_recomputed():
+    forward, first, again = (False, False), (True, False), (False, True)
+    expected = {
+        "always": [first, first, again, again],
+        "except_last": [first, forward, again],
+        "never": [forward, forward],
+    }
+    for mode in MODES:
+        notes = NotesPhase()
+        pipe = Pipe(nn.Sequential(nn.Linear(1, 1), nn.Sequential(notes)), chunks=2, checkpoint=mode)
+        pipe(torch.rand(2, 1)).local_value().sum().backward()
+        assert notes.seen == expected[mode]
+        notes.seen.clear()
+        pipe.eval()(torch.rand(2, 1)).local_value().sum().backward()
+        notes(torch.rand(1))
+        assert notes.seen == [forward] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_on_partitions(mode):
+    """Each micro-batch goes through them: they see and may change what goes in and out, and its gradients."""
+    plain = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    pipe = copy.deepcopy(Pipe(copy.deepcopy(plain), chunks=2, checkpoint=mode))
+    assert isinstance(pipe.partitions, nn.ModuleList) and len(pipe.partitions) == 3
+    assert list(pipe.partitions[0]) == [pipe[0]]
+    assert list(pipe.state_dict()) == list(plain.state_dict())
+    seen: dict[str, list[Any]] = {"in": [], "out": [], "back": []}
+    for model, partition in ((pipe, pipe.partitions[1]), (plain, plain[1])):
+        notes = seen if model is pipe else {name: [] for name in seen}
+        partition.register_forward_pre_hook(lambda module, args, to=notes: to["in"].append((module, args[0].shape)))
+        partition.register_forward_hook(lambda module, args, output: output * 3)
+        partition.register_forward_hook(lambda module, args, output, to=notes: to["out"].append(output.requires_grad))
+        partition.register_full_backward_hook(lambda module, into, out, to=notes: to["back"].append(out[0].shape))
+    assert_same_training(pipe, plain, torch.rand(4, 3), steps=1)
+    runs = {"never": 2, "except_last": 3, "always": 4}[mode]
+    assert seen["in"] == [(pipe.partitions[1], (2, 4))] * runs
+    assert seen["out"] == [True] * runs
+    assert seen["back"] == [(2, 4)] * 2
+    pipe.eval()
+    assert not pipe.partitions[1].training
+    with torch.no_grad():
+        pipe(torch.rand(2, 3))
+    assert seen["out"][-1] is False
+
+
+def test_a_replaced_layer_of_a_partition_is_refused():
+    replacements = [
+        lambda pipe: pipe.partitions[0].__setitem__(0, nn.Linear(1, 1)),
+        lambda pipe: pipe.partitions.__setitem__(1, nn.Sequential(nn.Linear(1, 1))),
+        lambda pipe: pipe.partitions[1].append(nn.Linear(1, 1)),
+        lambda pipe: pipe.partitions.append(nn.Sequential()),
+        lambda pipe: setattr(pipe, "partitions", nn.ModuleList([*pipe.partitions])),
+    ]
+    for replace in replacements:
+        pipe = Pipe(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
+        pipe(torch.rand(1, 1))
+        replace(pipe)
+        with pytest.raises(RuntimeError, match="a layer of Pipe has been replaced"):
+            pipe(torch.rand(1, 1))
+
+
+def saved_by_the_original(net: nn.Sequential, ends: list[int], *, flat: bool) -> OrderedDict[str, Tensor]:
+    """The ``state_dict`` of torch's ``Pipe`` (``flat``: layers of an inner Sequential count), or of torchgpipe's.
+
+    Args:
+        net: The layers.
+        ends: Where partitions end.
+        flat: Which of the two.
+    """
+    state: OrderedDict[str, Tensor] = OrderedDict()
+    for partition, (start, end) in enumerate(zip([0, *ends], [*ends, len(net)], strict=True)):
+        children = list(net.named_children())[start:end]
+        if flat:
+            layers = [part for _, layer in children for part in (layer if type(layer) is nn.Sequential else [layer])]
+            children = [(str(place), layer) for place, layer in enumerate(layers)]
+        for name, layer in children:
+            state |= {f"partitions.{partition}.{name}.{key}": value for key, value in layer.state_dict().items()}
+    return state
+
+
+def test_loads_what_the_original_saved():
+    inner = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    layers = OrderedDict(a=nn.Linear(1, 2), b=nn.ReLU(), c=inner, norm=nn.BatchNorm1d(2), e=nn.Linear(2, 2))
+    for net in (nn.Sequential(layers), nn.Sequential(*layers.values())):
+        for ends in ([1, 2, 3, 4], [3], [1, 4], []):
+            for flat in (True, False):
+                saved = saved_by_the_original(net, ends, flat=flat)
+                ours = copy.deepcopy(net)
+                for tensor in ours.state_dict().values():
+                    tensor.zero_()
+                model = nn.ModuleDict({"pipe": Pipe(ours, chunks=2)})
+                loaded = OrderedDict(
+                    sorted((f"pipe.{key}", value) for key, value in saved.items())
+                )  # as safetensors do
+                assert not any(model.load_state_dict(loaded))
+                for name, value in net.state_dict().items():
+                    assert torch.equal(model["pipe"].state_dict()[name], value), (name, ends, flat)
+                net.load_state_dict(model["pipe"].state_dict())
+    deferred = saved_by_the_original(net, [2], flat=True)
+    norm = next(key for key in deferred if key.endswith("running_mean"))
+    deferred |= {norm.replace("running_mean", name): torch.ones(2) for name in ("sum", "sum_squares")}
+    Pipe(net).load_state_dict(deferred)
+    other = saved_by_the_original(nn.Sequential(*net, nn.Linear(2, 2)), [2], flat=True)
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match="the layers that were saved are not those of this Pipe"):
+            Pipe(net).load_state_dict(other, strict=strict)
 
 
 def test_stays_where_it_is():

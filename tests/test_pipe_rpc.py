@@ -102,7 +102,16 @@ def test_out_of_the_ordinary(found):
 @pytest.mark.slow
 def test_values_of_all_kinds(found):
     assert [name for name, same in found["mixed"].items() if not same] == []
-    assert len(found["mixed"]) == 8 * len(MODES)
+    assert len(found["mixed"]) == 9 * len(MODES)
+
+
+@pytest.mark.slow
+def test_partitions_here_and_elsewhere(found):
+    got = found["partitions"]
+    assert got["loaded"] == [True, True]
+    assert got["shapes"] == [(1, 2)] * (3 + 2)  # the last of three micro-batches is not recomputed
+    assert got["phases"] == [2, 2]
+    assert "has got another layer, parameter, buffer or hook" in got["hook elsewhere"]["message"]
 
 
 @pytest.mark.slow

@@ -80,6 +80,8 @@ def test_a_model_without_forward_or_that_never_calls_the_module() -> None:
         warnings.simplefilter("error")
         assert input_of(model.layers, model, example) is example
     assert model.training
+    assert input_of(model.layers, model, ((example, 1),)) == (example, 1)  # one argument
+    assert input_of(model.layers, model, (example, 1)) == (example, 1)
 
     unused = nn.Sequential(nn.Linear(2, 2))
     unused.add_module("other", nn.Identity())

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from strategies.pipeline.calling import CallLayer, call_layer
 from strategies.pipeline.profiling import layer_seconds, layer_sizes
 
 
@@ -31,6 +32,7 @@ def balance_by_time(
     *,
     timeout: float = 1.0,
     device: torch.device | str | None = None,
+    call: CallLayer = call_layer,
 ) -> list[int]:
     """Balances by the time of each layer's forward and backward pass.
 
@@ -38,10 +40,11 @@ def balance_by_time(
         partitions: the number of stages.
         module: the layers; its parameters, buffers, mode, device and the random state are left as they are.
         sample: what the first layer takes, ``[batch, ...]`` tensors in any nesting; best with as many rows as a
-            micro-batch will have.
+            micro-batch will have. Several inputs of a ``Pipe`` are a tuple, in which ``NoChunk`` may be.
         timeout: the seconds that the measurement of all layers may take together, beyond each layer's warm-up and
             first few passes.
         device: where to measure; each layer's own device by default.
+        call: how a layer is called with what the one before it returned; as :class:`Pipe` does by default.
 
     Returns:
         The number of layers of each stage, all at least 1.
@@ -53,7 +56,7 @@ def balance_by_time(
     _check(partitions, module)
     if timeout <= 0:
         raise ValueError(f"timeout must be positive, got {timeout}")
-    seconds = layer_seconds(module, sample, timeout_seconds=timeout, device=device)
+    seconds = layer_seconds(module, sample, timeout_seconds=timeout, device=device, call=call)
     return partition_costs(seconds, partitions)
 
 
@@ -65,17 +68,20 @@ def balance_by_size(
     chunks: int = 1,
     param_scale: float = 2.0,
     device: torch.device | str | None = None,
+    call: CallLayer = call_layer,
 ) -> list[int]:
     """Balances by the memory of each layer's parameters and activations in training.
 
     Args:
         partitions: the number of stages.
         module: the layers; its parameters, buffers, mode, device and the random state are left as they are.
-        sample: a mini-batch as the first layer takes it, ``[batch, ...]`` tensors in any nesting.
+        sample: a mini-batch as the first layer takes it, ``[batch, ...]`` tensors in any nesting. Several inputs of a
+            ``Pipe`` are a tuple, in which ``NoChunk`` may be.
         chunks: the number of micro-batches that a mini-batch is split into; activations are those of one of them.
         param_scale: how many times a trained parameter is held: itself, its gradient, and what the optimizer keeps (SGD
             2, with momentum 3, Adam 4). A frozen parameter is held once.
         device: where to measure; each layer's own device by default.
+        call: how a layer is called with what the one before it returned; as :class:`Pipe` does by default.
 
     Returns:
         The number of layers of each stage, all at least 1; the same for the same arguments.
@@ -89,7 +95,7 @@ def balance_by_size(
         raise ValueError(f"chunks must be at least 1, got {chunks}")
     if param_scale < 0:
         raise ValueError(f"param_scale must not be negative, got {param_scale}")
-    sizes = layer_sizes(module, sample, chunks=chunks, param_scale=param_scale, device=device)
+    sizes = layer_sizes(module, sample, chunks=chunks, param_scale=param_scale, device=device, call=call)
     return partition_costs(sizes, partitions)
 
 

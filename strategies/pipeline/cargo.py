@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from strategies.pipeline.layers import CallLayer
+from strategies.pipeline.calling import CallLayers, call_in_turn
 from strategies.pipeline.replicas import Replicas
 from strategies.pipeline.ties import Tie
 
@@ -25,7 +25,7 @@ class Cargo:
         numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
         ties: The parameters that several stages share.
         replicas: The other pipelines, if there are several.
-        call: How a layer is called; see :class:`~strategies.pipeline.layers.Layers`.
+        call: How the layers are called; see :class:`~strategies.pipeline.layers.Layers`.
     """
 
     index: int
@@ -37,4 +37,4 @@ class Cargo:
     numbers: list[list[int]] = field(default_factory=list)
     ties: list[Tie] = field(default_factory=list)
     replicas: Replicas | None = None
-    call: CallLayer | None = None
+    call: CallLayers = call_in_turn

@@ -44,7 +44,8 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
 
     Raises:
         TypeError: If no argument is a tensor.
-        ValueError: If the tensors differ in the number of parts that they give, or one has no dimension.
+        RuntimeError: If the tensors differ in the number of parts that they give.
+        ValueError: If one has no dimension.
     """
     if not has_tensor(inputs):
         kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
@@ -63,9 +64,9 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
     counts = sorted({len(parts) for parts in pieces.values()} or {1})
     if len(counts) > 1:
         sizes = ", ".join(str(len(value)) for value in inputs if isinstance(value, Tensor))
-        raise ValueError(
-            f"the inputs of Pipe have {sizes} rows, which give different numbers of micro-batches ({counts}) for "
-            f"chunks={chunks}; give what is no batch as NoChunk(tensor)"
+        raise RuntimeError(
+            f"Found different number of chunks for the inputs of Pipe: {sizes} rows give {counts} micro-batches with "
+            f"chunks={chunks}; give a tensor that is no batch as NoChunk(tensor)"
         )
     whole = [value.tensor if isinstance(value, NoChunk) else value for value in inputs]
     return [tuple(pieces[k][m] if k in pieces else value for k, value in enumerate(whole)) for m in range(counts[0])]
@@ -74,15 +75,18 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
 def gather(outputs: Sequence[Any]) -> Any:
     """Joins what the last layer returned for each micro-batch: tensors by their rows, others into a list.
 
+    A tuple or a list is joined entry by entry.
+
     Raises:
         ValueError: If the micro-batches gave outputs of different kinds, or a tensor has no rows.
     """
-    if not isinstance(outputs[0], tuple):
+    if not isinstance(outputs[0], tuple | list):
         return _joined(outputs)
-    lengths = sorted({len(output) if isinstance(output, tuple) else 1 for output in outputs})
+    lengths = sorted({len(output) if isinstance(output, tuple | list) else 1 for output in outputs})
     if len(lengths) > 1:
         raise ValueError(f"the last layer returned different numbers of values for the micro-batches: {lengths}")
-    return tuple(_joined(column) for column in zip(*outputs, strict=True))
+    columns = [_joined(column) for column in zip(*outputs, strict=True)]
+    return columns if isinstance(outputs[0], list) else tuple(columns)
 
 
 def _joined(column: Sequence[Any]) -> Any:

@@ -15,12 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.pipeline.batchnorm import DeferredStatistics
+from strategies.pipeline.calling import CallLayers, call_in_turn
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.randomness import layer_seed, seed_device
-from strategies.pipeline.recompute import frozen_statistics
-
-CallLayer = Callable[[nn.Module, Any], Any]
-"""Takes a layer and what the one before it returned."""
+from strategies.pipeline.recompute import frozen_statistics, phase
 
 
 class _Enter(torch.autograd.Function):
@@ -43,7 +41,7 @@ class Layers:
         first_layer: The first one's place in the whole module, which seeds its random numbers.
         device: Where the layers live.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
-        call: How a layer is called.
+        call: How the layers are called; one after the other by default.
     """
 
     def __init__(
@@ -53,7 +51,7 @@ class Layers:
         device: torch.device,
         *,
         deferred_batch_norm: bool = False,
-        call: CallLayer | None = None,
+        call: CallLayers = call_in_turn,
     ) -> None:
         self.layers, self.first_layer, self.device = layers, first_layer, device
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
@@ -72,6 +70,7 @@ class Layers:
         context: PassContext,
         *,
         grad: bool,
+        checkpointing: bool,
         recomputing: bool,
         doing: Callable[[str], None] | None = None,
     ) -> Any:
@@ -83,6 +82,7 @@ class Layers:
             seed: That of the pass.
             context: The settings of the pass.
             grad: Whether autograd is to record it.
+            checkpointing: Whether this will be done again in the backward pass.
             recomputing: Whether this has been done before, so that nothing is counted twice.
             doing: Told what is done, for error reports.
         """
@@ -90,17 +90,22 @@ class Layers:
         if self._deferred is not None and microbatch == 0 and not recomputing:
             self._deferred.forget()
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
-        with context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering:
-            for layer, module in enumerate(self.layers, start=self.first_layer):
-                if doing is not None:
-                    doing(f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}")
-                seed_device(layer_seed(seed, microbatch, layer), self.device)
-                try:
-                    x = module(x) if self._call is None else self._call(module, x)
-                except ValueError as error:
-                    self._explain_single_row(error, x, microbatch)
-                    raise
-        return x
+        given = x
+
+        def before(place: int, value: Any) -> None:
+            nonlocal given
+            given, layer = value, self.first_layer + place
+            if doing is not None:
+                doing(f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}")
+            seed_device(layer_seed(seed, microbatch, layer), self.device)
+
+        this_run = phase(checkpointing=checkpointing, recomputing=recomputing)
+        with context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering, this_run:
+            try:
+                return self._call(self.layers, x, before)
+            except ValueError as error:
+                self._explain_single_row(error, given, microbatch)
+                raise
 
     def _explain_single_row(self, error: ValueError, x: Any, microbatch: int) -> None:
         """Raises an error that names the layer and the way out, if one could not normalise a micro-batch of one row."""

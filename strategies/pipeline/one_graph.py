@@ -15,16 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from strategies.pipeline.calling import call_partition
 from strategies.pipeline.chunks import has_tensor
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.layers import Layers
 from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.recompute import Flags
-from strategies.pipeline.skip import Key, skips_of, waiting_skips
+from strategies.pipeline.skip import Key, skips_of
 from strategies.pipeline.with_device import Partition
 
 
@@ -77,21 +78,13 @@ def clock_cycles(microbatches: int, partitions: int) -> Iterator[tuple[int, int]
             yield cycle - i, i
 
 
-def call_layer(layer: nn.Module, carried: tuple[Any, dict[Key, Tensor | None]]) -> Any:
-    """Calls a layer of a ``Pipe``: a tuple is its arguments, and the skips at hand travel along."""
-    value, skips = carried[0], dict(carried[1])
-    with waiting_skips(skips):
-        output = layer(*value) if isinstance(value, tuple) else layer(value)
-    return output, skips
-
-
 def check_output(value: Any, description: str) -> None:
     """Checks what a partition gives to the next one.
 
     Raises:
         TypeError: If there is no tensor in it.
     """
-    if not has_tensor(value if isinstance(value, tuple) else (value,)):
+    if not has_tensor(value if isinstance(value, tuple | list) else (value,)):
         raise TypeError(
             f"{description} returned {type(value).__name__} without a tensor; a partition returns at least one"
         )
@@ -105,7 +98,7 @@ class _LocalPartition:
             partition.first_layer,
             self._device,
             deferred_batch_norm=deferred_batch_norm,
-            call=call_layer,
+            call=call_partition,
         )
         self._popped = skips_of(partition.layers)[1]
         self._writes_input: bool | None = None
@@ -125,7 +118,15 @@ class _LocalPartition:
     def _run_once(self, carried: Any, m: int, this: ForwardPass, recomputing: bool = False) -> Any:
         with preserved_random_state(self._device):
             grad = torch.is_grad_enabled()
-            return self._layers.run(carried, m, this.seed, this.context, grad=grad, recomputing=recomputing)
+            return self._layers.run(
+                carried,
+                m,
+                this.seed,
+                this.context,
+                grad=grad,
+                checkpointing=m < this.recomputed and not recomputing,
+                recomputing=recomputing,
+            )
 
     def _run_recomputed(self, carried: Any, m: int, this: ForwardPass) -> Any:
         flags, recomputing = Flags.of(self._layers.layers), False

@@ -6,7 +6,7 @@ A drop-in for ``torch.distributed.pipeline.sync.Pipe``, which PyTorch removed in
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, overload
 
 import torch
@@ -31,7 +31,11 @@ class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` in micro-batches over several devices and processes.
 
     Layers run where their parameters are, those without parameters on the CPU; :class:`WithDevice` says otherwise. A
-    layer that returns a tuple gives the next one several arguments. Names in ``state_dict`` are those of ``module``.
+    layer that returns a tuple gives the next one several arguments, also within an inner ``nn.Sequential``; see
+    :mod:`~strategies.pipeline.calling` for lists and for layers that take the tuple as one.
+
+    Names in ``state_dict`` are those of ``module``. ``load_state_dict`` also takes what the original wrote
+    (``partitions.0.1.weight``), however that was divided; what ``state_dict`` gives then loads into ``module`` itself.
 
     Random numbers of layers are seeded by (pass, micro-batch, layer) from the process's generator, so dropout is the
     same for any placement and when recomputed.
@@ -57,6 +61,7 @@ class Pipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
+        self.partitions: nn.ModuleList
         self.chunks, self.checkpoint = _checked_chunks(chunks), _checked_mode(checkpoint)
         if not isinstance(deferred_batch_norm, bool):
             raise TypeError(f"deferred_batch_norm must be True or False, got {deferred_batch_norm!r}")
@@ -67,13 +72,15 @@ class Pipe(nn.Module):
         self._rpc = PrivateRpc.needed()
         partitions = partitions_of(module, rpc.get_worker_info().name)
         self._places = [partition.place for partition in partitions]
-        self.partitions = [partition.layers for partition in partitions]
-        """The layers of each partition, named as in the whole module."""
+        # Not a submodule, so that names are those of the whole module.
+        vars(self)["partitions"] = nn.ModuleList(partition.layers for partition in partitions)
+        """The layers of each partition, an ``nn.Sequential`` that is named as in the whole module; hooks on those of
+        this process run for each micro-batch, with what goes in and out of the partition."""
         self.devices = [partition.place.device for partition in partitions]
         """The device of each partition."""
         # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
         self._modules.update(layers_of(partitions))
-        self._layers = list(self._modules.values())
+        self._built_of = self._parts()
         self._engine: OneGraph | Placed
         if any(partition.place.worker for partition in partitions):
             self._engine = Placed(self, partitions, deferred_batch_norm=deferred_batch_norm)
@@ -94,9 +101,10 @@ class Pipe(nn.Module):
 
         Raises:
             TypeError: If no input is a tensor, or a partition returns none.
-            ValueError: If inputs cannot be split alike, or are not on the first partition's device.
+            RuntimeError: If the inputs give different numbers of micro-batches.
+            ValueError: If an input cannot be split, or is not on the first partition's device.
         """
-        if list(self._modules.values()) != self._layers:
+        if self._parts() != self._built_of:
             raise RuntimeError("a layer of Pipe has been replaced, added or removed; make a new Pipe of the new layers")
         parts = scatter(inputs, self.chunks)
         self._check_devices(inputs)
@@ -109,6 +117,13 @@ class Pipe(nn.Module):
             context=PassContext.capture(max((device.type for device in self.devices), key=lambda kind: kind != "cpu")),
         )
         return self._reference(gather(self._engine.run(parts, this)))
+
+    def train(self, mode: bool = True) -> "Pipe":
+        """Sets the mode of all layers and partitions."""
+        super().train(mode)
+        for module in (self.partitions, *self.partitions):
+            module.training = mode
+        return self
 
     def follow(self, optimizer: Optimizer) -> Optimizer:
         """Lets the processes in which layers live follow an optimizer over :meth:`parameters`.
@@ -141,6 +156,37 @@ class Pipe(nn.Module):
         if isinstance(self._engine, Placed):
             self._engine.followed.optimizers.zero_all_grads_remotes(set_to_none)
         nn.ParameterList(p for p in self.parameters() if not p.is_meta).zero_grad(set_to_none)
+
+    def _parts(self) -> list[Any]:
+        """The layers, and the partitions with theirs; modules are equal if they are the same."""
+        partitions = [(partition, *partition.children()) for partition in self.partitions]
+        return [*self._modules.values(), *partitions]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Gives what the original ``Pipe`` wrote the names of the whole module first."""
+        theirs = [key[len(prefix) :] for key in state_dict if key.startswith(f"{prefix}partitions.")]
+        if theirs and "partitions" not in self._modules:
+            own = _own_names(theirs, self._modules)
+            if own is None:
+                error_msgs.append(
+                    "the keys partitions.… are those of torch's original Pipe or of torchgpipe, but the layers that "
+                    "were saved are not those of this Pipe: parameters or buffers differ in number or name"
+                )
+            else:
+                values = {key: state_dict.pop(prefix + key) for key in theirs}
+                state_dict.update({prefix + name: values[key] for key, name in own.items()})
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
 
     def _reference(self, output: Any) -> Any:
         reference: Any = rpc.RRef(output)
@@ -255,6 +301,61 @@ def _check_workers(module: nn.Sequential) -> None:
     known = {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
     if unknown := sorted(named - known):
         raise ValueError(f"WithDevice names {', '.join(unknown)}, but the RPC workers are {', '.join(sorted(known))}")
+
+
+def _own_names(keys: Sequence[str], layers: Mapping[str, nn.Module | None]) -> dict[str, str] | None:
+    """The names that the tensors in a checkpoint of the original ``Pipe`` have in the whole module.
+
+    torchgpipe and fairscale wrote ``partitions.<partition>.<name in the whole module>``; torch wrote the place in the
+    partition instead, where each layer of an inner ``nn.Sequential`` counts. Wherever partitions begin, the layers that
+    have tensors come in the same order.
+
+    Args:
+        keys: The names in the checkpoint.
+        layers: The layers of the whole module, by name.
+
+    Returns:
+        The name for each key; ``None`` if the layers are others. Left out are the two buffers that deferred
+        normalisation had there, sums over the current batch.
+    """
+    sums = [key for key in keys if key.endswith((".sum", ".sum_squares")) and _sibling(key, "running_mean") in keys]
+    for left_out in ([], sums):
+        kept = [key for key in keys if key not in left_out]
+        by_name = {key: key.split(".", 2)[-1] for key in kept}
+        names = [f"{path}.{name}" for path, layer in layers.items() if layer is not None for name in layer.state_dict()]
+        if sorted(by_name.values()) == sorted(names):
+            return by_name
+        saved, own = _by_place(kept), _by_layer(layers)
+        if [set(tensors) for tensors in saved] == [set(tensors) for tensors in own]:
+            return {saved[k][name]: own[k][name] for k in range(len(own)) for name in own[k]}
+    return None
+
+
+def _sibling(key: str, name: str) -> str:
+    return f"{key.rpartition('.')[0]}.{name}"
+
+
+def _by_place(keys: Iterable[str]) -> list[dict[str, str]]:
+    """For each layer of torch's original that has tensors, in their order, the key of each by its name in the layer."""
+    found: dict[tuple[int, int], dict[str, str]] = {}
+    for key in keys:
+        partition, place, name = [*key.split(".", 3)[1:], "", ""][:3]
+        if not (partition.isdecimal() and place.isdecimal()):
+            return []
+        found.setdefault((int(partition), int(place)), {})[name] = key
+    return [found[place] for place in sorted(found)]
+
+
+def _by_layer(layers: Mapping[str, nn.Module | None]) -> list[dict[str, str]]:
+    """For each layer that has tensors, the name of each of them in the whole module by its name in the layer."""
+    parts: dict[str, nn.Module] = {}
+    for path, layer in layers.items():
+        if isinstance(layer, nn.Sequential):
+            parts.update({f"{path}.{name}": inner for name, inner in layer.named_children()})
+        elif layer is not None:
+            parts[path] = layer
+    named = [{name: f"{path}.{name}" for name in part.state_dict()} for path, part in parts.items()]
+    return [tensors for tensors in named if tensors]
 
 
 def _moved(what: str) -> TypeError:

@@ -23,6 +23,7 @@ from torch.distributed import rpc
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.pipeline.activity import Activity
+from strategies.pipeline.calling import call_partition
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import is_consequence
 from strategies.pipeline.followed import Followed
@@ -30,7 +31,7 @@ from strategies.pipeline.hosted import unpack
 from strategies.pipeline.inbox import Inbox, Place, Post, Router, Routes, give_up
 from strategies.pipeline.mirror import Mirror
 from strategies.pipeline.node import with_backward
-from strategies.pipeline.one_graph import ForwardPass, call_layer, clock_cycles
+from strategies.pipeline.one_graph import ForwardPass, clock_cycles
 from strategies.pipeline.placement import move_to_meta, pickled
 from strategies.pipeline.remote import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.run import Run
@@ -229,7 +230,7 @@ class Placed(NotCopied):
             output_grads=wiring.output_grads,
             input_grads=wiring.input_grads,
             deferred_batch_norm=deferred_batch_norm,
-            call=call_layer,
+            call=call_partition,
         )
 
     def _remote(self, worker: str, host: Any, description: str) -> RemoteStage:
@@ -276,7 +277,7 @@ def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
         first_layer=partition.first_layer,
         device=str(partition.place.device),
         deferred_batch_norm=deferred_batch_norm,
-        call=call_layer,
+        call=call_partition,
     )
     return pickled(cargo, partition.layers, None)
 

@@ -24,7 +24,8 @@ def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
         example: Its input; a tuple is given as positional arguments, a dict as keyword arguments.
 
     Returns:
-        What the module would be called with; ``example`` itself if ``model`` never calls it, or has no ``forward``.
+        What the module would be called with. If ``model`` never calls it, or has no ``forward``: ``example`` itself, or
+        what is in it if it is a tuple of one argument.
     """
 
     def stop(value: Any, *more: Any, **named: Any) -> None:
@@ -42,7 +43,7 @@ def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
     except _Reached as reached:
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, reached.value)
     except NotImplementedError:
-        return example  # the model has no forward of its own
+        pass  # the model has no forward of its own
     finally:
         if had_forward is None:
             del module.forward
@@ -50,4 +51,4 @@ def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
             module.forward = had_forward
         for m, mode in modes.items():
             m.training = mode
-    return example
+    return example[0] if isinstance(example, tuple) and len(example) == 1 else example

@@ -24,7 +24,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from strategies.pipeline.calling import CallLayer, call_layer
+from strategies.pipeline.chunks import NoChunk, has_tensor, scatter
 from strategies.pipeline.microbatch import split
+from strategies.pipeline.skip import Key, waiting_skips
 
 _WARM_UP_PASSES = 2  # the first pass of a process imports modules, that of a layer allocates its gradients
 _FEWEST_PASSES = 3
@@ -33,7 +36,12 @@ Cost = TypeVar("Cost")
 
 
 def layer_seconds(
-    module: nn.Sequential, sample: Any, *, timeout_seconds: float, device: torch.device | str | None
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    timeout_seconds: float,
+    device: torch.device | str | None,
+    call: CallLayer = call_layer,
 ) -> list[float]:
     """The time of one forward and one backward pass of each layer.
 
@@ -51,11 +59,17 @@ def layer_seconds(
             passes.append(seconds)
         return min(passes), output
 
-    return _measure_layers(module, sample, device, measure)
+    return _measure_layers(module, sample, device, call, measure)
 
 
 def layer_sizes(
-    module: nn.Sequential, sample: Any, *, chunks: int, param_scale: float, device: torch.device | str | None
+    module: nn.Sequential,
+    sample: Any,
+    *,
+    chunks: int,
+    param_scale: float,
+    device: torch.device | str | None,
+    call: CallLayer = call_layer,
 ) -> list[int]:
     """The bytes of each layer: parameters as often as training holds them, and one micro-batch's activations.
 
@@ -71,24 +85,54 @@ def layer_sizes(
         )
         return round(parameters) + activation_bytes, output
 
-    return _measure_layers(module, split(sample, chunks)[0], device, measure)
+    return _measure_layers(module, _first_microbatch(sample, chunks), device, call, measure)
+
+
+def _first_microbatch(sample: Any, chunks: int) -> Any:
+    try:
+        return split(sample, chunks)[0]
+    except ValueError:
+        if not isinstance(sample, tuple) or not has_tensor(sample):
+            raise
+        return scatter(sample, chunks)[0]  # Pipe takes inputs of 3 and 6 rows in 3 micro-batches
+
+
+class _Carrying(nn.Module):
+    """A layer that is called with a pair: what the one before it returned, and the skips at hand; it returns another.
+
+    Args:
+        layer: The layer.
+        call: How it is called.
+    """
+
+    def __init__(self, layer: nn.Module, call: CallLayer) -> None:
+        super().__init__()
+        self.layer, self._call = layer, call
+
+    def forward(self, carried: tuple[Any, dict[Key, Tensor | None]]) -> tuple[Any, dict[Key, Tensor | None]]:
+        skips = dict(carried[1])
+        with waiting_skips(skips):
+            output = self._call(self.layer, carried[0])
+        return output, skips
 
 
 def _measure_layers(
     module: nn.Sequential,
     sample: Any,
     device: torch.device | str | None,
+    call: CallLayer,
     measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
 ) -> list[Cost]:
-    """Applies ``measure`` to a copy of each layer; it returns the cost and the layer's output."""
+    """Applies ``measure`` to a copy of each layer; it returns the cost and the layer's output, with skips."""
     one_row = any(tensor.dim() > 0 and len(tensor) == 1 for tensor in _tensors(sample))
+    sample = tree_map_only(NoChunk, lambda whole: whole.tensor, sample)
     devices = {tensor.device for tensor in [*_tensors(sample), *module.parameters(), *module.buffers()]}
     devices |= {torch.device(device)} if device is not None else set()
     costs = []
     with torch.inference_mode(False), torch.enable_grad(), _random_state_kept(devices):
-        value = sample
+        carried: Any = (sample, {})
         for layer in module:
-            cost, value = _measure_copy(layer, value, device, measure, one_row=one_row)
+            cost, carried = _measure_copy(layer, carried, device, call, measure, one_row=one_row)
             costs.append(cost)
     return costs
 
@@ -97,12 +141,13 @@ def _measure_copy(
     layer: nn.Module,
     value: Any,
     device: torch.device | str | None,
+    call: CallLayer,
     measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
     *,
     one_row: bool,
 ) -> tuple[Cost, Any]:
     # A function of its own, so that nothing holds this copy while the next one is made.
-    layer = copy.deepcopy(layer).train()
+    layer = _Carrying(copy.deepcopy(layer).train(), call)
     if one_row:
         # An example input often has a single row, of which batch normalisation has no variance.
         for child in layer.modules():

@@ -5,6 +5,7 @@ et al., 2019, https://arxiv.org/abs/1811.06965) keeps only a stage's input, and 
 backward pass.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,37 @@ RECOMPUTE_MODES = ("always", "except_last", "never")
 def num_recomputed(mode: str, microbatches: int) -> int:
     """How many of the first micro-batches of a pass are recomputed; the last one follows its forward pass at once."""
     return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[mode]
+
+
+class _Phase(threading.local):
+    """What the layers that run on a thread are run for."""
+
+    checkpointing = False
+    recomputing = False
+
+
+_here = _Phase()
+
+
+def is_checkpointing() -> bool:
+    """Whether the layer that runs on this thread will run again for the same micro-batch, in the backward pass."""
+    return _here.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether the layer that runs on this thread has run before for the same micro-batch, in the forward pass."""
+    return _here.recomputing
+
+
+@contextmanager
+def phase(*, checkpointing: bool, recomputing: bool) -> Iterator[None]:
+    """Within this, :func:`is_checkpointing` and :func:`is_recomputing` return these."""
+    before = _here.checkpointing, _here.recomputing
+    _here.checkpointing, _here.recomputing = checkpointing, recomputing
+    try:
+        yield
+    finally:
+        _here.checkpointing, _here.recomputing = before
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.pipeline.activity import Activity
+from strategies.pipeline.calling import CallLayers, call_in_turn
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.layers import CallLayer, Layers
+from strategies.pipeline.layers import Layers
 from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.recompute import Flags, frozen_statistics
 from strategies.pipeline.schedule import Action
@@ -132,7 +133,7 @@ class Stage:
         device: Where the layers live.
         inputs, outputs, output_grads, input_grads: The ports.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
-        call: How a layer is called; see :class:`~strategies.pipeline.layers.Layers`.
+        call: How the layers are called; see :class:`~strategies.pipeline.layers.Layers`.
         activity: Where it says what it does.
     """
 
@@ -147,7 +148,7 @@ class Stage:
         output_grads: Input,
         input_grads: Output,
         deferred_batch_norm: bool = False,
-        call: CallLayer | None = None,
+        call: CallLayers = call_in_turn,
         activity: Activity | None = None,
     ) -> None:
         self.layers, self.first_layer, self.device = layers, first_layer, device
@@ -259,7 +260,16 @@ class Stage:
         def doing(what: str) -> None:
             self._activity.doing = what
 
-        return self._own.run(x, m, this.seed, this.context, grad=grad, recomputing=recomputing, doing=doing)
+        return self._own.run(
+            x,
+            m,
+            this.seed,
+            this.context,
+            grad=grad,
+            checkpointing=this.grad and m < this.recomputed and not recomputing,
+            recomputing=recomputing,
+            doing=doing,
+        )
 
 
 def _entered(value: Any, gradients: Sequence[_Gradient]) -> Any:

@@ -1,0 +1,129 @@
+"""How ``Pipe`` calls layers: what one layer returns is what the next one is called with.
+
+    returned      next layer's forward takes       call
+    tuple (a, b)  several arguments, or both ways  layer(a, b)
+    tuple (a, b)  one argument only                layer((a, b))  as in nn.Sequential
+    list [a, b]   several arguments only           layer(a, b)    as the original Pipe did between partitions
+    list [a, b]   one argument, or both ways       layer([a, b])  as in nn.Sequential
+
+The layers of an ``nn.Sequential`` within the module are called by the same rules.
+"""
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, TypeGuard
+
+from torch import Tensor, nn
+
+from strategies.pipeline.skip import Key, waiting_skips
+
+Before = Callable[[int, Any], None]
+"""Is told the place of a layer among its neighbours, and what the layer is about to be called with."""
+
+CallLayer = Callable[[nn.Module, Any], Any]
+"""Takes a layer, and what the one before it returned; returns what the layer does."""
+
+CallLayers = Callable[[nn.Sequential, Any, Before], Any]
+"""Takes some layers, what the first one is called with, and what to do before each; returns what the last one does."""
+
+
+def call_in_turn(layers: nn.Sequential, x: Any, before: Before) -> Any:
+    """Calls each layer with what the one before it returned, as ``nn.Sequential`` does."""
+    for place, layer in enumerate(layers):
+        before(place, x)
+        x = layer(x)
+    return x
+
+
+def call_with_one(layer: nn.Module, value: Any) -> Any:
+    """Calls a layer with one argument, as ``nn.Sequential`` does."""
+    return layer(value)
+
+
+def call_partition(layers: nn.Sequential, carried: tuple[Any, dict[Key, Tensor | None]], before: Before) -> Any:
+    """Calls a partition of a ``Pipe``, hooks on it included.
+
+    Args:
+        layers: Its layers.
+        carried: What the first one is called with, and the skips at hand.
+        before: What to do before each layer.
+
+    Returns:
+        What the last layer returned, and the skips that are left, or have been stashed.
+    """
+    value, skips = carried[0], dict(carried[1])
+    with waiting_skips(skips):
+        output = _called_as(layers, partial(_through, layers, before), arguments(layers, value))
+    return output, skips
+
+
+def call_layer(layer: nn.Module, value: Any) -> Any:
+    """Calls a layer as ``Pipe`` does."""
+    return _call(layer, arguments(layer, value))
+
+
+def arguments(layer: nn.Module, value: Any) -> tuple[Any, ...]:
+    """The positional arguments with which a layer is called, given what the one before it returned."""
+    if not isinstance(value, tuple | list):
+        return (value,)
+    taker: nn.Module = layer
+    while _is_plain_sequential(taker) and len(taker) > 0:
+        taker = taker[0]
+    several, one = _takes(taker, len(value)), _takes(taker, 1)
+    unpacked = several or not one if isinstance(value, tuple) else several and not one
+    return tuple(value) if unpacked else (value,)
+
+
+def _through(layers: nn.Sequential, before: Before, *inputs: Any) -> Any:
+    """Calls the first layer with ``inputs``, and each other one with what the one before it returned."""
+    value: Any = inputs[0] if len(inputs) == 1 else inputs
+    for place, layer in enumerate(layers):
+        given = inputs if place == 0 else arguments(layer, value)
+        before(place, given)
+        value = _call(layer, given)
+    return value
+
+
+def _call(layer: nn.Module, given: tuple[Any, ...]) -> Any:
+    if _is_plain_sequential(layer):
+        return _called_as(layer, partial(_through, layer, _nothing), given)
+    return layer(*given)
+
+
+def _nothing(place: int, given: Any) -> None:
+    """What is done before a layer of an inner ``nn.Sequential``."""
+
+
+def _called_as(layers: nn.Sequential, forward: Callable[..., Any], given: tuple[Any, ...]) -> Any:
+    """Calls ``layers``, so that hooks on it run, with another ``forward`` than that of ``nn.Sequential``."""
+    vars(layers)["forward"] = forward
+    try:
+        return layers(*given)
+    finally:
+        vars(layers).pop("forward", None)
+
+
+def _is_plain_sequential(layer: nn.Module) -> TypeGuard[nn.Sequential]:
+    return type(layer).forward is nn.Sequential.forward and "forward" not in vars(layer)
+
+
+def _takes(layer: nn.Module, number: int) -> bool:
+    """Whether ``forward`` can be called with so many positional arguments; also if that cannot be told."""
+    own = vars(layer).get("forward")
+    if own is not None:
+        return _binds.__wrapped__(own, number)
+    return _binds(type(layer).forward, number + 1)
+
+
+@lru_cache(maxsize=1024)
+def _binds(function: Callable[..., Any], number: int) -> bool:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, or compiled
+        return True
+    try:
+        signature.bind(*[None] * number)
+    except TypeError:
+        return False
+    return True
