@@ -20,7 +20,7 @@ from uuid import uuid4
 
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
 from pytorch_lightning.plugins import CheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import Strategy
@@ -193,6 +193,8 @@ class StrategyPlugin(Strategy):
                     f"There are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
                 )
             optimizer = self.optimizers[0]
+        if is_stand_in(optimizer):
+            clip = StrategyPlugin._clipping(self)
         return clip(unwrapped(optimizer), float(max_norm), float(norm_type))
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
@@ -282,7 +284,7 @@ class StrategyPlugin(Strategy):
         vars(Strategy)["optimizers"].__set__(self, optimizers)
         # Lightning assigns the same list twice in a set-up, and a user may keep an optimizer over several fits.
         self._remove_step_hooks()
-        own = {id(optimizer): optimizer for optimizer in map(unwrapped, optimizers)}
+        own = {id(optimizer): optimizer for optimizer in map(unwrapped, optimizers) if not is_stand_in(optimizer)}
         self._step_handles = tuple(
             optimizer.register_step_post_hook(lambda stepped, args, kwargs: self.post_optimizer_step(stepped))
             for optimizer in own.values()
@@ -297,3 +299,8 @@ class StrategyPlugin(Strategy):
 def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
     """The user's own object behind Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def is_stand_in(optimizer: Optimizer | LightningOptimizer) -> bool:
+    """Whether this is what Lightning puts in the place of ``None`` from ``configure_optimizers``; it trains nothing."""
+    return isinstance(unwrapped(optimizer), _MockOptimizer)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.base import unwrapped
+from strategies.base import is_stand_in, unwrapped
 from strategies.following import replaced
 from strategies.pipeline.update import PipelineOptimizers
 
@@ -26,7 +26,6 @@ def follow_precision(
     Returns:
         Functions that end this.
     """
-    by_norm, by_value = optimizers.clip_grad_norm, optimizers.clip_grad_value
     backward = precision.backward
 
     def backward_and_after(*args: Any, **kwargs: Any) -> None:
@@ -35,14 +34,27 @@ def follow_precision(
 
     undo = [
         replaced(precision, "backward", backward_and_after),
-        replaced(precision, "clip_grad_by_norm", lambda optimizer, clip_val: by_norm(unwrapped(optimizer), clip_val)),
-        replaced(precision, "clip_grad_by_value", lambda optimizer, clip_val: by_value(unwrapped(optimizer), clip_val)),
+        clips_by(precision, "clip_grad_by_norm", optimizers.clip_grad_norm),
+        clips_by(precision, "clip_grad_by_value", optimizers.clip_grad_value),
     ]
     scaler = getattr(precision, "scaler", None)
     if scaler is not None:
         optimizers.skips_infinite_steps = True
         undo.append(replaced(scaler, "_unscale_grads_", partial(_unscale_everywhere, optimizers, scaler)))
     return undo
+
+
+def clips_by(precision: Any, name: str, clip: Callable[[Optimizer, float], Any]) -> Callable[[], None]:
+    """Makes a method of a precision plug-in clip by ``clip(optimizer, limit)``; returns what ends this."""
+    here = getattr(precision, name)
+
+    def clips(optimizer: Any, clip_val: float) -> None:
+        if is_stand_in(optimizer):  # has no parameters in any process
+            here(optimizer, clip_val)
+        else:
+            clip(unwrapped(optimizer), clip_val)
+
+    return replaced(precision, name, clips)
 
 
 def _unscale_everywhere(

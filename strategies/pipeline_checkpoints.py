@@ -9,13 +9,12 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.optim import Optimizer
 
-from strategies.base import StrategyPlugin, unwrapped
+from strategies.base import StrategyPlugin, is_stand_in, unwrapped
 from strategies.checkpoint_async import snapshot
 from strategies.checkpoint_fit import Place, check_fit, load_whole, nowhere, places
 from strategies.optimizer import check_optimizer_states, parameters_of
@@ -59,7 +58,7 @@ class PipelineCheckpoints(StrategyPlugin):
         if not (self.is_global_zero or self._divides_states):
             return {}
         own = unwrapped(optimizer)
-        if isinstance(own, _MockOptimizer):
+        if is_stand_in(own):
             return super().optimizer_state(optimizer)
         if self._pipeline is None:
             divided = self._divides_states and torch.distributed.is_initialized()

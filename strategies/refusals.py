@@ -19,7 +19,6 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Optimizer
 
 from strategies.names import did_you_mean
 from strategies.pipeline.settings import Settings
@@ -265,25 +264,6 @@ def warn_of_time_first(module: nn.Sequential, path: str) -> None:
                 "is time; a pipeline splits the first dimension into micro-batches. Give it batch_first=True."
             )
             return
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Checks that each process can step its own parameters by itself.
-
-    Raises:
-        MisconfigurationException: If it cannot.
-    """
-    if isinstance(optimizer, LBFGS):
-        raise MisconfigurationException(
-            "RPCSequentialStrategy cannot run LBFGS: it evaluates the loss several times within a step and needs all "
-            "parameters in one process. Use an optimizer that makes one update from one gradient, such as AdamW."
-        )
-    inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
-    if inner:
-        raise MisconfigurationException(
-            f"RPCSequentialStrategy cannot run {type(optimizer).__name__}, which steps another optimizer ({inner[0]}) "
-            "within its own step: the other stages would not hear of that. Return the inner optimizer."
-        )
 
 
 def check_loss(loss: Tensor | Any) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -17,10 +16,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from strategies import refusals
-from strategies.base import unwrapped
+from strategies.base import is_stand_in, unwrapped
 from strategies.following import follow
 from strategies.gradients import follow_precision
 from strategies.names import did_you_mean
+from strategies.optimizer_trial import check_divisible
 from strategies.per_microbatch import training_step_per_microbatch
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.placement import without_layers, without_meta_tensors
@@ -29,7 +29,6 @@ from strategies.pipeline.settings import Settings
 from strategies.pipeline_checkpoints import PipelineCheckpoints
 from strategies.replicated import ReplicatedStrategy
 from strategies.restarts import Restarts
-from strategies.sharding.trial import check_divisible
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
 from strategies.summary import show_stages
 
@@ -182,12 +181,10 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        own = [o for o in self._plain_optimizers() if not isinstance(o, _MockOptimizer)] if fitting else []
-        for optimizer in own:
-            refusals.check_optimizer(optimizer)
-            if self._divides_states:
-                with as_misconfiguration():
-                    check_divisible(optimizer)
+        own = [o for o in self._plain_optimizers() if not is_stand_in(o)] if fitting else []
+        with as_misconfiguration():
+            for optimizer in own if self._divides_states else []:
+                check_divisible(optimizer)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
         if fitting and self._restarts is not None:
             self._restarts.model_is_whole(model, own)

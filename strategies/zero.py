@@ -8,7 +8,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from pytorch_lightning.core.optimizer import _MockOptimizer
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.trainer.states import TrainerFn
@@ -19,10 +18,10 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
-from strategies.base import unwrapped
+from strategies.base import is_stand_in, unwrapped
+from strategies.optimizer_trial import check_divisible
 from strategies.refusals import check_state_dict_type
 from strategies.sharding.optimizers import ShardedOptimizers
-from strategies.sharding.trial import check_divisible
 from strategies.stages_of_model import as_misconfiguration
 from strategies.zero_checkpoints import ZeROCheckpoints
 from strategies.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
@@ -127,7 +126,7 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
         model = self.lightning_module
         assert model is not None
         plain = dict.fromkeys(map(unwrapped, self.optimizers))
-        optimizers = [optimizer for optimizer in plain if not isinstance(optimizer, _MockOptimizer)]
+        optimizers = [optimizer for optimizer in plain if not is_stand_in(optimizer)]
         with as_misconfiguration():
             for optimizer in optimizers:
                 check_divisible(optimizer)

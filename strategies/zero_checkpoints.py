@@ -7,12 +7,11 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning_fabric.utilities.optimizer import _optimizers_to_device
-from pytorch_lightning.core.optimizer import _MockOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies import ranked_shards, shards
-from strategies.base import StrategyPlugin, unwrapped
+from strategies.base import StrategyPlugin, is_stand_in, unwrapped
 from strategies.checkpoint_async import snapshot
 from strategies.optimizer import check_optimizer_states, in_order
 from strategies.pipeline.channel import layouts, with_meta_tensors
@@ -75,7 +74,7 @@ class ZeROCheckpoints(StrategyPlugin):
         check_optimizer_states([unwrapped(own) for own in self.optimizers], states)
         own = []
         for k, (optimizer, state) in enumerate(zip(map(unwrapped, self.optimizers), states, strict=True)):
-            if isinstance(optimizer, _MockOptimizer):
+            if is_stand_in(optimizer):
                 continue
             mine = self._sharded.ownership.own_part(optimizer, state["state"])
             if self._shards is not None:

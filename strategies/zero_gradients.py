@@ -10,8 +10,8 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.base import unwrapped
 from strategies.following import replaced
+from strategies.gradients import clips_by
 from strategies.sharding.optimizers import ShardedOptimizers
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")
@@ -42,11 +42,7 @@ def follow_precision(precision: Any, sharded: ShardedOptimizers) -> list[Callabl
     Returns:
         Functions that end this.
     """
-
-    def clip(optimizer: Optimizer, clip_val: float) -> None:
-        sharded.clip_grad_norm(unwrapped(optimizer), clip_val)
-
-    undo = [replaced(precision, "clip_grad_by_norm", clip)]
+    undo: list[Callable[[], Any]] = [clips_by(precision, "clip_grad_by_norm", sharded.clip_grad_norm)]
     scaler: torch.amp.GradScaler | None = getattr(precision, "scaler", None)
     if scaler is not None:
 

@@ -83,3 +83,39 @@ def assert_same_gradients(
             if grad is not None:
                 where = f"gradient of {name} at moment {moment}: {{}}".format
                 torch.testing.assert_close(ours[name], grad, rtol=1e-9, atol=1e-9, msg=where)
+
+
+class Lamb(Optimizer):
+    """Adam's direction, scaled for each parameter by the ratio of two norms (You et al., 2020, algorithm 2).
+
+    As in its users' implementations, the gradients of all parameters are clipped by their common norm first.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.01, *, max_grad_norm: float | None = 1.0) -> None:
+        defaults = {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.01, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        limit = self.defaults["max_grad_norm"]
+        if limit is not None:
+            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], limit)
+        for group in self.param_groups:
+            (beta1, beta2), rate = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(p), square=torch.zeros_like(p))
+                state["step"] += 1
+                mean = state["mean"].lerp_(p.grad, 1 - beta1) / (1 - beta1 ** state["step"])
+                square = state["square"].lerp_(p.grad.square(), 1 - beta2) / (1 - beta2 ** state["step"])
+                update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * p
+                ratio = p.norm() / update.norm() if p.norm() > 0 and update.norm() > 0 else 1.0
+                p.sub_(rate * ratio * update)
+        return loss

@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import BaseFinetuning
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, optim
 
-from strategies import RPCSequentialStrategy
+from strategies import RPCSequentialStrategy, StrategyPlugin, ZeROStrategy
 
 
 class Thaw(BaseFinetuning):
@@ -63,6 +63,33 @@ def test_frozen_layers() -> None:
         {"0.weight", "0.bias", "2.weight", "2.bias"},
         {"0.weight", "0.bias", "2.weight", "5.weight", "5.bias"},
     ]
+
+
+# No optimizer
+
+
+class WithoutOptimizer(Small):
+    def configure_optimizers(self) -> None:
+        return None
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        if isinstance(self.trainer.strategy, StrategyPlugin):
+            assert self.trainer.strategy.clip_grad_norm_(0.1).item() == 0
+        return super().training_step(batch, batch_idx)
+
+
+def without_optimizer() -> None:
+    single, pipeline = check(WithoutOptimizer, stages=(2,), gradient_clip_val=0.1, max_epochs=1)
+    assert single.trainer.global_step == pipeline.trainer.global_step == 4
+    options = {"gradient_clip_val": 0.1, "max_epochs": 1, "use_distributed_sampler": False}
+    zero = fit(WithoutOptimizer, ZeROStrategy(stage=2), 1, **options)
+    compare(zero, single)
+    assert zero.trainer.global_step == 4
+    torch.distributed.destroy_process_group()
+
+
+def test_without_optimizer() -> None:
+    run(without_optimizer, timeout_seconds=170, allow=("env",))
 
 
 # Several optimizers

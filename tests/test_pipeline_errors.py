@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from parity_parts import Lamb
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -255,6 +256,10 @@ def two_optimizers_one_lbfgs(model: Model) -> None:
     )
 
 
+def lamb(model: Model) -> None:
+    model.configure_optimizers = lambda: Lamb(model.parameters())
+
+
 class Holder(nn.ReLU):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -312,8 +317,12 @@ def layer_with_the_model(model: Model) -> None:
             "Model.sequential_module is a Residual with a forward of its own, which a pipeline would not run: it calls "
             "the layers one after another. Move what it does into a layer, or use a plain nn.Sequential.",
         ),
-        (lbfgs, "cannot run LBFGS: .*Use an optimizer that makes one update from one gradient, such as AdamW."),
-        (two_optimizers_one_lbfgs, "cannot run LBFGS"),
+        (
+            lbfgs,
+            "LBFGS evaluates the loss several times within a step, .*Use an optimizer that updates each parameter from",
+        ),
+        (two_optimizers_one_lbfgs, "LBFGS evaluates the loss several times within a step"),
+        (lamb, "Lamb cannot be divided over processes: .*set the Trainer's gradient_clip_val"),
         (layer_with_a_method, "a layer of the pipelined module refers to the whole model (Model), .*hold only what it"),
         (layer_with_the_model, "a layer of the pipelined module refers to the whole model (Model), "),
     ],
@@ -448,7 +457,7 @@ def test_an_optimizer_around_another_one() -> None:
 
     model = Model()
     model.configure_optimizers = lambda: Around(model.parameters())
-    with pytest.raises(MisconfigurationException, match=r"cannot run Around, which steps another optimizer \(SGD\)"):
+    with pytest.raises(MisconfigurationException, match=r"Around steps another optimizer \(SGD\) within its own step"):
         fit(model, balance=[1, 2])
 
 
@@ -617,17 +626,22 @@ def test_several_hosts() -> None:
 # What is only seen in a run; one stage starts no process
 
 
-def test_an_optimizer_that_evaluates_the_loss_twice() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_an_optimizer_that_evaluates_the_loss_twice(late: bool) -> None:
     class Twice(torch.optim.SGD):
+        armed = not late
+
         def step(self, closure: Any = None) -> Any:
-            closure()
+            if self.armed and closure is not None:
+                closure()
             return super().step(closure)
 
     model = Model()
     model.configure_optimizers = lambda: Twice(model.parameters(), 0.1)
-    message = r"Twice evaluates the loss several times within a step, .*Use an optimizer that makes one update"
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(model, 1)
+    model.on_train_start = lambda: setattr(Twice, "armed", True)
+    message = r"Twice evaluates the loss several times within a step, .*Use an optimizer that "
+    with pytest.raises(MisconfigurationException, match=message + ("makes one update" if late else "updates each")):
+        fit(model, devices=1)
 
 
 def test_a_loss_without_a_value() -> None:

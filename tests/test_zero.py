@@ -131,7 +131,7 @@ def test_what_is_communicated_when() -> None:
 def test_what_cannot_be_trained_is_refused() -> None:
     said = run(launch, 2, "refused", 110.0, timeout_seconds=120)
     expected = {
-        "LBFGS": "MisconfigurationException: LBFGS needs all parameters at once",
+        "LBFGS": "MisconfigurationException: LBFGS evaluates the loss several times within a step",
         "no gradient": "RuntimeError: the backward pass gave no gradient to second.bias, second.weight",
         "reentrant": "RuntimeError: parameter second.bias got a gradient twice in one backward pass",
         "sparse": "MisconfigurationException: Layer table makes sparse gradients",

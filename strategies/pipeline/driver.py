@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
-from strategies.optimizer import numbers_of, restricted, taken_apart
+from strategies.optimizer import numbers_of, parameters_of, restricted, taken_apart
+from strategies.optimizer_trial import check_divisible
 from strategies.pipeline.averages import GradientAverages
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import wait_here
@@ -97,9 +98,15 @@ class Pipeline:
             What stands for the forward pass.
 
         Raises:
-            ValueError: If a layer cannot be shipped; nothing has been started then.
+            ValueError: If a layer cannot be shipped, or an optimizer cannot be divided over the stages; no process has
+                been started then.
             RuntimeError: If a worker cannot be started.
         """
+        owned = [owned_parameters(i, stage, self._ties) for i, stage in enumerate(self.stages[:-1])]
+        elsewhere = {id(p) for part in owned for p in part}
+        for optimizer in self.optimizers.optimizers:
+            here = [p for p in parameters_of(optimizer) if id(p) not in elsewhere]
+            check_divisible(optimizer, [*owned, here])
         cargos = [self._cargo(i) for i in range(len(self.stages) - 1)]
         self.optimizers.numbers = [cargo.numbers for cargo in cargos]
         try:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.optimizer import numbers_of, parameters_of, restricted, taken_apart
+from strategies.optimizer_trial import check_divisible
 from strategies.pipeline.along import take_along
 from strategies.pipeline.remote import RemoteStage
 from strategies.pipeline.update import PipelineOptimizers
@@ -45,6 +46,9 @@ class Followed:
             )
         if any(optimizer is own for own in self.optimizers.optimizers):
             raise ValueError(f"the Pipe follows this {type(optimizer).__name__} already")
+        owned = [list(layers.parameters()) for layers in self._elsewhere]
+        elsewhere = {id(p) for part in owned for p in part}
+        check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
         parts = [_part(optimizer, layers) for layers in self._elsewhere]
         for remote, (blob, numbers) in zip(self._remotes, parts, strict=True):
             remote.call("adopt", blob, numbers)

@@ -135,7 +135,7 @@ class Pipe(nn.Module):
             The same optimizer; where all layers live here there is nothing to do.
 
         Raises:
-            ValueError: If it has stepped before, or this follows it already.
+            ValueError: If it has stepped before, cannot be divided over processes, or if this follows it already.
         """
         if isinstance(self._engine, Placed):
             self._engine.followed.follow(optimizer)

@@ -2,5 +2,5 @@
 
 In the order of reading: :mod:`~strategies.sharding.partition` and ``ownership`` (who owns what), ``bucket`` (what
 travels together), ``reducer`` (gradients to their owners), ``optimizers`` (steps and new values), ``states``
-(checkpoints), ``trial`` (which optimizers can be divided).
+(checkpoints). Which optimizers can be divided at all says :mod:`strategies.optimizer_trial`.
 """
