@@ -105,7 +105,9 @@ def _called_as(layers: nn.Sequential, forward: Callable[..., Any], given: tuple[
 
 
 def _is_plain_sequential(layer: nn.Module) -> TypeGuard[nn.Sequential]:
-    return type(layer).forward is nn.Sequential.forward and "forward" not in vars(layer)
+    """Whether its layers can be called one by one; what ``layer.compile()`` has compiled is called as a whole."""
+    own = type(layer).forward is nn.Sequential.forward and "forward" not in vars(layer)
+    return own and layer._compiled_call_impl is None
 
 
 def _takes(layer: nn.Module, number: int) -> bool:
