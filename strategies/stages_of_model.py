@@ -18,6 +18,7 @@ from strategies.pipeline.calling import call_with_one
 from strategies.pipeline.launch import share_of_threads
 from strategies.pipeline.placement import check_balance
 from strategies.pipeline.probe import input_of
+from strategies.pipeline.skip import verify_skippables
 
 BALANCE_MODES = ("balance_by_size", "balance_by_time")
 
@@ -26,7 +27,7 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
     """The ``nn.Sequential`` at a dotted path.
 
     Raises:
-        MisconfigurationException: If there is none, or if it has lost its weights.
+        MisconfigurationException: If there is none, if it has lost its weights, or if skip connections do not match.
     """
     kind = type(model).__name__
     hint = _other_modules(model, path)
@@ -67,6 +68,8 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
             "a worker of an earlier run may have ended before it gave them back. Build the model anew and load a "
             "checkpoint."
         )
+    with as_misconfiguration():
+        verify_skippables(module)
     return module
 
 

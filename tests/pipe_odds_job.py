@@ -4,6 +4,7 @@ import copy
 import gc
 import os
 import time
+from collections import UserDict
 from threading import Timer
 from typing import Any
 
@@ -129,6 +130,25 @@ class LooksUp(nn.Module):
         return x, {"sum": x + self.table(places)}
 
 
+class Only(nn.Module):
+    """Hands on the first value."""
+
+    def forward(self, x: Tensor, rest: Any) -> Tensor:
+        return x
+
+
+class Fills(nn.Module):
+    """Adds what it computes to an object, and uses all that is in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, cache: UserDict) -> tuple[Tensor, UserDict]:
+        cache[len(cache)] = self.linear(x)
+        return sum(cache.values()), cache
+
+
 class Forks(nn.Module):
     """Returns a list of two, which the next layer takes as two arguments."""
 
@@ -199,6 +219,8 @@ def mixed() -> dict[str, bool]:
         "None": (nn.Sequential(Mixes(), Mixes()), ("w1", "w2"), (a, 2.0, None, NoChunk(whole))),
         "in place": (nn.Sequential(Doubles(), nn.Linear(3, 3)), ("w1", None), (torch.rand(7, 3),)),
         "in place, here": (nn.Sequential(Doubles(), nn.Linear(3, 3)), (None, "w1"), (torch.rand(7, 3),)),
+        "object": (nn.Sequential(Fills(), Fills(), Fills(), Only()), ("w1", "w1", "w2", "w2"), (a, UserDict())),
+        "object, back": (nn.Sequential(Fills(), Fills(), Only()), ("w1", None, "w1"), (a, UserDict())),
         "integers": (nn.Sequential(nn.Linear(3, 5), Chooses(), LooksUp()), ("w1", "w2", "w1"), (a,)),
         "only integers": (nn.Sequential(nn.Embedding(9, 5), nn.Linear(5, 2)), ("w1", "w2"), (torch.arange(7),)),
         "lists": (nn.Sequential(Forks(), nn.Sequential(Swaps(), Swaps()), Adds()), ("w1", "w2", None), (a,)),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strategies.pipeline import NoChunk
 from strategies.pipeline.microbatch import merge, split
 
 
@@ -76,8 +77,29 @@ def test_nothing_to_split(value: Any) -> None:
 
 
 def test_tensors_of_different_length() -> None:
-    with pytest.raises(ValueError, match=r"differ in their first dimension: \[3, 4\]; .*it must be the batch size"):
-        split((torch.zeros(4), [torch.zeros(3, 4), torch.zeros(4, 3)]), 2)
+    for value, message in [
+        (
+            (torch.zeros(4), [torch.zeros(3, 4), torch.zeros(4, 3)]),
+            r"input\[0\] has 4 rows, but input\[1\]\[0\] of shape \[3, 4\] has 3\. .* all rows share in NoChunk \(from",
+        ),
+        (
+            {"positions": torch.zeros(1, 6), "mask": torch.zeros(1, 1, 6, 6), "x": torch.zeros(8, 6)},
+            r"input\['x'\] has 8 rows, but input\['positions'\] of shape \[1, 6\] has 1, input\['mask'\] of shape "
+            r"\[1, 1, 6, 6\] has 1\.",
+        ),
+    ]:
+        with pytest.raises(
+            ValueError, match=rf"split .* along its first dimension, which must be the batch: {message}"
+        ):
+            split(value, 2)
+
+
+def test_what_is_marked_is_not_split() -> None:
+    mask, x = torch.zeros(1, 6), torch.zeros(4, 6)
+    for part in split((NoChunk(mask), {"x": x}, [NoChunk(x)]), 2):
+        assert type(part[0]) is type(part[2][0]) is torch.Tensor
+        assert (part[0].shape, part[1]["x"].shape, part[2][0].shape) == ((1, 6), (2, 6), (4, 6))
+        assert part[0].data_ptr() == mask.data_ptr()
 
 
 def test_outputs_without_a_batch_dimension() -> None:

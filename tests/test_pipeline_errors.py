@@ -23,7 +23,7 @@ from torch.distributed import rpc
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline import launch
+from strategies.pipeline import launch, pop, skippable
 from strategies.pipeline.launch import Workers
 from trainer import Trainer
 from trainer.cli import main
@@ -158,6 +158,29 @@ def test_time_outs_that_no_clock_can_count(seconds: Any) -> None:
 
 
 # Settings that do not fit the model or the devices
+
+
+@skippable(pop=["a"])
+class Pops(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + (yield pop("a"))
+
+
+@pytest.mark.parametrize("settings", [{"balance": [1, 2]}, {}])
+def test_skip_connections_that_do_not_match(settings: dict[str, Any]) -> None:
+    model = Model()
+    model.sequential_module[2] = Pops(4, 2)
+    with pytest.raises(MisconfigurationException, match="layer 2 pops 'a', which no layer before it stashes"):
+        fit(model, **settings)
+
+
+def test_the_balance_with_a_tensor_that_all_rows_share() -> None:
+    class Masked(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.sequential_module({"x": x, "mask": torch.ones(1, 4)})
+
+    with pytest.raises(MisconfigurationException, match=r"input\['mask'\] of shape \[1, 4\] has 1\. .* in NoChunk"):
+        fit(Masked())
 
 
 @pytest.mark.parametrize(

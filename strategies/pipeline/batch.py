@@ -2,7 +2,7 @@
 
 What is split along its rows: tensors and arrays by their first dimension, and lists and tuples of other things (words,
 labels) that have one entry a row. What holds such things is taken apart: lists, tuples, dicts, dataclasses. Everything
-else, such as a number or a string, is given to every micro-batch.
+else, such as a number, a string or a :class:`~strategies.pipeline.chunks.NoChunk`, is given to every micro-batch.
 """
 
 import copy
@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any
+
+from strategies.pipeline.chunks import NoChunk
 
 _Map = Callable[[Any, str], Any]
 
@@ -63,15 +65,20 @@ def _num_rows(batch: Any) -> int:
     if len(set(sizes.values())) > 1:
         listed = ", ".join(f"{name} has {number}" for name, number in sizes.items())
         raise ValueError(
-            f"it is not clear how many rows the batch has: {listed}. Make every tensor's first dimension the batch, or "
-            f"{_DEFINE}"
+            f"it is not clear how many rows the batch has: {listed}. Make every tensor's first dimension the batch; "
+            "wrap a tensor that all rows share in NoChunk (from strategies.pipeline import NoChunk), and every "
+            f"micro-batch gets it whole; or {_DEFINE}"
         )
     return next(iter(sizes.values()))
 
 
 def _has_rows(value: Any) -> bool:
-    """A tensor or an array, with a first dimension."""
-    return bool(getattr(value, "shape", ())) and hasattr(value, "dtype")
+    """A tensor or an array with a first dimension that is to be split."""
+    return _is_array(value) and bool(value.shape) and not isinstance(value, NoChunk)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _is_column(value: Any) -> bool:
@@ -79,7 +86,7 @@ def _is_column(value: Any) -> bool:
     return (
         isinstance(value, list | tuple)
         and not hasattr(value, "_fields")
-        and not any(_has_rows(leaf) for _, leaf in _walk(value, ""))
+        and not any(_is_array(leaf) and leaf.shape for _, leaf in _walk(value, ""))
     )
 
 

@@ -14,9 +14,7 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any, TypeGuard
 
-from torch import Tensor, nn
-
-from strategies.pipeline.skip import Key, waiting_skips
+from torch import nn
 
 Before = Callable[[int, Any], None]
 """Is told the place of a layer among its neighbours, and what the layer is about to be called with."""
@@ -41,21 +39,9 @@ def call_with_one(layer: nn.Module, value: Any) -> Any:
     return layer(value)
 
 
-def call_partition(layers: nn.Sequential, carried: tuple[Any, dict[Key, Tensor | None]], before: Before) -> Any:
-    """Calls a partition of a ``Pipe``, hooks on it included.
-
-    Args:
-        layers: Its layers.
-        carried: What the first one is called with, and the skips at hand.
-        before: What to do before each layer.
-
-    Returns:
-        What the last layer returned, and the skips that are left, or have been stashed.
-    """
-    value, skips = carried[0], dict(carried[1])
-    with waiting_skips(skips):
-        output = _called_as(layers, partial(_through, layers, before), arguments(layers, value))
-    return output, skips
+def call_partition(layers: nn.Sequential, value: Any, before: Before) -> Any:
+    """Calls a partition of a ``Pipe``, hooks on it included."""
+    return _called_as(layers, partial(_through, layers, before), arguments(layers, value))
 
 
 def call_layer(layer: nn.Module, value: Any) -> Any:

@@ -4,15 +4,19 @@ Unlike :mod:`~strategies.pipeline.microbatch` it looks at positional arguments o
 splits each tensor by itself, as the ``Pipe`` that PyTorch removed in 2.4 did.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-class NoChunk:
-    """Marks an input of :class:`~strategies.pipeline.pipe.Pipe` that every micro-batch gets whole.
+class NoChunk(Tensor):
+    """Marks a tensor among the inputs of a pipeline that every micro-batch gets whole, such as a mask for all rows.
+
+    Gradients into it are summed over the micro-batches. It is a view of the tensor: where nothing is split (in one
+    process, under DDP) layers use it like the tensor itself.
 
     Args:
         tensor: The input.
@@ -21,15 +25,48 @@ class NoChunk:
         TypeError: If it is no tensor; those are given whole anyway.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    _tensor: Tensor
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> "NoChunk":
         if not isinstance(tensor, Tensor):
             raise TypeError(f"NoChunk is for tensors; {type(tensor).__name__} is given to every micro-batch anyway")
-        self._tensor = tensor
+        marked = tensor.as_subclass(cls)
+        marked._tensor = tensor
+        return marked
 
     @property
     def tensor(self) -> Tensor:
         """The input."""
         return self._tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        converted = getattr(func, "__name__", "") in _CONVERSIONS and isinstance(args[0], NoChunk)
+        return NoChunk(result) if converted and type(result) is Tensor else result
+
+    def __deepcopy__(self, memo: Any) -> "NoChunk":
+        return NoChunk(copy.deepcopy(self.tensor, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return NoChunk, (self.tensor,)
+
+
+_CONVERSIONS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "detach", "clone", "pin_memory")
+"""Methods after which a :class:`NoChunk` is still one, such as those by which trainers prepare a batch."""
+
+
+def plain(leaf: Any) -> Any:
+    """The leaf of an input without its mark."""
+    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
 
 def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
@@ -53,22 +90,19 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
             f"Pipe got {kinds}, but needs a tensor among its inputs, to split its first dimension into micro-batches; "
             "give those in tuples, lists and dicts as arguments of their own"
         )
-    scalars = [place for place, value in enumerate(inputs) if isinstance(value, Tensor) and value.dim() == 0]
+    split = {place: value for place, value in enumerate(inputs) if _is_split(value)}
+    scalars = [place for place, value in split.items() if value.dim() == 0]
     if scalars and chunks > 1:
         raise ValueError(f"input {scalars[0]} of Pipe has no dimension to split; give it as NoChunk(tensor)")
-    pieces = {
-        place: (value,) if value.dim() == 0 else value.chunk(chunks)
-        for place, value in enumerate(inputs)
-        if isinstance(value, Tensor)
-    }
+    pieces = {place: (value,) if value.dim() == 0 else value.chunk(chunks) for place, value in split.items()}
     counts = sorted({len(parts) for parts in pieces.values()} or {1})
     if len(counts) > 1:
-        sizes = ", ".join(str(len(value)) for value in inputs if isinstance(value, Tensor))
+        sizes = ", ".join(str(len(value)) for value in split.values())
         raise RuntimeError(
             f"Found different number of chunks for the inputs of Pipe: {sizes} rows give {counts} micro-batches with "
             f"chunks={chunks}; give a tensor that is no batch as NoChunk(tensor)"
         )
-    whole = [value.tensor if isinstance(value, NoChunk) else value for value in inputs]
+    whole = [plain(value) for value in inputs]
     return [tuple(pieces[k][m] if k in pieces else value for k, value in enumerate(whole)) for m in range(counts[0])]
 
 
@@ -104,6 +138,10 @@ def _joined(column: Sequence[Any]) -> Any:
     return torch.cat(list(column))
 
 
+def _is_split(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, NoChunk)
+
+
 def has_tensor(values: Sequence[Any]) -> bool:
     """Whether one of the arguments is a tensor."""
-    return any(isinstance(value, Tensor | NoChunk) for value in values)
+    return any(isinstance(value, Tensor) for value in values)

@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from strategies.pipeline.chunks import plain
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.layers import entered
 from strategies.pipeline.node import with_backward
+from strategies.pipeline.packing import pack_objects, unpack_objects
 from strategies.pipeline.passes import Passes
 from strategies.pipeline.randomness import layer_seed
 from strategies.pipeline.run import Run
@@ -136,9 +138,10 @@ class _Interleaved:
             )
         input, step.input = step.input, None
         # Code that runs meanwhile may use the memory of what is sent for its next micro-batch.
-        sent = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, input)
+        input = pack_objects(input)
+        sent = tree_map_only(Tensor, lambda tensor: plain(tensor).detach().clone(), input)
         tensors = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
-        self._passes.ports.feed.send(sent, this.number, m, requires_grad=[t.requires_grad for t in tensors])
+        self._passes.feed(sent, this, m, [t.requires_grad for t in tensors])
         self._inputs.append([t for t in tensors if t.requires_grad])
 
     def _in_context(self, code: Code) -> Any:
@@ -149,10 +152,10 @@ class _Interleaved:
         passes, this, step = self._passes, self._this, self._steps[m]
         last = len(passes.remotes)
         passes.stage.run([Action("F", m, last)], this)
-        leaves = passes.ports.outputs.receive(this.number, m)
+        leaves = passes.output(this, m)
         wanted = [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with torch.enable_grad():
-            output = entered(leaves)
+            output = unpack_objects(entered(leaves))
         step.resume(output)
         loss, step.result = step.result, None
         if loss is not None and loss.numel() != 1:

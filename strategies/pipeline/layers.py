@@ -19,6 +19,10 @@ from strategies.pipeline.calling import CallLayers, call_in_turn
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.randomness import layer_seed, seed_device
 from strategies.pipeline.recompute import frozen_statistics, phase
+from strategies.pipeline.skip import Key, waiting_skips
+
+Carried = tuple[Any, dict[Key, Tensor | None]]
+"""What goes from stage to stage: what the last layer returned, and the skips that wait for a layer further on."""
 
 
 class _Enter(torch.autograd.Function):
@@ -64,7 +68,7 @@ class Layers:
 
     def run(
         self,
-        x: Any,
+        carried: Carried,
         microbatch: int,
         seed: int,
         context: PassContext,
@@ -73,11 +77,12 @@ class Layers:
         checkpointing: bool,
         recomputing: bool,
         doing: Callable[[str], None] | None = None,
-    ) -> Any:
+    ) -> Carried:
         """Takes a micro-batch through the layers.
 
         Args:
-            x: What the first layer takes; leaves of autograd in it must not be changed in place, see :func:`entered`.
+            carried: What the first layer takes, and skips; leaves of autograd in it must not be changed in place, see
+                :func:`entered`.
             microbatch: Its number; with the first one a pass begins.
             seed: That of the pass.
             context: The settings of the pass.
@@ -90,7 +95,8 @@ class Layers:
         if self._deferred is not None and microbatch == 0 and not recomputing:
             self._deferred.forget()
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
-        given = x
+        given, skips = carried[0], dict(carried[1])
+        del carried  # or a skip would be kept beyond its pop
 
         def before(place: int, value: Any) -> None:
             nonlocal given
@@ -102,7 +108,8 @@ class Layers:
         this_run = phase(checkpointing=checkpointing, recomputing=recomputing)
         with context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering, this_run:
             try:
-                return self._call(self.layers, x, before)
+                with waiting_skips(skips):
+                    return self._call(self.layers, given, before), skips
             except ValueError as error:
                 self._explain_single_row(error, given, microbatch)
                 raise

@@ -23,6 +23,7 @@ from strategies.pipeline.calling import call_partition
 from strategies.pipeline.chunks import has_tensor
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.layers import Layers
+from strategies.pipeline.packing import pack_objects, unpack_objects
 from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.recompute import Flags
 from strategies.pipeline.skip import Key, skips_of
@@ -60,7 +61,7 @@ class OneGraph:
 
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
         """Takes the inputs of the micro-batches; returns their outputs."""
-        values: list[Any] = list(parts)
+        values: list[Any] = list(parts) if len(parts) == 1 else [unpack_objects(pack_objects(part)) for part in parts]
         if torch.is_grad_enabled():  # what a layer changes in place must not count as a change of other micro-batches
             values = tree_map_only(Tensor, torch.clone, values)
         skips: list[dict[Key, Tensor | None]] = [{} for _ in parts]
@@ -130,7 +131,7 @@ class _LocalPartition:
 
     def _run_recomputed(self, carried: Any, m: int, this: ForwardPass) -> Any:
         flags, recomputing = Flags.of(self._layers.layers), False
-        leaves, spec = tree_flatten(carried)
+        leaves, spec = tree_flatten(pack_objects(carried))
         del carried
 
         def run(*leaves: Any) -> Any:
@@ -141,9 +142,9 @@ class _LocalPartition:
                 x = tree_map_only(Tensor, torch.clone, x)
             before = _versions(x)
             with flags.entered(self._layers.layers):
-                y = tree_map_only(Tensor, _Recomputed.apply, self._run_once(x, m, this, again))
+                y = pack_objects(self._run_once(unpack_objects(x), m, this, again))
             self._writes_input = bool(self._writes_input) or before != _versions(x)
-            return y
+            return unpack_objects(tree_map_only(Tensor, _Recomputed.apply, y))
 
         with set_checkpoint_early_stop(False):
             return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from strategies.pipeline.chunks import NoChunk, plain
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.microbatch import merge, split
+from strategies.pipeline.microbatch import has_rows, merge, split
 from strategies.pipeline.mirror import Mirror
 from strategies.pipeline.node import with_backward
+from strategies.pipeline.packing import pack_objects, unpack_objects
 from strategies.pipeline.ports import Ports
 from strategies.pipeline.recompute import num_recomputed
 from strategies.pipeline.remote import Failures, NotCopied, RemoteStage, in_pass
@@ -77,20 +79,23 @@ class Passes(NotCopied):
             return step.call(input)
         if self._failures.raised:
             return self._start_again()(input)
+        input = pack_objects(input, NoChunk)
         given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
         trained = any(p.requires_grad for p in self._module.parameters())
         grad = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in given))
-        inputs = [t for t in given if grad and t.requires_grad]
+        wanting = [t for t in given if grad and t.requires_grad]
+        inputs = [plain(t) for t in wanting]
         with torch.no_grad(), self.explained():
             run, output, wanted = self._forward(input, [grad and t.requires_grad for t in given], grad)
+        run.inputs_split = [has_rows(t) for t in wanting]
         if not any(wanted):
-            return output
+            return unpack_objects(output)
         leaves, spec = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         outputs = with_backward([leaves[place] for place in places], wanted, inputs, run.backward)
         for place, tensor in zip(places, outputs, strict=True):
             leaves[place] = tensor
-        return tree_unflatten(leaves, spec)
+        return unpack_objects(tree_unflatten(leaves, spec))
 
     def _forward(self, x: Any, fed_flags: list[bool], grad: bool) -> tuple["Run[Passes]", Any, list[bool]]:
         """Returns the run, the merged output, and for each tensor of it whether it wants a gradient."""
@@ -102,10 +107,10 @@ class Passes(NotCopied):
         results, fed, ahead = [], 0, 2 * len(self._stages)
         for action in self._actions(len(self.remotes), this)[0]:
             while fed < min(len(parts), action.microbatch + ahead):
-                self.ports.feed.send(parts[fed], this.number, fed, requires_grad=fed_flags)
+                self.feed(parts[fed], this, fed, fed_flags)
                 fed += 1
             self.stage.run([action], this)
-            results.append(self.ports.outputs.receive(this.number, action.microbatch))
+            results.append(self.output(this, action.microbatch))
         tensors = [[leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] for result in results]
         output = merge(results)
         wanted = [any(t.requires_grad for t in column) for column in zip(*tensors, strict=True)]
@@ -147,9 +152,19 @@ class Passes(NotCopied):
                 return []
             received = {a.microbatch: self.ports.fed_back.receive(this.number, a.microbatch) for a in actions}
         merged = [
-            _joined([received[m][k] for m in range(this.microbatches)], original) for k, original in enumerate(inputs)
+            _joined([received[m][k] for m in range(this.microbatches)], original, is_split)
+            for k, (original, is_split) in enumerate(zip(inputs, run.inputs_split, strict=True))
         ]
         return merged
+
+    def feed(self, part: Any, this: Pass, m: int, requires_grad: list[bool]) -> None:
+        """Sends a micro-batch to stage 0; no skip waits before the first layer."""
+        self.ports.feed.send((part, {}), this.number, m, requires_grad=requires_grad)
+
+    def output(self, this: Pass, m: int) -> Any:
+        """What the last layer returned for a micro-batch; every skip has been popped by then."""
+        value, _ = self.ports.outputs.receive(this.number, m)
+        return value
 
     def begin(self, microbatches: int, grad: bool, context: PassContext | None = None) -> "Run[Passes]":
         """Begins a pass: what has to be the same everywhere is, once the stages do what they are told next."""
@@ -223,10 +238,19 @@ def _in_two_parts(schedule: str, stages: int, microbatches: int) -> list[tuple[l
     return [([a for a in row if a.kind == "F"], [a for a in row if a.kind == "B"]) for row in rows]
 
 
-def _joined(grads: Sequence[Tensor | None], original: Tensor) -> Tensor | None:
-    """Joins the gradients of the micro-batches; where there is none it is zero."""
-    if all(grad is None for grad in grads):
+def _joined(grads: Sequence[Tensor | None], original: Tensor, is_split: bool) -> Tensor | None:
+    """Joins the gradients of the micro-batches; where there is none it is zero.
+
+    Args:
+        grads: One a micro-batch.
+        original: The input that they belong to.
+        is_split: Whether each micro-batch got rows of it, and not all of it.
+    """
+    known = [grad for grad in grads if grad is not None]
+    if not known:
         return None
-    parts = [original] if original.dim() == 0 else original.tensor_split(len(grads))
+    if not is_split:
+        return torch.stack(known).sum(0)
+    parts = original.tensor_split(len(grads))
     filled = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, grads, strict=True)]
     return torch.cat(filled)

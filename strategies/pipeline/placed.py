@@ -32,6 +32,7 @@ from strategies.pipeline.inbox import Inbox, Place, Post, Router, Routes, give_u
 from strategies.pipeline.mirror import Mirror
 from strategies.pipeline.node import with_backward
 from strategies.pipeline.one_graph import ForwardPass, clock_cycles
+from strategies.pipeline.packing import pack_objects, unpack_objects
 from strategies.pipeline.placement import move_to_meta, pickled
 from strategies.pipeline.remote import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.run import Run
@@ -98,7 +99,8 @@ class Placed(NotCopied):
 
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
         """Takes the inputs of the micro-batches; returns their outputs."""
-        given = [leaf for leaf in tree_leaves(list(parts)) if isinstance(leaf, Tensor)]
+        parts = [pack_objects(part) for part in parts]
+        given = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]
         module = self._module()
         assert module is not None
         trained = any(p.requires_grad for p in module.parameters())
@@ -117,7 +119,7 @@ class Placed(NotCopied):
             outputs = with_backward([leaves[place] for place in places], wanted, inputs, run.backward)
             for place, tensor in zip(places, outputs, strict=True):
                 leaves[place] = tensor
-        return tree_unflatten(leaves, spec)
+        return [unpack_objects(value) for value in tree_unflatten(leaves, spec)]
 
     def _forward(self, parts: Sequence[Any], this: Pass) -> list[tuple[Any, list[bool]]]:
         num, last = len(parts), len(self._inboxes) - 1

@@ -25,9 +25,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.pipeline.calling import CallLayer, call_layer
-from strategies.pipeline.chunks import NoChunk, has_tensor, scatter
-from strategies.pipeline.microbatch import split
-from strategies.pipeline.skip import Key, waiting_skips
+from strategies.pipeline.chunks import NoChunk, has_tensor, plain, scatter
+from strategies.pipeline.layers import Carried
+from strategies.pipeline.microbatch import has_rows, split
+from strategies.pipeline.packing import pack_objects, unpack_objects
+from strategies.pipeline.skip import waiting_skips
 
 _WARM_UP_PASSES = 2  # the first pass of a process imports modules, that of a layer allocates its gradients
 _FEWEST_PASSES = 3
@@ -91,14 +93,19 @@ def layer_sizes(
 def _first_microbatch(sample: Any, chunks: int) -> Any:
     try:
         return split(sample, chunks)[0]
-    except ValueError:
+    except ValueError as error:
         if not isinstance(sample, tuple) or not has_tensor(sample):
             raise
-        return scatter(sample, chunks)[0]  # Pipe takes inputs of 3 and 6 rows in 3 micro-batches
+        try:
+            return scatter(sample, chunks)[0]  # Pipe takes inputs of 3 and 6 rows in 3 micro-batches
+        except RuntimeError:
+            raise error from None
 
 
 class _Carrying(nn.Module):
     """A layer that is called with a pair: what the one before it returned, and the skips at hand; it returns another.
+
+    Objects in them are taken apart, so that each of several calls has objects of its own.
 
     Args:
         layer: The layer.
@@ -109,11 +116,11 @@ class _Carrying(nn.Module):
         super().__init__()
         self.layer, self._call = layer, call
 
-    def forward(self, carried: tuple[Any, dict[Key, Tensor | None]]) -> tuple[Any, dict[Key, Tensor | None]]:
+    def forward(self, carried: Carried) -> Carried:
         skips = dict(carried[1])
         with waiting_skips(skips):
-            output = self._call(self.layer, carried[0])
-        return output, skips
+            output = self._call(self.layer, unpack_objects(carried[0]))
+        return pack_objects(output), skips
 
 
 def _measure_layers(
@@ -124,13 +131,13 @@ def _measure_layers(
     measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
 ) -> list[Cost]:
     """Applies ``measure`` to a copy of each layer; it returns the cost and the layer's output, with skips."""
-    one_row = any(tensor.dim() > 0 and len(tensor) == 1 for tensor in _tensors(sample))
-    sample = tree_map_only(NoChunk, lambda whole: whole.tensor, sample)
+    one_row = any(has_rows(tensor) and len(tensor) == 1 for tensor in _tensors(sample))
+    sample = tree_map_only(NoChunk, plain, sample)
     devices = {tensor.device for tensor in [*_tensors(sample), *module.parameters(), *module.buffers()]}
     devices |= {torch.device(device)} if device is not None else set()
     costs = []
     with torch.inference_mode(False), torch.enable_grad(), _random_state_kept(devices):
-        carried: Any = (sample, {})
+        carried: Any = (pack_objects(sample), {})
         for layer in module:
             cost, carried = _measure_copy(layer, carried, device, call, measure, one_row=one_row)
             costs.append(cost)

@@ -32,6 +32,8 @@ class Run(Generic[Lead]):
         self._is_spent = False
         self.rows: list[list[int]] = []
         """For each output that wants a gradient, the number of rows that each micro-batch gave."""
+        self.inputs_split: list[bool] = []
+        """For each input that wants a gradient, whether it was split into micro-batches; others got it whole."""
         self.flags: list[list[bool]] = []
         """For each such output, whether that of each micro-batch wants one (those recomputed are only guessed)."""
 

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from strategies.pipeline.activity import Activity
 from strategies.pipeline.calling import CallLayers, call_in_turn
 from strategies.pipeline.context import PassContext
-from strategies.pipeline.layers import Layers
+from strategies.pipeline.layers import Carried, Layers
+from strategies.pipeline.packing import pack_objects, unpack_objects
 from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.recompute import Flags, frozen_statistics
 from strategies.pipeline.schedule import Action
@@ -126,6 +127,9 @@ class _Enter(torch.autograd.Function):
 
 class Stage:
     """Runs actions of a schedule on some consecutive layers.
+
+    What it takes and gives is a value and the skips that travel with it (:data:`~strategies.pipeline.layers.Carried`),
+    with packed objects (:mod:`~strategies.pipeline.packing`).
 
     Args:
         layers: The layers; their names are those of the whole module's children.
@@ -256,12 +260,16 @@ class Stage:
             if inputs:
                 self._input_grads.send([gradient.value for gradient in inputs], this.number, m)
 
-    def _run_layers(self, this: Pass, m: int, x: Any, *, grad: bool, recomputing: bool) -> Any:
+    def _run_layers(self, this: Pass, m: int, carried: Carried, *, grad: bool, recomputing: bool) -> Carried:
+        """Runs the layers on objects of their own; see :mod:`~strategies.pipeline.packing`."""
+
         def doing(what: str) -> None:
             self._activity.doing = what
 
-        return self._own.run(
-            x,
+        x, skips = unpack_objects(carried[0]), carried[1]
+        del carried
+        y, skips = self._own.run(
+            (x, skips),
             m,
             this.seed,
             this.context,
@@ -270,6 +278,7 @@ class Stage:
             recomputing=recomputing,
             doing=doing,
         )
+        return pack_objects(y), skips
 
 
 def _entered(value: Any, gradients: Sequence[_Gradient]) -> Any:
