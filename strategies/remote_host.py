@@ -110,7 +110,11 @@ class Host:
         self._of_module[id(module)] = self
 
     def describe(self) -> tuple[str, int]:
-        """The name of the module's class, and the number of callers.
+        """The name of the module's class, and the number of callers."""
+        return type(self._module).__name__, self._num_callers
+
+    def check(self, device: str) -> None:
+        """Checks what another process holds for a module on that device.
 
         Raises:
             TypeError: If it is no module.
@@ -118,10 +122,10 @@ class Host:
         """
         if not isinstance(self._module, nn.Module):
             raise TypeError(f"module_rref refers to a {type(self._module).__name__}, not to an nn.Module")
+        named = torch.empty(0, device=device).device  # "cuda" is the current one
         for tensor in (*self._module.parameters(), *self._module.buffers()):
-            if tensor.device != torch.device(self._device):
-                raise ValueError(f"the module is on {tensor.device}, but remote_device says {self._device}")
-        return type(self._module).__name__, self._num_callers
+            if tensor.device != named:
+                raise ValueError(f"the module is on {tensor.device}, but remote_device says {device}")
 
     def apply(self, packed: bytes, state: tuple[Any, Tensor]) -> tuple[tuple[Any, Tensor], bool]:
         """Calls a function with each submodule and the module.

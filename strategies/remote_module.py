@@ -76,7 +76,7 @@ class RemoteModule(nn.Module):
             (module_cls, tuple(args or ()), dict(kwargs or {})),
             "Make there what cannot travel: give a function that returns the module.",
         )
-        self._connect(rpc.remote(worker, Host, args=(device, num_callers)), make)
+        self._connect(rpc.remote(worker, Host, args=(device, num_callers)), "build", make)
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: Any, *, num_callers: int = 1) -> "RemoteModule":
@@ -104,16 +104,15 @@ class RemoteModule(nn.Module):
         remote = cls.__new__(cls)
         nn.Module.__init__(remote)
         remote._address = f"{worker.name}/{device}"
-        remote._connect(rpc.remote(worker, host_of, args=(module_rref, device, num_callers)), None)
+        remote._connect(rpc.remote(worker, host_of, args=(module_rref, device, num_callers)), "check", device)
         return remote
 
-    def _connect(self, host: Any, make: bytes | None) -> None:
-        """Connects this object to the host of the module, which the host makes first if ``make`` says how."""
+    def _connect(self, host: Any, *command: Any) -> None:
+        """Connects this object to the host of the module, which runs a command first."""
         self._host = host
         self._forgotten: deque[int] = deque()  # the garbage collector may append from any thread
         self._num_callers = 1
-        if make is not None:
-            self._call("build", make)
+        self._call(*command)
         self._class_name, self._num_callers = self._call("describe")
         self.module_rref = rpc.remote(host.owner(), module_of, args=(host,))
 

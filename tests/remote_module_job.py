@@ -323,6 +323,7 @@ def like_torchs(Remote: Any) -> dict[str, Any]:
         "method": lambda: around.apply(around.look),
         "apply": lambda: linear.apply(lambda module: module.missing),
         "not the owner": lambda: Remote.init_from_module_rref("caller", reference),
+        "other device": lambda: Remote.init_from_module_rref("owner/meta", reference),
         "no module": lambda: Remote.init_from_module_rref("owner", rpc.remote("owner", int)),
     }
     seen["refused"] = {name: attempt(function) for name, function in mistakes.items()}

@@ -107,6 +107,7 @@ def test_a_distributed_optimizer_trains_as_in_one_process(seen: dict[str, Any]) 
         ("method", "TypeError", "instead of Around.look, give a function .* that does not hold this model"),
         ("apply", "AttributeError", "'Linear' object has no attribute 'missing'"),
         ("not the owner", "ValueError", "names process caller, but process owner owns the module"),
+        ("other device", "ValueError", "the module is on cpu, but remote_device says meta"),
         ("no module", "TypeError", "module_rref refers to a int, not to an nn.Module"),
     ],
 )
