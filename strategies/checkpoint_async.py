@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from strategies.following import replaced
+from strategies.pipeline.along import replaced
 
 
 def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
-from strategies.following import replaced
+from strategies.pipeline.along import replaced
 from strategies.pipeline.words import describe
 
 _ANY = "any"

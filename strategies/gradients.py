@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.base import is_stand_in, unwrapped
-from strategies.following import replaced
+from strategies.pipeline.along import replaced
 from strategies.pipeline.update import PipelineOptimizers
 
 

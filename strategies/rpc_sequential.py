@@ -29,7 +29,7 @@ from strategies.pipeline.settings import Settings
 from strategies.pipeline_checkpoints import PipelineCheckpoints
 from strategies.replicated import ReplicatedStrategy
 from strategies.restarts import Restarts
-from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module, holders_of
+from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 from strategies.summary import show_stages
 
 
@@ -201,10 +201,9 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 world=self.world,
             )
             self._pipeline.start()
-        holders = holders_of(model, self._module_path)
         self._undo = [
             show_stages(trainer, module, balance),
-            *follow(self._pipeline.optimizers, self._lightning_optimizers, [*holders, module]),
+            *follow(self._pipeline.optimizers, self._lightning_optimizers),
             *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
             *self._load_whole(self._pipeline),
         ]

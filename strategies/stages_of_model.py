@@ -73,13 +73,6 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
     return module
 
 
-def holders_of(model: nn.Module, path: str) -> list[nn.Module]:
-    """The model, and the modules on the way to what lies at a dotted path."""
-    names = path.split(".")
-    holders: list[Any] = [model, *(attrgetter(".".join(names[:k]))(model) for k in range(1, len(names)))]
-    return [holder for holder in holders if isinstance(holder, nn.Module)]
-
-
 def _other_modules(model: nn.Module, path: str) -> str:
     """What else of ``model`` may have been meant."""
     sequentials = [name for name, child in model.named_modules() if isinstance(child, nn.Sequential) and name]

@@ -10,8 +10,8 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.following import replaced
 from strategies.gradients import clips_by
+from strategies.pipeline.along import replaced
 from strategies.sharding.optimizers import ShardedOptimizers
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step")

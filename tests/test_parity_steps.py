@@ -1,8 +1,11 @@
 """Frozen layers, optimizers that take turns, steps taken in every way: the gradients of each stage at every moment."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import Fresh, Small, batches, check, compare, fit
@@ -189,6 +192,64 @@ class EveryWay(Small):
 
     def configure_optimizers(self) -> Any:
         return optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Clears(Small):
+    """Clears gradients by a ``zero_grad`` that it overrides, that an object has of its own, of a layer, and by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.seen: list[dict[str, Tensor | None]] = []
+        self.sequential_module.zero_grad = partial(self.called, self.sequential_module.zero_grad)
+
+    def called(self, original: Callable[[bool], None], set_to_none: bool = True) -> None:
+        self.calls.append("replaced")
+        original(set_to_none)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.calls.append("overridden")
+        super().zero_grad(set_to_none)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: optim.Optimizer) -> None:
+        layers = self.sequential_module
+        if batch_idx < 2:
+            self.zero_grad(set_to_none=batch_idx == 0)
+        elif batch_idx == 2:
+            layers.zero_grad()
+        elif batch_idx == 3:
+            layers[0].zero_grad()
+            layers[5].zero_grad(set_to_none=False)
+        else:
+            for parameter in layers[2].parameters():
+                parameter.grad = None
+        self.seen.append(gradients(self))
+
+    def on_after_backward(self) -> None:
+        self.seen.append(gradients(self))
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+def cleared() -> dict[str, list[str]]:
+    train, settings = partial(batches, (8, 7, 5, 8, 4)), {"microbatches": 3}
+    single = fit(Clears, SingleDeviceStrategy("cpu"), 1, train=train)
+    calls = {"one process": single.model.calls}
+    for schedule in ("gpipe", "1f1b"):
+        strategy = RPCSequentialStrategy([2, 2, 2], schedule=schedule, **settings)
+        outcome = fit(Clears, strategy, 3, train=train)
+        compare(outcome if schedule == "gpipe" else replace(outcome, losses=single.losses), single)
+        assert_same_gradients(outcome.model.seen, single.model.seen)
+        calls[schedule] = outcome.model.calls
+    return calls
+
+
+@pytest.mark.slow
+def test_ways_to_clear_gradients() -> None:
+    calls = run(cleared, timeout_seconds=170)
+    assert calls["gpipe"] == calls["1f1b"] == calls["one process"]
+    assert calls["one process"].count("overridden") >= 4 and calls["one process"].count("replaced") == 2
 
 
 class Watched(RPCSequentialStrategy):

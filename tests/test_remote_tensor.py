@@ -19,7 +19,7 @@ STAGE = "stage 0 (layers 0 to 1: Linear, BatchNorm1d)"
 
 
 class Stage:
-    """A stage that lives in this process: layers with gradients, and the two commands that read them."""
+    """A stage that lives in this process: layers with gradients, and the commands that read and clear them."""
 
     description = STAGE
 
@@ -35,6 +35,9 @@ class Stage:
         if command == "gradient":
             return None if tensor.grad is None else tensor.grad.clone()
         return tensor.detach().clone(), tensor.requires_grad and name.startswith("1.running")
+
+    def zero_grad_later(self, name: str, set_to_none: bool) -> None:
+        nn.ParameterList([dict(self.layers.named_parameters())[name]]).zero_grad(set_to_none)
 
     def stand_ins(self) -> nn.Sequential:
         """Layers as the driver keeps them."""
@@ -257,8 +260,6 @@ def test_gradients_of_all_parameters(stage: Stage) -> None:
         lambda: clip_grad_value_(model.parameters(), 1.0),
         lambda: clip_by_hand(list(model.parameters())),
         lambda: [setattr(p, "grad", p.grad * 0.5) for p in model.parameters()],
-        lambda: setattr(model.weight, "grad", None),
-        model.zero_grad,
     ]
     for use in users:
         with pytest.raises(RuntimeError, match=r"gradient of parameter 0\.weight .*stage 0 .*call zero_grad"):
@@ -270,6 +271,29 @@ def test_gradients_of_all_parameters(stage: Stage) -> None:
     stage.version += 1
     grad_norm(model, 2)
     assert stage.num_reads == 1
+
+
+class Clears(nn.Sequential):
+    """Overrides ``zero_grad``, as a user's module may."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+
+
+def test_clearing_gradients_reaches_the_stage(stage: Stage) -> None:
+    model, (linear, norm) = Clears(stage.stand_ins(), nn.Linear(3, 1)), stage.layers
+    model[1].bias.grad = torch.ones(1)
+    model.zero_grad(set_to_none=False)
+    for parameter in (linear.weight, norm.bias, model[1].bias):
+        assert parameter.grad is not None and not parameter.grad.any()
+    model[0][0].zero_grad()
+    assert linear.weight.grad is None and linear.bias.grad is None and norm.bias.grad is not None
+    model[0][1].bias.grad = None
+    assert norm.bias.grad is None and norm.weight.grad is not None and model[1].bias.grad is not None
+    with pytest.raises(
+        RuntimeError, match=r"gradient of parameter 1\.weight .* which clearing it here would leave out"
+    ):
+        remote().grad = None
 
 
 def test_loading_leaves_it_alone() -> None:

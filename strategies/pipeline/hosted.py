@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from strategies.optimizer import (
@@ -167,9 +167,10 @@ class HostedStage(HostedOptimizers):
         self._activity.doing = "averaging gradients"
         self._averaging.average()
 
-    def zero_all_grads(self, set_to_none: bool) -> None:
-        """Clears the gradients of every parameter."""
-        self._layers.zero_grad(set_to_none)
+    def zero_grads(self, names: Sequence[str], set_to_none: bool) -> None:
+        """Clears the gradients of parameters, as ``zero_grad`` of a module that holds them."""
+        named = dict(self._layers.named_parameters())
+        nn.ParameterList(named[name] for name in names).zero_grad(set_to_none)
 
     def load_grads(self, grads: Mapping[str, Tensor | None]) -> None:
         """Takes over what :meth:`grads` gave."""

@@ -151,12 +151,6 @@ class Pipe(nn.Module):
             return self._engine.followed.optimizers.clip_grad_norm(optimizer, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all layers, wherever they live."""
-        if isinstance(self._engine, Placed):
-            self._engine.followed.optimizers.zero_all_grads_remotes(set_to_none)
-        nn.ParameterList(p for p in self.parameters() if not p.is_meta).zero_grad(set_to_none)
-
     def _parts(self) -> list[Any]:
         """The layers, and the partitions with theirs; modules are equal if they are the same."""
         partitions = [(partition, *partition.children()) for partition in self.partitions]

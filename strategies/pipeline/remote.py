@@ -182,6 +182,15 @@ class RemoteStage(NotCopied):
         self._note(command)
         self._later.append((command, arguments))
 
+    def zero_grad_later(self, name: str, set_to_none: bool) -> None:
+        """Clears the gradient of a parameter just before the next call; those cleared in a row go as one command."""
+        last, arguments = self._later[-1] if self._later else ("", ())
+        if last == "zero_grads" and arguments[1] == set_to_none:
+            self._note("zero_grads")
+            arguments[0].append(name)
+        else:
+            self.later("zero_grads", [name], set_to_none)
+
     def start(self, command: str, *arguments: Any) -> "Future[Any]":
         """Runs a command after those before it, without waiting.
 

@@ -6,6 +6,7 @@ the stage, and never otherwise:
     parameter.detach(), .data, [0], .t()   a view: a stand-in too, whose values are those at the moment when it is read
     parameter.norm(), .clone(), .cpu()     computed from the values that the stage has now
     parameter.grad                         the gradient that the stage has now, or ``None``; a :class:`FetchedTensor`
+    zero_grad(), parameter.grad = None     clears the gradient on the stage, ahead of whatever that does next
     parameter.mul_(2), .grad.mul_(2)       an error: the change would not reach the stage
     loss + parameter.norm()                a value, whose backward pass is an error: it would not reach the stage
 """
@@ -59,6 +60,10 @@ class StageReader(Protocol):
         """Runs a command that changes nothing, and returns its result."""
         ...
 
+    def zero_grad_later(self, name: str, set_to_none: bool) -> None:
+        """Clears the gradient of a parameter before whatever the stage does next."""
+        ...
+
 
 @dataclass
 class Source:
@@ -98,11 +103,15 @@ class Source:
             self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
         return self._gradient[1]
 
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Does what ``zero_grad`` of a module does to each parameter."""
+        self.stage.zero_grad_later(self.name, set_to_none)
+
 
 class _Remote:
     """Fetches the values for what reads them, and makes an error of what would silently do nothing.
 
-    The latter is changing values in place, setting or clearing a gradient, registering hooks, and using a copy that is
+    The latter is changing values in place, setting a gradient, registering hooks, and using a copy that is
     outdated.
     """
 
@@ -138,6 +147,8 @@ class _Remote:
             descriptor, name = _descriptor(func), func.__name__
             if name == "__get__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
                 return args[0]._gradient(sys._getframe(1))
+            if name == "__set__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
+                return args[0]._set_gradient(args[1])
             if name == "__get__" and descriptor is Tensor.device and args[0].relay_source is not None:
                 return args[0].relay_source.device  # where values are, once they have been read
             if (changed := _changed(func, args, kwargs)) is not None:
@@ -168,11 +179,12 @@ class _Remote:
         return self.relay_source.value(self.relay_name)
 
     def _gradient(self, frame: FrameType) -> Tensor | None:
-        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        module = frame.f_globals.get("__name__", "")
         if module == "torch.nn.utils.clip_grad":
             self._refuse_gradient("torch.nn.utils.clip_grad_norm_ or clip_grad_value_")
-        if module == "torch.nn.modules.module" and "zero_grad" in function:
-            self._refuse_gradient("zero_grad() of a single layer")
+        if frame.f_code is nn.Module.zero_grad.__code__:  # which leaves alone what has no gradient
+            self._clear_gradient(frame.f_locals["set_to_none"])
+            return None
         if module.startswith(_FIND_NO_GRADIENT) or _is_within_an_optimizer(frame):
             if not self.relay_is_followed:
                 self._refuse_gradient("an optimizer")
@@ -182,6 +194,16 @@ class _Remote:
         if (grad := self.relay_source.gradient()) is None:
             return None
         return _fetched(grad, f"the gradient of {self.relay_name}", self.relay_source.stage, self.relay_advice)
+
+    def _set_gradient(self, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._refuse_gradient("setting it")
+        self._clear_gradient(True)
+
+    def _clear_gradient(self, set_to_none: bool) -> None:
+        if self.relay_source is None:
+            self._refuse_gradient("clearing it")
+        self.relay_source.clear_gradient(set_to_none)
 
     @property
     def _stage(self) -> StageReader:
@@ -200,7 +222,7 @@ class _Remote:
 
     def _refuse(self, what: str) -> NoReturn:
         if what == "grad":
-            self._refuse_gradient("setting or clearing it")
+            self._refuse_gradient("deleting it")
         if what in _HOOKS:
             raise RuntimeError(
                 f"`{what}` on {self.relay_name}, which lives on {self._where} of the pipeline: gradients are computed "

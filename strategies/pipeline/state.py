@@ -46,7 +46,7 @@ class StateOfStages:
         here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
         memo: dict[int, Any] = {id(own): own for own in here}
         whole = copy(module)
-        for name in ("forward", "zero_grad", "load_state_dict"):  # those of the pipeline
+        for name in ("forward", "load_state_dict"):  # those of the pipeline
             vars(whole).pop(name, None)
         hooks = [dict(module._state_dict_hooks), dict(module._load_state_dict_pre_hooks)]
         for own, handle in zip(hooks, self._handles, strict=True):

@@ -123,11 +123,6 @@ class PipelineOptimizers:
         replies = [(remote, remote.start("unscale_grads", k, inv_scale, allow_fp16)) for remote in self._remotes]
         return [partial(remote.result, reply) for remote, reply in replies]
 
-    def zero_all_grads_remotes(self, set_to_none: bool) -> None:
-        """Clears the gradients of every parameter of the workers before whatever they do next."""
-        for remote in self._remotes:
-            remote.later("zero_all_grads", set_to_none)
-
     def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clears the workers' gradients before whatever they do next."""
         for remote in self._remotes:
