@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import pytest
 import torch
 from harness import run
-from parity import Small, batches, check
+from parity import Small, batches, check, fit
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
+
+from strategies import RPCSequentialStrategy
 
 WIDTH = 6
 
@@ -62,6 +65,50 @@ class TiedOutside(Tied):
             self.head.weight.clamp_(-0.2, 0.2)
 
 
+class UsedOutside(Tied):
+    """The training step computes with weights of the first layer, which nothing outside of the Sequential registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[5] = nn.Identity()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        embed = self.sequential_module[0]
+        head = linear(self.sequential_module(batch[0]), embed.weight[:2, :2])
+        loss = mse_loss(head, batch[1]) + 0.1 * (batch[0] @ embed.weight.T).square().mean() + 0.01 * embed.bias.norm()
+        self.losses.append(loss.item())
+        return loss
+
+
+class UsedByHand(UsedOutside):
+    """The same in manual optimization, with two backward passes in a step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class UsedRegistered(UsedOutside):
+    """The way that the error for 1F1B shows: the driver holds the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied, self.bias = self.sequential_module[0].weight, self.sequential_module[0].bias
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.pop()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+
 class OneLayerTwice(Small):
     """The same layer object at two places."""
 
@@ -99,6 +146,21 @@ def rows() -> None:
             assert len(same) >= 2
     check(TiedWorkers, callbacks=[Saved()], strategy={"checkpoint": "always", "pipelined_backward": False})
     check(Tied, callbacks=[Saved()])
+
+
+def used_outside() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"values of stage 0 .*'1f1b'.* self\.tied = self\.sequential_module\[0\]\.wei"
+    ):
+        fit(UsedOutside, RPCSequentialStrategy([3, 4], schedule="1f1b"), 2)
+    check(UsedOutside, accumulate_grad_batches=2, gradient_clip_val=0.3, val=batches)
+    check(UsedByHand, strategy={"checkpoint": "always"}, stages=[2])
+    check(UsedRegistered, strategy={"schedule": "1f1b"}, stages=[3])
+
+
+@pytest.mark.slow
+def test_weights_that_are_used_outside_of_the_pipelined_module() -> None:
+    run(used_outside, timeout_seconds=300)
 
 
 def test_tied_parameters() -> None:

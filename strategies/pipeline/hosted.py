@@ -191,6 +191,12 @@ class HostedStage(HostedOptimizers):
         buffer = module._buffers.get(own)
         return (None, False) if buffer is None else (buffer.detach().cpu(), buffer.requires_grad)
 
+    def add_gradient(self, name: str, grad: Tensor) -> None:
+        """Adds to the gradient of a parameter what came of its use on the driver."""
+        parameter = self._layers.get_parameter(name)
+        grad = grad.to(parameter.device)
+        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
     def gradient(self, name: str) -> Tensor | None:
         """The gradient of a parameter."""
         grad = self._layers.get_parameter(name).grad

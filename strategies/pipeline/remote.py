@@ -250,7 +250,9 @@ class RemoteStage(NotCopied):
             raise RuntimeError(
                 f"values of {self.description} cannot be read while micro-batches go through the pipeline (under "
                 "schedule='1f1b' that is all of training_step): read them before or after that, for example in "
-                "on_train_batch_start, on_before_optimizer_step or on_train_batch_end"
+                "on_train_batch_start, on_before_optimizer_step or on_train_batch_end. If the loss is computed with a "
+                "layer's weight (a tied head), register the weight outside of the pipelined module as well, in "
+                "__init__: self.tied = self.sequential_module[0].weight; this process then holds it"
             )
         return self.call(command, *arguments)
 

@@ -8,7 +8,7 @@ the stage, and never otherwise:
     parameter.grad                         the gradient that the stage has now, or ``None``; a :class:`FetchedTensor`
     zero_grad(), parameter.grad = None     clears the gradient on the stage, ahead of whatever that does next
     parameter.mul_(2), .grad.mul_(2)       an error: the change would not reach the stage
-    loss + parameter.norm()                a value, whose backward pass is an error: it would not reach the stage
+    loss + parameter.norm()                a value, whose backward pass adds to the gradient on the stage
 """
 
 import sys
@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol, cast
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -64,6 +65,10 @@ class StageReader(Protocol):
         """Clears the gradient of a parameter before whatever the stage does next."""
         ...
 
+    def later(self, command: str, *arguments: Any) -> None:
+        """Runs a command just before that of the next call."""
+        ...
+
 
 @dataclass
 class Source:
@@ -96,6 +101,10 @@ class Source:
             )
         return cast(Tensor, value).to(self.device)
 
+    def add_gradient(self, grad: Tensor) -> None:
+        """Adds to the gradient on the stage, ahead of whatever it is told next."""
+        self.stage.later("add_gradient", self.name, grad.detach().cpu())
+
     def gradient(self) -> Tensor | None:
         """The gradient now; asked for twice in a row it is fetched once."""
         if self._gradient[0] != self.stage.version:
@@ -121,8 +130,8 @@ class _Remote:
     relay_source: Source | None = None
     """Where the values are, if they can be fetched."""
 
-    relay_view: Callable[[], Tensor] | None = None
-    """Gives the values of a view of a stand-in."""
+    relay_view: "Callable[[Callable[[_Remote], Tensor]], Tensor] | None" = None
+    """Gives the values of a view of a stand-in, told how to read what it is a view of."""
 
     relay_advice: str = (
         "For gradients of all stages set the Trainer's gradient_clip_val, or call self.clip_gradients(...) or "
@@ -173,10 +182,21 @@ class _Remote:
     def _value(self) -> Tensor:
         """The values, without a place in autograd's graph."""
         if self.relay_view is not None:
-            return self.relay_view()
+            with torch.no_grad():
+                return self.relay_view(lambda remote: remote._value())
         if self.relay_source is None:
             self._refuse("reading values")
         return self.relay_source.value(self.relay_name)
+
+    def _tracked(self) -> Tensor:
+        """The values, from which gradients go to the stage, if the parameter wants them."""
+        if not cast(Tensor, self).requires_grad:
+            return self._value()
+        if self.relay_view is not None:
+            return self.relay_view(lambda remote: remote._tracked())
+        value = self._value()
+        assert self.relay_source is not None
+        return cast(Tensor, _Fetch.apply(torch.zeros((), requires_grad=True), value, self.relay_source))
 
     def _gradient(self, frame: FrameType) -> Tensor | None:
         module = frame.f_globals.get("__name__", "")
@@ -262,6 +282,9 @@ class FetchedTensor(_Remote, Tensor):
             )
         return self.as_subclass(Tensor)
 
+    def _tracked(self) -> Tensor:
+        return self._value()
+
     def _refuse(self, what: str) -> NoReturn:
         raise RuntimeError(
             f"`{what}` on {self.relay_name}, which has been fetched from {self.relay_stage.description}: the change "
@@ -287,21 +310,19 @@ def remote_buffer(name: str, buffer: Tensor, source: Source | None = None) -> Re
     return remote
 
 
-class _Unreachable(torch.autograd.Function):
-    """The identity, for values of a parameter that autograd cannot reach."""
+class _Fetch(torch.autograd.Function):
+    """From a parameter on its stage to its values here; a gradient goes back to the stage with the next command."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, described: str, where: str) -> Tensor:
-        ctx.described, ctx.where = described, where
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, source: Source) -> Tensor:
+        ctx.source = source
         return value.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(
-            f"the loss was computed from values of {ctx.described}, which lives on {ctx.where}: their gradient cannot "
-            "reach that stage. For a penalty on weights use the optimizer's weight_decay, or compute the term within "
-            "the layer and return it; to look at values only, read them from .detach()."
-        )
+        ctx.source.add_gradient(grads[0])
+        return None, None, None
 
 
 def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
@@ -342,9 +363,8 @@ def _view(
     view.relay_name, view.relay_source = origin.relay_name, origin.relay_source
     vars(view)["relay_advice"] = origin.relay_advice
 
-    def values() -> Tensor:
-        with torch.no_grad():
-            result = func(*_mapped(_Remote._value, args), **_mapped(_Remote._value, kwargs))
+    def values(read: Callable[[_Remote], Tensor]) -> Tensor:
+        result = func(*_mapped(read, args), **_mapped(read, kwargs))
         return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)][place]
 
     view.relay_view = values
@@ -356,13 +376,9 @@ def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     fetched: dict[int, _Remote] = {}
 
     def with_value(remote: _Remote) -> Tensor:
-        value = remote._value()
+        value = remote._tracked() if torch.is_grad_enabled() else remote._value()
         if (storage := _storage(value)) is not None:
             fetched[storage] = remote
-        tensor = cast(Tensor, remote)
-        if tensor.requires_grad and torch.is_grad_enabled() and not isinstance(remote, FetchedTensor):
-            anchor = torch.zeros((), requires_grad=True)
-            value = cast(Tensor, _Unreachable.apply(anchor, value, remote.relay_name, remote._where))
         return value
 
     result = func(*_mapped(with_value, args), **_mapped(with_value, kwargs))
