@@ -26,6 +26,28 @@ class NanGradient(nn.Module):
         return x + 0.0 * (0.0 * x).sqrt()
 
 
+class Leaves(nn.Linear):
+    """Leaves its result in attributes of many kinds; ``constant`` stays, ``average`` goes on from call to call."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.aux, self.calls, self.losses, self.stats = None, 0, [], {"mean": None}
+        self.constant, self.names = torch.ones(2), ["a", "b"]
+        self.average = torch.zeros(6)
+        self.share, self.running = [self.weight], (torch.zeros(1),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.calls += 1
+        self.aux = y.pow(2).mean()
+        self.losses.append(self.aux)
+        self.stats["mean"] = (y.mean(),)
+        self.made = (y.max(), [1, 2])
+        if self.training and torch.is_grad_enabled():
+            self.average.mul_(0.5).add_(0.5)
+        return y + 0.1 * self.average.sum() * self.constant.sum()
+
+
 class Doubled:
     """For a LightningModule in float64 under ``precision="32-true"``, whose optimizers step within ``training_step``.
 

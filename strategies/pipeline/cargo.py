@@ -26,6 +26,7 @@ class Cargo:
         ties: The parameters that several stages share.
         replicas: The other pipelines, if there are several.
         call: How the layers are called; see :class:`~strategies.pipeline.layers.Layers`.
+        notes_side_outputs: Whether the stage says which layers have side outputs.
     """
 
     index: int
@@ -38,3 +39,4 @@ class Cargo:
     ties: list[Tie] = field(default_factory=list)
     replicas: Replicas | None = None
     call: CallLayers = call_in_turn
+    notes_side_outputs: bool = False

@@ -30,6 +30,7 @@ from strategies.pipeline.remote import Failures, Patience, RemoteStage
 from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.session import Session, join_data_plane
 from strategies.pipeline.settings import Settings
+from strategies.pipeline.side_outputs import SideOutputs
 from strategies.pipeline.stage import Stage
 from strategies.pipeline.state import StateOfStages
 from strategies.pipeline.ties import find_ties, owned_parameters
@@ -142,9 +143,14 @@ class Pipeline:
         torch.set_num_threads(threads)
         keep_freed_memory()
         ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
-        first_layer, deferred = sum(self.balance[:-1]), self._settings.deferred_batch_norm
-        self._stage = ports.stage(self.stages[-1], first_layer, self._devices[-1], deferred_batch_norm=deferred)
         named, last = dict(self.module.named_parameters(remove_duplicate=False)), len(self.stages) - 1
+        self._stage = ports.stage(
+            self.stages[last],
+            sum(self.balance[:-1]),
+            self._devices[last],
+            deferred_batch_norm=self._settings.deferred_batch_norm,
+            side_outputs=SideOutputs(last, self.stages[last]),
+        )
         own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
         for layers, remote in zip(self.stages, self.remotes, strict=False):
             whole, optimizers = self._model or self.module, self.optimizers.optimizers
@@ -222,6 +228,8 @@ class Pipeline:
 
     def _fetch(self) -> None:
         """Brings back what the workers hold, from as many of them as can still give it."""
+        if self._passes is not None:
+            self._passes.side_outputs.end()
         lost: Exception | None = None
         for i, (layers, remote) in enumerate(zip(self.stages, self.remotes, strict=False)):
             try:
@@ -246,6 +254,7 @@ class Pipeline:
             self._stage.close()
             self._stage = None
         if self._passes is not None:
+            self._passes.side_outputs.end()
             self._passes.steps.close()
             self._passes = None
         self._averages = None
@@ -276,6 +285,7 @@ class Pipeline:
             numbers=[numbers_of(optimizer, owned) for optimizer in self.optimizers.optimizers],
             ties=self._ties,
             replicas=self._replicas,
+            notes_side_outputs=True,
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:

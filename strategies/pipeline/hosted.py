@@ -22,6 +22,7 @@ from strategies.pipeline.named import flat, on_cpu
 from strategies.pipeline.replicas import Averaging
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.shared_steps import SharedSteps
+from strategies.pipeline.side_outputs import SideOutputs
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.ties import TiedParameters
 from strategies.pipeline.wiring import Wiring
@@ -51,6 +52,7 @@ class HostedStage(HostedOptimizers):
             deferred_batch_norm=cargo.deferred_batch_norm,
             call=cargo.call,
             activity=activity,
+            side_outputs=SideOutputs(cargo.index, self._layers) if cargo.notes_side_outputs else None,
         )
         self._ties = TiedParameters(
             cargo.index,

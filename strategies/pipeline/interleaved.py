@@ -30,6 +30,7 @@ from strategies.pipeline.passes import Passes
 from strategies.pipeline.randomness import layer_seed
 from strategies.pipeline.run import Run
 from strategies.pipeline.schedule import Action
+from strategies.pipeline.side_outputs import is_fresh
 from strategies.pipeline.suspended import Step
 
 Code = Callable[[], Tensor | None]
@@ -151,8 +152,10 @@ class _Interleaved:
     def _forward_and_backward(self, m: int) -> Tensor | None:
         passes, this, step = self._passes, self._this, self._steps[m]
         last = len(passes.remotes)
-        passes.stage.run([Action("F", m, last)], this)
+        passes.side_outputs.reveal()
+        passes.run_stage([Action("F", m, last)], this)
         leaves = passes.output(this, m)
+        passes.side_outputs.show(lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value)))
         wanted = [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with torch.enable_grad():
             output = unpack_objects(entered(leaves))
@@ -163,10 +166,12 @@ class _Interleaved:
         if loss is not None and loss.requires_grad:
             self.learns = True
             # The loss may also depend on the input directly; its part of the graph is gone through again in _answer.
-            loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=bool(self._inputs[m]))
+            # If it depends on side outputs of the own stage, that stage's graph is gone through again below.
+            keep = bool(self._inputs[m]) or passes.side_outputs.have_graphs
+            loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if wanted:
             passes.ports.output_grads.send([leaf.grad for leaf in wanted], this.number, m)
-        passes.stage.run([Action("B", m, last)], this)
+        passes.run_stage([Action("B", m, last)], this)
         return None if loss is None else loss.detach()
 
     def _answer(self, limit: int) -> None:

@@ -8,7 +8,7 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from strategies.pipeline.remote import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.run import Run
 from strategies.pipeline.schedule import SCHEDULES, Action
 from strategies.pipeline.settings import Settings
+from strategies.pipeline.side_outputs import Marks, with_graph
 from strategies.pipeline.stage import Pass, Stage
 from strategies.pipeline.suspended import Steps
 
@@ -70,6 +71,8 @@ class Passes(NotCopied):
         self._children = list(module._modules.values())
         self.mirrors = [Mirror(layers, remote.description) for layers, remote in zip(stages, remotes, strict=False)]
         """What the layers on workers were like when they were last told."""
+        self.side_outputs = Marks(stages)
+        """What stands for tensors that layers leave in their attributes."""
         self.steps = Steps(len(stages) + 1, stage.device)
         """Code that is suspended where it calls the module; see :mod:`strategies.pipeline.interleaved`."""
 
@@ -104,13 +107,15 @@ class Passes(NotCopied):
         this = run.this
         for i, remote in enumerate(self.remotes):
             remote.start("forward", this, *self._actions(i, this))
+        self.side_outputs.reveal()
         results, fed, ahead = [], 0, 2 * len(self._stages)
         for action in self._actions(len(self.remotes), this)[0]:
             while fed < min(len(parts), action.microbatch + ahead):
                 self.feed(parts[fed], this, fed, fed_flags)
                 fed += 1
-            self.stage.run([action], this)
+            self.run_stage([action], this)
             results.append(self.output(this, action.microbatch))
+        self.side_outputs.show(partial(_is_of_whole_batch, this))
         tensors = [[leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] for result in results]
         output = merge(results)
         wanted = [any(t.requires_grad for t in column) for column in zip(*tensors, strict=True)]
@@ -146,7 +151,7 @@ class Passes(NotCopied):
                 self._carry_changes(i)  # autograd leaves out what wants no gradient by now
                 remote.start("backward", this.number)
             actions = self._actions(len(self.remotes), this)[1]
-            self.stage.run(actions, this)
+            self.run_stage(actions, this)
             self.ports.ties.move_gradients(this.number)
             if not inputs:
                 return []
@@ -163,7 +168,7 @@ class Passes(NotCopied):
 
     def output(self, this: Pass, m: int) -> Any:
         """What the last layer returned for a micro-batch; every skip has been popped by then."""
-        value, _ = self.ports.outputs.receive(this.number, m)
+        value, _ = self.side_outputs.taken(self.ports.outputs.receive(this.number, m))
         return value
 
     def begin(self, microbatches: int, grad: bool, context: PassContext | None = None) -> "Run[Passes]":
@@ -189,6 +194,11 @@ class Passes(NotCopied):
         for i in range(len(self.remotes)):
             self._carry_changes(i)
         return Run(this, self)
+
+    def run_stage(self, actions: Sequence[Action], this: Pass) -> None:
+        """Runs actions of the stage on this process."""
+        with self.side_outputs.hidden_from_layers():
+            self.stage.run(actions, this)
 
     def actions(self, i: int, this: Pass) -> list[Action]:
         """What stage ``i`` does in a whole pass."""
@@ -230,6 +240,11 @@ class Passes(NotCopied):
                 for sender in (*self.ports.senders, *self.ports.ties.senders):
                     sender.fail()
                 raise
+
+
+def _is_of_whole_batch(this: Pass, value: Any) -> bool:
+    """Whether a side output is that of one process, of which no gradient is asked."""
+    return this.microbatches == 1 and not (this.grad and (this.recomputed or with_graph(value)))
 
 
 @cache

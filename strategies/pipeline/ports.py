@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from strategies.pipeline.channel import Receiver, Sender, Wait
+from strategies.pipeline.side_outputs import SideOutputs
 from strategies.pipeline.stage import Input, Mailbox, Output, Stage
 from strategies.pipeline.ties import Tie, TiedParameters
 from strategies.pipeline.wiring import FEED_TAG
@@ -31,7 +32,13 @@ class Ports:
         return [port for port in (self.feed, self.input_grads) if isinstance(port, Sender)]
 
     def stage(
-        self, layers: nn.Sequential, first_layer: int, device: torch.device, *, deferred_batch_norm: bool
+        self,
+        layers: nn.Sequential,
+        first_layer: int,
+        device: torch.device,
+        *,
+        deferred_batch_norm: bool,
+        side_outputs: SideOutputs,
     ) -> Stage:
         """The driver's own stage, which has these connections."""
         return Stage(
@@ -43,6 +50,7 @@ class Ports:
             output_grads=self.output_grads,
             input_grads=self.input_grads,
             deferred_batch_norm=deferred_batch_norm,
+            side_outputs=side_outputs,
         )
 
 

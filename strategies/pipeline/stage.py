@@ -26,6 +26,7 @@ from strategies.pipeline.packing import pack_objects, unpack_objects
 from strategies.pipeline.randomness import preserved_random_state
 from strategies.pipeline.recompute import Flags, frozen_statistics
 from strategies.pipeline.schedule import Action
+from strategies.pipeline.side_outputs import Noted, SideOutputs
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,9 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.gradient.value = grads[0]
+        # A loss may reach this by a side output of a layer as well as by the stage's output.
+        known = ctx.gradient.value
+        ctx.gradient.value = grads[0] if known is None else known + grads[0]
         return None, None, None
 
 
@@ -139,6 +142,8 @@ class Stage:
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
         call: How the layers are called; see :class:`~strategies.pipeline.layers.Layers`.
         activity: Where it says what it does.
+        side_outputs: Finds those of the layers, which are noted with the outputs of the stage; see
+            :mod:`~strategies.pipeline.side_outputs`.
     """
 
     def __init__(
@@ -154,6 +159,7 @@ class Stage:
         deferred_batch_norm: bool = False,
         call: CallLayers = call_in_turn,
         activity: Activity | None = None,
+        side_outputs: SideOutputs | None = None,
     ) -> None:
         self.layers, self.first_layer, self.device = layers, first_layer, device
         self._own = Layers(layers, first_layer, device, deferred_batch_norm=deferred_batch_norm, call=call)
@@ -161,6 +167,7 @@ class Stage:
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._writes_input: bool | None = None
         self._activity = activity or Activity()
+        self._side_outputs = side_outputs
 
     def close(self) -> None:
         """Leaves the layers as they were; keeps nothing of any pass."""
@@ -200,6 +207,7 @@ class Stage:
     def _forward(self, this: Pass, m: int) -> None:
         self._activity.doing = f"F{m}, waiting for its input"
         x = self._inputs.receive(this.number, m)
+        x, noted = x if isinstance(x, Noted) else (x, ())
         recompute = this.grad and m < this.recomputed
         kept = _Kept([_Gradient() for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
         if recompute:
@@ -224,7 +232,9 @@ class Stage:
             self._kept[this.number, m] = kept
         if m == this.microbatches - 1:
             self._own.end_forward()
-        self._outputs.send(y, this.number, m, requires_grad=flags)
+        if self._side_outputs is not None and m in (0, this.microbatches - 1):
+            noted = (*noted, *self._side_outputs.find())
+        self._outputs.send(Noted(y, noted) if noted else y, this.number, m, requires_grad=flags)
 
     def _backward(self, this: Pass, microbatches: Sequence[int]) -> None:
         """Runs the backward passes of the micro-batches in one call of autograd."""
