@@ -21,6 +21,7 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset, RandomIterableDataset
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.data import has_len_all_ranks
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -255,6 +256,13 @@ def test_profilers_warnings_and_errors_name_lightnings_classes(cls: type[pl.Trai
     with pytest.raises(ValueError, match="`_FitLoop` does not support the `CombinedLoader"):
         trainer.fit(FirstLoader(), sequential)
     assert str(trainer.fit_loop.epoch_loop._results).startswith("_ResultCollection(")
+
+
+@pytest.mark.parametrize("cls", [pl.Trainer, Trainer])
+def test_errors_name_the_strategy_as_the_user_did(cls: type[pl.Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytorch_lightning.trainer.connectors.accelerator_connector._IS_INTERACTIVE", True)
+    with pytest.raises(MisconfigurationException, match=r"strategy='ddp'\)` is not compatible with an interactive"):
+        cls(strategy="ddp", **{**QUIET, "devices": 2})
 
 
 class Restarting(pl.Callback):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import pytorch_lightning as pl
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
 from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import strategies
 from strategies.loading import load_as_ours
@@ -52,9 +53,14 @@ class Trainer(pl.Trainer):
                 raise TypeError(  # Python's message for Lightning's constructor, and the nearest names
                     f"Trainer.__init__() got an unexpected keyword argument {keyword!r}{did_you_mean(keyword, known)}"
                 )
-        if isinstance(kwargs.get("strategy"), str):
-            kwargs["strategy"] = resolve_strategy(kwargs["strategy"])
-        super().__init__(**kwargs)
+        name = kwargs.get("strategy")
+        if isinstance(name, str):
+            kwargs["strategy"] = resolve_strategy(name)
+        try:
+            super().__init__(**kwargs)
+        except MisconfigurationException as error:  # its message names the strategy by the argument
+            error.args = tuple(str(arg).replace(repr(kwargs.get("strategy")), repr(name)) for arg in error.args)
+            raise
         load_as_ours(self.strategy)
         lightnings = self.fit_loop
         self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
