@@ -9,12 +9,17 @@ from strategies.pipeline.along import take_along
 from strategies.pipeline.update import PipelineOptimizers
 
 
-def follow(optimizers: PipelineOptimizers, wrappers: Iterable[LightningOptimizer]) -> list[Callable[[], None]]:
-    """Makes every step and every ``zero_grad`` of the optimizers reach the other stages.
+def follow(
+    optimizers: PipelineOptimizers,
+    wrappers: Iterable[LightningOptimizer],
+    after_method: Callable[[], None],
+) -> list[Callable[[], None]]:
+    """Makes every step, every ``zero_grad`` and every other method of the optimizers reach the other stages.
 
     Args:
         optimizers: The optimizers over all stages.
         wrappers: What Lightning puts around them, with a ``zero_grad`` of its own.
+        after_method: Called after each call of a method that an optimizer's class adds to torch's.
 
     Returns:
         Functions that end this.
@@ -23,5 +28,7 @@ def follow(optimizers: PipelineOptimizers, wrappers: Iterable[LightningOptimizer
     listed = list(wrappers)
     for own in optimizers.optimizers:
         around = [wrapper for wrapper in listed if wrapper.optimizer is own]
-        undo += take_along(own, optimizers, holders=around, refused=MisconfigurationException)
+        undo += take_along(
+            own, optimizers, holders=around, refused=MisconfigurationException, after_method=after_method
+        )
     return undo

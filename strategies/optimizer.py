@@ -5,11 +5,14 @@ in ``param_groups`` and travels with each step, so schedulers stay where the use
 over all groups, as in ``Optimizer.state_dict()``.
 """
 
+import inspect
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -50,7 +53,7 @@ def taken_apart(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
 
     For pickling: ``Optimizer.__getstate__`` loses the attributes that a subclass adds.
     """
-    patched = {"step", "zero_grad", "state_dict", "load_state_dict"}
+    patched = {"step", "zero_grad", "state_dict", "load_state_dict", *added_methods(optimizer)}
     return type(optimizer), {k: v for k, v in vars(optimizer).items() if k not in patched and not k.endswith("_hooks")}
 
 
@@ -161,3 +164,160 @@ def within_a_step(optimizer: Optimizer) -> bool:
         depth += frame.f_code is _HOOKED_STEP and frame.f_locals["self"] is optimizer
         frame = frame.f_back
     return depth > 1
+
+
+def added_methods(optimizer: Optimizer) -> tuple[str, ...]:
+    """The public methods that an optimizer's class adds to those of ``torch.optim.Optimizer``, such as ``eval``."""
+    cls: Any = type(optimizer)
+    return _added_methods(cls)
+
+
+@cache
+def _added_methods(cls: Any) -> tuple[str, ...]:
+    known = set(dir(Optimizer))
+    names = [name for name in dir(cls) if not name.startswith("_") and name not in known]
+    return tuple(name for name in names if isinstance(inspect.getattr_static(cls, name), FunctionType))
+
+
+@contextmanager
+def narrowed(optimizer: Optimizer, owned: Iterable[Tensor]) -> Iterator[None]:
+    """Within this, the groups of an optimizer have those of their parameters that are in ``owned``."""
+    kept, whole = {id(p) for p in owned}, [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if id(p) in kept]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
+
+
+def arguments_of_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
+    """What a step pre-hook gets: the closure, and the other arguments by their names.
+
+    Raises:
+        TypeError: If another process cannot make the step with these arguments.
+    """
+    if len(args) == 1 and kwargs.keys() <= {"closure"}:
+        return kwargs.get("closure"), {}
+    signature = inspect.signature(type(optimizer).step)
+    _, *bound = signature.bind(*args, **kwargs).arguments.items()
+    others: dict[str, Any] = {}
+    for name, value in bound:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            others.update(value)
+        else:
+            others[name] = value
+    closure = others.pop("closure", None)
+    check_plain(f"{type(optimizer).__name__}.step", others)
+    return closure, others
+
+
+def check_plain(method: str, arguments: Any) -> None:
+    """Checks that a method can be called in other processes with the same arguments.
+
+    Raises:
+        TypeError: If some are other than numbers, flags, strings and containers of those.
+    """
+    if foreign := _foreign(arguments):
+        raise TypeError(
+            f"{method} was called with a {foreign}. Parameters that it changes live in other processes, where it is "
+            "called too, and only numbers, flags, strings and containers of those are sent to them. Call it before or "
+            "after fit, or keep what it needs in the optimizer from the start."
+        )
+
+
+def check_same_result(method: str, result: Any, others: Mapping[str, Any]) -> None:
+    """Checks that a method has returned in other processes, each for its own parameters, what it has here.
+
+    Args:
+        method: Its name.
+        result: What it returned here.
+        others: What it returned elsewhere, by a description of the process.
+
+    Raises:
+        RuntimeError: If the results differ or cannot be compared, so that none is that of one process.
+    """
+    if foreign := _foreign(result):
+        raise RuntimeError(
+            f"{method} returned a {foreign}, which belongs to the parameters of this process only; other processes "
+            "have the rest of them. A method that returns nothing, numbers or strings can be called in mid-fit."
+        )
+    for process, other in others.items():
+        if other != result:
+            raise RuntimeError(
+                f"{method} returned {result!r} for the parameters of this process, but {other!r} for those of "
+                f"{process}, so neither is the value for all of them. Compute it from the optimizer's state_dict(), "
+                "which is whole."
+            )
+
+
+def _foreign(value: Any) -> str:
+    """The class of something that is not plain, if there is some."""
+    if type(value) in (dict, list, tuple, set):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((found for item in items if (found := _foreign(item))), "")
+    plain = isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | torch.device)
+    return "" if plain else type(value).__name__
+
+
+class CalledOnce:
+    """A closure that an optimizer may evaluate once in a step, and what is done after it.
+
+    Args:
+        closure: The user's.
+        then: Called after it.
+        refusal: Makes the error for a second evaluation.
+    """
+
+    def __init__(self, closure: Callable[[], Any], then: Callable[[], None], refusal: Callable[[], Exception]) -> None:
+        self._closure: Callable[[], Any] | None = closure
+        self._then, self._refusal = then, refusal
+
+    def __call__(self) -> Any:
+        if self._closure is None:
+            raise self._refusal()
+        closure, self._closure = self._closure, None
+        result = closure()
+        self._then()
+        return result
+
+
+class CarriedMethod:
+    """Stands for a method of an optimizer that users call, and does what ``carry`` does instead.
+
+    Where the optimizer calls it itself, in its step or in another method, every process does so, and nothing is to be
+    carried.
+
+    Args:
+        optimizer: Whose method.
+        name: Its name.
+        carry: Called with the optimizer, the name, the method, its arguments and its keywords.
+    """
+
+    def __init__(self, optimizer: Optimizer, name: str, carry: Callable[..., Any]) -> None:
+        self.optimizer, self._name, self._carry = optimizer, name, carry
+        self._method = getattr(type(optimizer), name).__get__(optimizer)  # one in the instance would be such as this
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_called_by_itself(self.optimizer, sys._getframe(1)):
+            return self._method(*args, **kwargs)
+        check_plain(f"{type(self.optimizer).__name__}.{self._name}", [args, kwargs])
+        return self._carry(self.optimizer, self._name, self._method, args, kwargs)
+
+
+def _is_called_by_itself(optimizer: Optimizer, frame: FrameType | None) -> bool:
+    """Whether a frame runs code of an optimizer's own step or methods, and not a closure or a hook of the user."""
+    inner: FrameType | None = None
+    while frame is not None:
+        if frame.f_code is CalledOnce.__call__.__code__:
+            return False
+        if frame.f_code is CarriedMethod.__call__.__code__ and frame.f_locals["self"].optimizer is optimizer:
+            return True
+        if frame.f_code is _HOOKED_STEP and frame.f_locals["self"] is optimizer:
+            step = frame.f_locals["func"]
+            return inner is None or inner.f_code is getattr(step, "__code__", inner.f_code)
+        inner, frame = frame, frame.f_back
+    return False

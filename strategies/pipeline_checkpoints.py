@@ -19,7 +19,7 @@ from strategies.checkpoint_async import snapshot
 from strategies.checkpoint_fit import Place, check_fit, load_whole, nowhere, places
 from strategies.optimizer import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.named import flat
+from strategies.pipeline.named import flat, take_over
 from strategies.pipeline.placement import cut
 from strategies.pipeline.randomness import Seeds
 from strategies.restarts import Restarts
@@ -36,7 +36,10 @@ class PipelineCheckpoints(StrategyPlugin):
     _given_balance: list[int] | Literal["even"] | None
     _module_path: str
     _divides_states: bool
-    _received: list[Tensor]
+    _gathered: dict[str, Tensor]
+    """What the other stages have given for the weights in the next checkpoint, by name."""
+    _gathered_states: dict[Optimizer, dict[Any, Any]]
+    """The same for the states of optimizers, by the numbers of parameters."""
     _shards: Path | None = None
     _restarts: Restarts | None
 
@@ -48,9 +51,9 @@ class PipelineCheckpoints(StrategyPlugin):
         in_parts = state is not None and self._state_dict_type == "sharded"
         with state.without_values() if state is not None and in_parts else nullcontext():
             gathered = super().lightning_module_state_dict()
-        if self._background is not None and state is not None:
+        if state is not None:
             elsewhere = {name for name, value in self._named_tensors() if value.is_meta}
-            self._received = [value for name, value in gathered.items() if name in elsewhere]
+            self._gathered = {name: value for name, value in gathered.items() if name in elsewhere}
         return gathered
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -64,10 +67,30 @@ class PipelineCheckpoints(StrategyPlugin):
             divided = self._divides_states and torch.distributed.is_initialized()
             return whole_state_dict(own, _get_default_group()) if divided else super().optimizer_state(optimizer)
         state = self._pipeline.optimizers.state_dict(own, values=self._state_dict_type == "full")
-        if self._background is not None:
-            elsewhere = [number for number, p in enumerate(parameters_of(own)) if p.is_meta]
-            self._received += flat([state["state"].get(number, {}) for number in elsewhere]).values()
+        self._gathered_states[own] = self._elsewhere(own, state)
         return state if self.is_global_zero else {}
+
+    def _elsewhere(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, Any]:
+        numbers = [number for number, p in enumerate(parameters_of(optimizer)) if p.is_meta]
+        return {number: state["state"][number] for number in numbers if number in state["state"]}
+
+    def _refresh_gathered(self) -> None:
+        """Brings what has been gathered up to date, after a method of an optimizer was called.
+
+        In one process a state dict shares its tensors with the model and the optimizers, so it shows what a hook such
+        as ``on_save_checkpoint`` has changed.
+        """
+        if self._pipeline is None or self._state_dict_type == "sharded":  # each stage writes what it has then
+            return
+        if self._gathered:
+            before, now = self._gathered, self.lightning_module_state_dict()
+            take_over(before, {name: now[name] for name in before})
+            self._gathered = before
+        for optimizer, states in self._gathered_states.items():
+            take_over(states, self._elsewhere(optimizer, self._pipeline.optimizers.state_dict(optimizer)))
+
+    def _forget_gathered(self) -> None:
+        self._gathered, self._gathered_states = {}, {}
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
@@ -80,7 +103,7 @@ class PipelineCheckpoints(StrategyPlugin):
         if self._seeds is not None and resumable:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._received = []
+        self._forget_gathered()
         if resumable and self._restarts is not None:
             self._restarts.checkpoint_saved(filepath)
 
@@ -129,7 +152,7 @@ class PipelineCheckpoints(StrategyPlugin):
         load_optimizer_states(checkpoint["optimizer_states"], self._shards, self._pipeline)
 
     def _private_tensors(self) -> list[Tensor]:
-        return self._received
+        return [*self._gathered.values(), *flat(self._gathered_states).values()]
 
     def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         assert self.lightning_module is not None

@@ -130,7 +130,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
-        self._state_dict_type, self._async_save, self._received = state_dict_type, async_save, []
+        self._state_dict_type, self._async_save = state_dict_type, async_save
+        self._gathered, self._gathered_states = {}, {}
         self._divides_states = shard_optimizer_states
         self._restarts = Restarts(max_restarts, self._settle, self._abandon) if max_restarts else None
         self._averages_gradients = True
@@ -203,7 +204,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             self._pipeline.start()
         self._undo = [
             show_stages(trainer, module, balance),
-            *follow(self._pipeline.optimizers, self._lightning_optimizers),
+            *follow(self._pipeline.optimizers, self._lightning_optimizers, self._refresh_gathered),
             *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
             *self._load_whole(self._pipeline),
         ]
@@ -268,6 +269,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         """Brings new values to the other replicas, if they divide the steps; workers have stepped along."""
         if self._pipeline is not None:
             self._pipeline.optimizers.after_step(optimizer)
+            self._forget_gathered()
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
         return as_misconfiguration()(self._running().optimizers.clip_grad_norm)

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from strategies.base import is_stand_in, unwrapped
 from strategies.optimizer_trial import check_divisible
+from strategies.pipeline.along import take_methods_along
 from strategies.refusals import check_state_dict_type
 from strategies.sharding.optimizers import ShardedOptimizers
 from strategies.stages_of_model import as_misconfiguration
@@ -109,6 +110,7 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
         self._sharded: ShardedOptimizers | None = None
         self._communicates, self._buffers_may_differ = True, True
         self._undo: list[Callable[[], Any]] = []
+        self._gathered = {}
 
     def setup_environment(self) -> None:
         """Join the process group."""
@@ -146,6 +148,9 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
             bucket_bytes=self._bucket_bytes,
         )
         self._undo = [self._sharded.close]
+        for own in optimizers:
+            around = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is own]
+            take_methods_along(own, self._call_method, around)  # also after fit, when states are still divided
         if self.stage == 2:
             self._undo += follow_precision(self.precision_plugin, self._sharded)
             if hooks := gradient_hooks(trainer, model):
@@ -198,6 +203,12 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
                 "share of it. Change the optimizer's groups or its state instead."
             )
         self._sharded.after_step(optimizer)
+        self._gathered.clear()
+
+    def _call_method(self, optimizer: Optimizer, *call: Any) -> Any:
+        result = self._running().call_method(optimizer, *call)
+        self._refresh_gathered(optimizer)
+        return result
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
         return self._running().clip_grad_norm
@@ -207,6 +218,7 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
     ) -> None:
         """Write from rank 0, which has got the state of the others by :meth:`optimizer_state`, or from every rank."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._gathered.clear()
 
     def teardown(self) -> None:
         """Let go of parameters and optimizers. Who owns what stays known, for a checkpoint after ``fit``."""

@@ -15,7 +15,7 @@ from strategies.base import StrategyPlugin, is_stand_in, unwrapped
 from strategies.checkpoint_async import snapshot
 from strategies.optimizer import check_optimizer_states, in_order
 from strategies.pipeline.channel import layouts, with_meta_tensors
-from strategies.pipeline.named import flat
+from strategies.pipeline.named import flat, take_over
 from strategies.sharding.optimizers import ShardedOptimizers
 from strategies.sharding.states import gathered, whole_state_dict
 
@@ -27,6 +27,8 @@ class ZeROCheckpoints(StrategyPlugin):
     _sharded: ShardedOptimizers | None
     _shards: Path | None = None
     _saving: Any | None = None
+    _gathered: dict[Optimizer, dict[Any, Any]]
+    """The states that rank 0 has gathered for the next checkpoint."""
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state put together from all ranks, on rank 0; the others have nothing. Every rank calls it.
@@ -37,10 +39,22 @@ class ZeROCheckpoints(StrategyPlugin):
         if self._sharded is None or self._groups is None or plain not in self._sharded.optimizers:
             return super().optimizer_state(optimizer)
         if self._state_dict_type == "full":
-            return whole_state_dict(plain, self._groups[1])
+            state = whole_state_dict(plain, self._groups[1])
+            self._gathered[plain] = state.get("state", {})
+            return state
         state = plain.state_dict()
         others = with_meta_tensors(gathered(layouts(state["state"]), self._groups[1]))
         return {**state, "state": in_order({**others, **state["state"]})}
+
+    def _refresh_gathered(self, optimizer: Optimizer) -> None:
+        """Bring what has been gathered up to date, after a method of the optimizer was called.
+
+        In one process a state dict shares its tensors with the optimizer, so it shows what a hook such as
+        ``on_save_checkpoint`` has changed.
+        """
+        if optimizer in self._gathered and self._groups is not None:
+            now = whole_state_dict(optimizer, self._groups[1])
+            take_over(self._gathered[optimizer], now.get("state", {}))
 
     def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
         if not dist.is_initialized():

@@ -1,16 +1,23 @@
 """Whatever the optimizers, groups, schedulers and frozen layers: a pipeline trains what one process trains."""
 
+import tempfile
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import schedulefree
 import torch
 from harness import run
-from parity import WIDTH, Small, batches, check
+from parity import WIDTH, Small, _alike, batches, check
 from parity_parts import Branches, Doubled, TracedAdamW, TracedSGD
 from torch import Tensor, nn, optim
+from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
+
+from strategies import RPCSequentialStrategy
+from strategies.consolidate import consolidate
 
 # Many optimizers next to each other, each with a branch of the model that reaches through every stage
 
@@ -174,3 +181,149 @@ def test_groups_and_the_schedulers_that_lightning_steps() -> None:
         rate = 0.05 if place in (3, 4, 5) else 0.02 if place == 6 else 0.1
         assert trace[::3] == pytest.approx([rate * factor for factor in factors]), place
         assert set(trace[1::3]) == ({0.8} if place in (3, 4, 5) else {0.9}), place
+
+
+# Methods of optimizers
+
+
+class Averaged(Small):
+    """A Schedule-Free optimizer, which has other weights for validation and checkpoints than for training."""
+
+    def __init__(self, make: Make, folder: str) -> None:
+        super().__init__()
+        self.make, self.folder = make, folder
+        self.saved: list[dict[str, Any]] = []
+
+    def configure_optimizers(self) -> Any:
+        return self.make(self.parameters())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = mse_loss(self(batch[0]), batch[1])
+        self.log("train_loss", loss, batch_size=len(batch[0]), on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers(use_pl_optimizer=False).eval()
+
+    def on_validation_epoch_end(self) -> None:
+        self.optimizers(use_pl_optimizer=False).train()
+
+    def on_train_epoch_end(self) -> None:
+        path = Path(self.folder) / f"{self.current_epoch}.ckpt"
+        training = {name: value.clone() for name, value in self.state_dict().items()}
+        self.trainer.save_checkpoint(path)
+        if path.is_dir():
+            consolidate(path, path := path.with_suffix(".whole"))
+        self.saved.append(torch.load(path, weights_only=True))
+        for name, value in self.saved[-1]["state_dict"].items():
+            assert not torch.equal(value, training[name]), name
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """After weights and states have been gathered; in one process they are the model's own tensors."""
+        self.optimizers().eval()
+
+
+def schedule_free() -> None:
+    adamw = partial(schedulefree.AdamWScheduleFree, lr=0.05, warmup_steps=3, weight_decay=0.1)
+    sgd = partial(schedulefree.SGDScheduleFree, lr=0.5, foreach=False)
+    cases = [(adamw, {"schedule": "gpipe"}), (sgd, {"schedule": "1f1b", "state_dict_type": "sharded"})]
+    for make, strategy in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            single, pipeline = check(partial(Averaged, make, folder), stages=(2,), val=batches, strategy=strategy)
+        assert len(single.model.saved) == 2
+        for ours, theirs in zip(pipeline.model.saved, single.model.saved, strict=True):
+            _alike(ours["state_dict"], theirs["state_dict"], 1e-9, "state_dict")
+            (one,), (other,) = ours["optimizer_states"], theirs["optimizer_states"]
+            assert one["param_groups"] == other["param_groups"]
+            _alike(one["state"], other["state"], 1e-9, "optimizer state")
+
+
+def test_optimizers_with_modes() -> None:
+    run(schedule_free, timeout_seconds=170)
+
+
+class Reshaped(optim.SGD):
+    """An optimizer with methods of all kinds, which call each other, and an argument of its step."""
+
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:
+        result = super().step(closure)
+        self.note(factor)  # in the step, which every process makes
+        return result
+
+    def note(self, factor: float) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p].setdefault("noted", []).append(factor)
+
+    @torch.no_grad()
+    def grow(self, factor: float) -> "Reshaped":
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.mul_(factor)
+                self.state[p]["grown"] = self.state[p].get("grown", 0) + 1
+        return self
+
+    def grow_twice(self, *, factors: tuple[float, float]) -> None:
+        for factor in factors:
+            self.grow(factor)
+
+    def rate(self) -> float:
+        return self.param_groups[0]["lr"]
+
+    def largest(self) -> float:
+        return max(p.abs().max().item() for group in self.param_groups for p in group["params"])
+
+    def weights(self) -> list[Tensor]:
+        return [p.detach() for group in self.param_groups for p in group["params"]]
+
+    def apply(self, function: Any) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                function(p)
+
+
+class Reshaping(Small):
+    def configure_optimizers(self) -> Any:
+        return Reshaped(self.parameters(), 0.1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        assert optimizer.rate() == 0.1
+        if batch_idx == 1:
+            optimizer.grow(1.1)
+        if batch_idx == 2:
+            optimizer.grow_twice(factors=(0.9, 1.2))
+        if batch_idx == 3 and isinstance(self.trainer.strategy, RPCSequentialStrategy):
+            for method, arguments, message in (
+                ("largest", (), r"Reshaped\.largest returned .* for those of stage 0.*so neither is the value for all"),
+                ("weights", (), r"Reshaped\.weights returned a Tensor"),
+                ("apply", (torch.zero_,), r"Reshaped\.apply was called with a builtin_function_or_method"),
+            ):
+                with pytest.raises((RuntimeError, TypeError), match=message):
+                    getattr(optimizer, method)(*arguments)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        """Runs in the closure, and so in the step: it is the user who calls."""
+        self.optimizers().grow(1.01)
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer.step(optimizer_closure, factor=1.0 + batch_idx)
+        if isinstance(self.trainer.strategy, RPCSequentialStrategy):
+            with pytest.raises(TypeError, match=r"Reshaped\.step was called with a Tensor"):
+                optimizer.step(factor=torch.ones(1))
+
+
+def methods() -> None:
+    _, pipeline = check(Reshaping, stages=(2,))
+    states = pipeline.optimizers[0]["state"].values()
+    assert all(state["noted"] == [1.0, 2.0, 3.0, 4.0] * 2 for state in states)
+    assert {state["grown"] for state in states} == {2 * (1 + 2 + 4)}
+
+
+def test_methods_of_optimizers() -> None:
+    run(methods, timeout_seconds=170)

@@ -79,12 +79,14 @@ CASES = {
     "bf16-mixed": Case(nets.Float32, lambda: {"precision": "bf16-mixed"}),
     "16-mixed": Case(nets.Infinite, scaled),
     "16-mixed, clipped": Case(nets.Infinite, lambda: {**scaled(), "gradient_clip_val": 0.01}),
+    "modes": Case(nets.Modes),
     "no optimizer": Case(nets.NoOptimizer),
     "own step": Case(odd.OwnStep),
     "added group": Case(odd.AddedGroup),
     "thawed": Case(nets.Thawed, lambda: {"callbacks": [nets.Thaws()]}),
 }
 SOME = {name: list(OPTIONS)[1::4] for name in ("groups and schedulers", "accumulated", "manual")}
+SOME["modes"] = ["stage 2, overlap"]
 ALL = {name: list(OPTIONS) for name in CASES}
 
 

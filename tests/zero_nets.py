@@ -5,6 +5,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import BaseFinetuning
+from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
@@ -229,6 +230,31 @@ class Shared(Groups):
     def configure_optimizers(self) -> Any:
         (optimizer,), _ = super().configure_optimizers()
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+class Modes(Net):
+    """An optimizer with other weights for validation and checkpoints than for training."""
+
+    def configure_optimizers(self) -> Any:
+        return AdamWScheduleFree(self.parameters(), lr=3e-3, warmup_steps=3)
+
+    def on_train_epoch_start(self) -> None:
+        self.optimizers().train()
+
+    def on_validation_epoch_start(self) -> None:
+        self.optimizers().eval()
+
+    def on_validation_epoch_end(self) -> None:
+        self.optimizers(use_pl_optimizer=False).train()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), sync_dist=True)
+
+    val_dataloader = Net.train_dataloader
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Also after fit."""
+        self.trainer.optimizers[0].eval()
 
 
 class NoOptimizer(Net):

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from strategies.optimizer import within_a_step
+from strategies.optimizer import CalledOnce, CarriedMethod, added_methods, arguments_of_step, within_a_step
 from strategies.pipeline.update import PipelineOptimizers
 
 
@@ -16,14 +16,16 @@ def take_along(
     *,
     holders: Iterable[Any] = (),
     refused: type[Exception] = RuntimeError,
+    after_method: Callable[[], None] = lambda: None,
 ) -> list[Callable[[], None]]:
-    """Makes every step, every ``zero_grad`` and the state of an optimizer those of all stages.
+    """Makes every step, every ``zero_grad``, other methods and the state of an optimizer those of all stages.
 
     Args:
         own: The user's optimizer.
         optimizers: Where it is one of those over all stages.
         holders: What is around it, with a ``zero_grad`` of its own.
         refused: The type of the error for an optimizer that cannot be followed.
+        after_method: Called after each call of a method that the optimizer's class adds to torch's.
 
     Returns:
         Functions that end this.
@@ -32,6 +34,13 @@ def take_along(
     for holder in (own, *holders):
         both = partial(_zero_grad_too, holder.zero_grad, partial(optimizers.zero_grad_remotes, own))
         undo.append(replaced(holder, "zero_grad", both))
+
+    def carry(*call: Any) -> Any:
+        result = optimizers.call_method(*call)
+        after_method()
+        return result
+
+    undo += take_methods_along(own, carry, holders)
     undo.append(replaced(own, "state_dict", partial(optimizers.state_dict, own)))
     undo.append(replaced(own, "load_state_dict", partial(optimizers.load_state_dict, own)))
     return undo
@@ -50,36 +59,36 @@ class _StepAlong:
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if within_a_step(optimizer):
             return None
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        closure, others = arguments_of_step(optimizer, args, kwargs)
+        step = partial(self._optimizers.step_remotes, optimizer, others)
         if closure is None:
-            self._optimizers.step_remotes(optimizer)
+            step()
             return None
-        return args[:1], {**kwargs, "closure": _Once(closure, self._optimizers, optimizer, self._refused)}
+        return args[:1], {**others, "closure": CalledOnce(closure, step, partial(self._refusal, optimizer))}
+
+    def _refusal(self, optimizer: Optimizer) -> Exception:
+        return self._refused(
+            f"{type(optimizer).__name__} evaluates the loss several times within a step, which a pipeline cannot "
+            "follow. Use an optimizer that makes one update from one gradient, such as AdamW."
+        )
 
 
-class _Once:
-    """A closure that is followed by the workers' step, and that can be called once in a step."""
+def take_methods_along(own: Optimizer, carry: Callable[..., Any], holders: Iterable[Any]) -> list[Callable[[], None]]:
+    """Makes calls of the methods that an optimizer's class adds to torch's, such as ``eval``, reach every process.
 
-    def __init__(
-        self,
-        closure: Callable[[], Any],
-        optimizers: PipelineOptimizers,
-        optimizer: Optimizer,
-        refused: type[Exception],
-    ) -> None:
-        self._closure: Callable[[], Any] | None = closure
-        self._optimizers, self._optimizer, self._refused = optimizers, optimizer, refused
+    Args:
+        own: The user's optimizer.
+        carry: See :class:`~strategies.optimizer.CarriedMethod`.
+        holders: What is around it, and has the same methods.
 
-    def __call__(self) -> Any:
-        if self._closure is None:
-            raise self._refused(
-                f"{type(self._optimizer).__name__} evaluates the loss several times within a step, which a pipeline "
-                "cannot follow. Use an optimizer that makes one update from one gradient, such as AdamW."
-            )
-        closure, self._closure = self._closure, None
-        result = closure()
-        self._optimizers.step_remotes(self._optimizer)
-        return result
+    Returns:
+        Functions that end this.
+    """
+    undo = []
+    for name in added_methods(own):
+        method = CarriedMethod(own, name, carry)
+        undo += [replaced(holder, name, method) for holder in (own, *holders)]
+    return undo
 
 
 def _zero_grad_too(

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from strategies.optimizer import load_states, norms_of_gradients, parameters_of, part_of, set_hyperparameters
 from strategies.pipeline.activity import Activity
 from strategies.pipeline.channel import layouts
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.named import on_cpu
 from strategies.pipeline.shared_steps import SharedSteps
 from strategies.pipeline.stage import Stage
@@ -30,7 +31,12 @@ class HostedOptimizers:
         self._optimizers[optimizer].zero_grad(set_to_none)
 
     def step(
-        self, optimizer: int, values: list[dict[str, Any]], scaling: dict[str, Tensor], dtype: torch.dtype
+        self,
+        optimizer: int,
+        values: list[dict[str, Any]],
+        scaling: dict[str, Tensor],
+        dtype: torch.dtype,
+        arguments: Mapping[str, Any],
     ) -> None:
         """Steps an optimizer with the driver's hyperparameters.
 
@@ -39,6 +45,7 @@ class HostedOptimizers:
             values: The hyperparameters of each group.
             scaling: What a gradient scaler sets on an optimizer that unscales within its step.
             dtype: The driver's default type, that of the counters which some optimizers make.
+            arguments: Those of ``step``.
         """
         torch.set_default_dtype(dtype)
         self._activity.doing = "optimizer step"
@@ -47,12 +54,47 @@ class HostedOptimizers:
         vars(own).update(scaling)
         if shared is not None:
             shared.before_step(own)
-        own.step()
+        own.step(**arguments)
         for name in scaling:
             delattr(own, name)
         if shared is not None:
             self._activity.doing = "exchange of values after an optimizer step"
             shared.after_step(own)
+
+    def call_method(
+        self,
+        optimizer: int,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: list[dict[str, Any]],
+        context: PassContext,
+        grad: bool,
+    ) -> Any:
+        """Calls a method of an optimizer that its class adds to torch's.
+
+        Args:
+            optimizer: Its number.
+            name: Of the method.
+            args: The arguments of the method.
+            kwargs: The keywords of the method.
+            values: The driver's hyperparameters of each group.
+            context: The driver's settings.
+            grad: Whether gradients are enabled on the driver.
+
+        Returns:
+            What the method returns, if it is plain.
+        """
+        self._activity.doing = f"method {name} of an optimizer"
+        own, shared = self._optimizers[optimizer], self._shared_steps
+        set_hyperparameters(own, values)
+        if shared is not None:
+            shared.before_step(own)
+        with context.entered(grad=grad):
+            result = getattr(own, name)(*args, **kwargs)
+        if shared is not None:
+            shared.after_step(own)
+        return None if result is own else result
 
     def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
         """Divides the gradients of an optimizer's parameters by the loss scale.

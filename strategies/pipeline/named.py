@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten_with_path, tree_map_only, tree_map_with_path
 
@@ -20,6 +21,22 @@ def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
     if isinstance(tree, OrderedDict):
         result.__dict__.update(tree.__dict__)  # a state dict's versions of modules
     return result
+
+
+@torch.no_grad()
+def take_over(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Gives a nested dict the values of another one; tensors of the same shape stay the same objects."""
+    for key in [key for key in tree if key not in now]:
+        del tree[key]
+    for key, value in now.items():
+        before = tree.get(key)
+        if isinstance(before, Tensor) and isinstance(value, Tensor) and before.shape == value.shape:
+            if not before.is_meta and before is not value:
+                before.copy_(value)
+        elif isinstance(before, dict) and isinstance(value, Mapping):
+            take_over(before, value)
+        else:
+            tree[key] = value
 
 
 def on_cpu(tree: Any) -> Any:

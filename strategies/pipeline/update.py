@@ -5,7 +5,7 @@ optimizers restricted to its own parameters.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,13 +15,16 @@ from torch.optim import Optimizer
 
 from strategies.optimizer import (
     check_optimizer_state,
+    check_same_result,
     hyperparameters,
     in_order,
+    narrowed,
     norms_of_gradients,
     parameters_of,
     part_of,
 )
 from strategies.pipeline.channel import with_meta_tensors
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.remote import RemoteStage
 from strategies.pipeline.replicas import Averaging
 from strategies.pipeline.shared_steps import SharedSteps
@@ -46,6 +49,7 @@ class PipelineOptimizers:
     ) -> None:
         self.optimizers, self._remotes, self._locate, self._complete = optimizers, remotes, locate, complete
         self.num_steps = 0
+        """How often steps and other methods of optimizers have changed parameters."""
         self.skips_infinite_steps = False
         """Whether a gradient scaler looks for infinite gradients and leaves out a step that has some."""
         self.numbers: list[list[list[int]]] = []
@@ -76,8 +80,12 @@ class PipelineOptimizers:
         for own, new in zip(self.numbers, numbers, strict=True):
             own.append(new)
 
-    def step_remotes(self, optimizer: Optimizer) -> None:
+    def step_remotes(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> None:
         """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting.
+
+        Args:
+            optimizer: Which one.
+            arguments: Those of its ``step``, but for a closure.
 
         Raises:
             RuntimeError: If the optimizer has got other parameters since the start.
@@ -94,7 +102,7 @@ class PipelineOptimizers:
         scaling = {name: vars(optimizer)[name].cpu() for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
         self.num_steps += 1
         for remote in self._remotes:
-            remote.start("step", k, values, scaling, torch.get_default_dtype())
+            remote.start("step", k, values, scaling, torch.get_default_dtype(), arguments)
         if self._shared_steps is not None:
             self._shared_steps.before_step(optimizer)
 
@@ -102,6 +110,41 @@ class PipelineOptimizers:
         """To be called after each step of what lives on the driver."""
         if self._shared_steps is not None:
             self._shared_steps.after_step(optimizer)
+
+    def call_method(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a method of an optimizer on every stage, such as the switch between training and evaluation weights.
+
+        The workers call it before whatever they do next, with the hyperparameters that the optimizer has now.
+
+        Raises:
+            RuntimeError: If it returns something, and not the same on every stage.
+        """
+        k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
+        device = here[0].device.type if here else "cpu"
+        call = name, args, kwargs, hyperparameters(optimizer), PassContext.capture(device), torch.is_grad_enabled()
+        self.num_steps += 1
+        with narrowed(optimizer, here):
+            if self._shared_steps is not None:
+                self._shared_steps.before_step(optimizer)
+            result = method(*args, **kwargs)
+            if self._shared_steps is not None:
+                self._shared_steps.after_step(optimizer)
+        if result is None or result is optimizer:
+            for remote in self._remotes:
+                remote.later("call_method", k, *call)
+            return result
+        words = f"{type(optimizer).__name__}.{name}"
+        check_same_result(words, result, {})
+        replies = [(remote, remote.start("call_method", k, *call)) for remote in self._remotes]
+        check_same_result(words, result, {remote.description: remote.result(reply) for remote, reply in replies})
+        return result
 
     def _number_of(self, optimizer: Optimizer) -> int:
         numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]

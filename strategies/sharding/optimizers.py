@@ -8,6 +8,7 @@ Gradients go to their owners, and the new values from them to the other ranks:
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from strategies.optimizer import norms_of_gradients, parameters_of, restricted, within_a_step
+from strategies.optimizer import (
+    CalledOnce,
+    arguments_of_step,
+    check_same_result,
+    norms_of_gradients,
+    parameters_of,
+    restricted,
+    within_a_step,
+)
 from strategies.sharding.bucket import Bucket
 from strategies.sharding.ownership import Ownership
 from strategies.sharding.partition import form_buckets
@@ -58,6 +67,7 @@ class ShardedOptimizers:
         self._trained: dict[Tensor, None] = {}
         self._buckets: list[Bucket] = []
         self._in_backward_of: Optimizer | None = None
+        self._arguments: dict[str, Any] = {}  # of the step under way
         self._stepped: set[Bucket] = set()
         self._exchange, self._sharing = Exchange(group), InFlight(LAG)
         self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
@@ -86,12 +96,43 @@ class ShardedOptimizers:
         if within_a_step(optimizer) or not self.ownership.is_narrowed(optimizer):
             return
         self.ownership.widen(optimizer)
-        changed = set(parameters_of(optimizer))
-        for bucket in self._buckets:
-            if bucket.owner is not None and bucket not in self._stepped and changed.intersection(bucket.parameters):
-                self._share(bucket)
-        self._sharing.drain()
+        self._share_values(optimizer)
         self._stepped.clear()
+
+    def call_method(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a method of an optimizer for this rank's parameters, and brings the new values to all ranks.
+
+        Every rank calls it.
+
+        Raises:
+            RuntimeError: If it returns something, and not the same on every rank.
+        """
+        self.ownership.narrow(optimizer)
+        try:
+            result = method(*args, **kwargs)
+        finally:
+            self.ownership.widen(optimizer)
+        with torch.inference_mode(False):  # validation may run in it
+            if self._hooks:
+                self._share_values(optimizer)
+            else:  # after fit, when there are no buckets any more
+                for parameter, owner in self.ownership.owners.items():
+                    dist.broadcast(parameter.data, owner, group=self._group)
+        if result is None or result is optimizer:
+            return result
+        words = f"{type(optimizer).__name__}.{name}"
+        check_same_result(words, result, {})
+        everyone: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(everyone, result, group=self._group)
+        check_same_result(words, result, {f"rank {rank}": other for rank, other in enumerate(everyone)})
+        return result
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their common norm is at most ``max_norm``.
@@ -125,6 +166,13 @@ class ShardedOptimizers:
         """Replaces a scalar by the largest over all ranks."""
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
 
+    def _share_values(self, optimizer: Optimizer) -> None:
+        changed = set(parameters_of(optimizer))
+        for bucket in self._buckets:
+            if bucket.owner is not None and bucket not in self._stepped and changed.intersection(bucket.parameters):
+                self._share(bucket)
+        self._sharing.drain()
+
     def _share(self, bucket: Bucket) -> None:
         number = self._buckets.index(bucket)
         self._sharing.add(bucket.start_sharing(self._exchange, number, mine=bucket.owner == self.ownership.rank))
@@ -134,33 +182,22 @@ class ShardedOptimizers:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if within_a_step(optimizer):
             return None
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        closure, self._arguments = arguments_of_step(optimizer, args, kwargs)
         if closure is None:
             self._narrow(optimizer)
             return None
-        return args[:1], {**kwargs, "closure": self._once(closure, optimizer)}
+        once = CalledOnce(
+            partial(self._evaluated, closure, optimizer), partial(self._narrow, optimizer), partial(_refusal, optimizer)
+        )
+        return args[:1], {**self._arguments, "closure": once}
 
-    def _once(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
-        """The closure that computes gradients, at the end of which groups are narrowed."""
-        calls = 0
-
-        def called() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} evaluates the loss several times within a step, in which each rank "
-                    "changes its own parameters only. Use an optimizer that makes one update from one gradient."
-                )
-            self._in_backward_of = optimizer if self._step_in_backward else None
-            try:
-                result = closure()
-            finally:
-                self._in_backward_of = None
-            self._narrow(optimizer)
-            return result
-
-        return called
+    def _evaluated(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
+        """What the closure returns; it computes gradients, and steps may be made as soon as they are there."""
+        self._in_backward_of = optimizer if self._step_in_backward else None
+        try:
+            return closure()
+        finally:
+            self._in_backward_of = None
 
     def _narrow(self, optimizer: Optimizer) -> None:
         self.reducer.complete()
@@ -174,7 +211,7 @@ class ShardedOptimizers:
             # Made anew each time, it has the learning rates and whatever else the user's has at this step.
             part = restricted(optimizer, bucket.parameters)
             part.state = optimizer.state
-            part.step()
+            part.step(**self._arguments)
         self._stepped.add(bucket)
         self._share(bucket)
 
@@ -203,3 +240,10 @@ class ShardedOptimizers:
             packed = self._whole or owner is None or device.type == "cuda"  # summed in place by a collective
             self._buckets.append(Bucket(members, owner, optimizer, as_view=self._as_view, packed=packed))
         self.reducer.watch(self._buckets)
+
+
+def _refusal(optimizer: Optimizer) -> Exception:
+    return RuntimeError(
+        f"{type(optimizer).__name__} evaluates the loss several times within a step, in which each rank changes its "
+        "own parameters only. Use an optimizer that makes one update from one gradient."
+    )
