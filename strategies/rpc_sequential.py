@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
+from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
@@ -27,6 +28,7 @@ from strategies.pipeline.placement import without_layers, without_meta_tensors
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.settings import Settings
 from strategies.pipeline_checkpoints import PipelineCheckpoints
+from strategies.profiling import ProfiledStages
 from strategies.replicated import ReplicatedStrategy
 from strategies.restarts import Restarts
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
@@ -136,6 +138,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._restarts = Restarts(max_restarts, self._settle, self._abandon) if max_restarts else None
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
+        self._profiled: ProfiledStages | None = None
         self._batch_norms: dict[str, _BatchNorm] = {}
         self._has_warned_of_batch_norm = False
 
@@ -153,6 +156,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         model, accelerator = self.lightning_module, self.accelerator
         assert model is not None and accelerator is not None and self.parallel_devices is not None
         accelerator.setup(trainer)
+        profiler = cast(Any, trainer).profiler
+        self._profiled = ProfiledStages(profiler, model) if isinstance(profiler, PyTorchProfiler) else None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             refusals.check_callbacks(trainer)
@@ -202,6 +207,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 world=self.world,
             )
             self._pipeline.start()
+        if self._profiled is not None:
+            self._profiled.follow(self._pipeline)
         self._undo = [
             show_stages(trainer, module, balance),
             *follow(self._pipeline.optimizers, self._lightning_optimizers, self._refresh_gathered),
@@ -283,6 +290,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         pipeline, self._pipeline = self._pipeline, None
         model = self.lightning_module
         try:
+            if self._profiled is not None:
+                self._profiled.end()
             if pipeline is not None:
                 pipeline.finish()
         except Exception as error:

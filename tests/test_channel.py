@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.distributed import ProcessGroup
 
-from strategies.pipeline.channel import PeerFailed, PeerSilent, Receiver, Sender, is_consequence
+from strategies.pipeline import channel
+from strategies.pipeline.channel import Announcement, PeerFailed, PeerSilent, Receiver, Sender, is_consequence
 from strategies.pipeline.meeting import store_at
 from strategies.pipeline.session import Session, join_data_plane, join_group
 
@@ -84,14 +85,51 @@ def test_whose_gradient_is_wanted_may_be_said(ends: tuple[Sender, Receiver]) -> 
     assert [t.requires_grad for t in receiver.receive(0, 0)] == [False, True, False]
 
 
-def test_a_layout_is_described_once(ends: tuple[Sender, Receiver]) -> None:
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [(2, [2, 1, 2, 1, 1]), (2**14, [3, 2, 3, 2, 2])],  # header, description if it is new, tensor if it is not small
+)
+def test_a_layout_is_described_once(ends: tuple[Sender, Receiver], width: int, expected: list[int]) -> None:
     sender, receiver = ends
     sizes = []
     for m, rows in enumerate([4, 4, 3, 4, 3]):
-        sender.send((torch.ones(rows, 2), "word"), 0, m)
+        sender.send((torch.ones(rows, width), "word"), 0, m)
         sizes.append(len(sender._under_way[-1]))
-    assert sizes == [3, 2, 3, 2, 2]  # header, description if it is new, tensor
+    assert sizes == expected
     assert [receiver.receive(0, m)[0].shape[0] for m in range(5)] == [4, 4, 3, 4, 3]
+
+
+def test_small_and_large_values_take_turns(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
+    limit = channel._SMALL_BYTES
+    values: list[Any] = []
+    for nbytes in (limit - 1, limit, limit + 1, 3, 4 * limit, 0, limit - 32):
+        values.append({"x": torch.randint(256, (nbytes,), dtype=torch.uint8), "y": torch.rand(1, dtype=torch.float64)})
+        values.append((torch.randint(256, (nbytes,), dtype=torch.uint8), None))
+    for m, value in enumerate(values):
+        sender.send(value, 0, m)
+    for m, value in enumerate(values):
+        assert_equal(receiver.receive(0, m), value)
+    sender.release()
+    assert not sender._under_way
+
+
+def test_passes_are_announced_along_with_their_first_value(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
+    for number in (3, 4):
+        sender.announce(Announcement(number, 2, 2**62 + number))
+        for m in range(2):
+            sender.send(torch.tensor([number, m]), number, m)
+    sender.end_passes()
+    sender.send(torch.tensor([7]), 5, 0)
+    for number in (3, 4):
+        assert receiver.announcement() == Announcement(number, 2, 2**62 + number)
+        assert [receiver.receive(number, m).tolist() for m in range(2)] == [[number, 0], [number, 1]]
+    assert receiver.announcement() is None
+    assert receiver.receive(5, 0).tolist() == [7]
+    sender.fail()
+    with pytest.raises(PeerFailed):
+        receiver.announcement()
 
 
 def test_no_more_than_the_limit_is_under_way(groups: tuple[ProcessGroup, ProcessGroup]) -> None:

@@ -2,18 +2,21 @@
 
 A value (a tensor, or tuples, lists and dicts of tensors and other objects) travels as
 
-    header   int64[4]: kind of the message, pass, micro-batch, size of the layout in bytes
+    header   int64[6]: kind of the message, pass, micro-batch, size of the layout in bytes, and where the value is the
+             first one of a pass that no command tells of, that pass's number of micro-batches and seed
+    tensors  behind the header in the same message if they are small together, otherwise one message each after the
+             layout; none for an empty one
     layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
-    tensors  one message each, none for an empty one
 
 Layouts are numbered by the sender and remembered by both sides, so that a shape is described once. Sends are
 asynchronous (gloo's send waits until the peer has posted its receive, which would put two stages in lock-step), and
 what is under way is kept alive until it has arrived. The receive of the next header is posted ahead.
 """
 
+import math
 import pickle
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,11 +26,28 @@ from typing import Any
 import cloudpickle
 import torch
 from torch.distributed import ProcessGroup, Work
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-_FAILED = -1
-"""The header's kind that says: this process failed, nothing will follow. Other kinds are numbers of layouts."""
+from strategies.pipeline.tracing import unrecorded
 
+_FAILED, _END = -1, -2
+"""Kinds of headers without a value: this process failed and sends nothing more; no more passes will be announced. Other
+kinds are numbers of layouts."""
+
+_HEADER_BYTES = 6 * 8
+
+_SMALL_BYTES = 2**15
+"""How large the tensors of a value may be to travel behind its header. A tensor in a message of its own takes one more
+round trip: the receiver posts a buffer for it when it knows the layout. A header's buffer is posted ahead, and may be
+larger than what arrives."""
+
+_ALIGNMENT = 16
+"""Tensors in one message start at multiples of this, the size of the largest dtype."""
+
+_NO_LIMIT = timedelta(days=365)
+"""How long a stage waits for something to do; gloo has no word for ever."""
+
+_NOTHING_ANNOUNCED = 0, 0
 
 _MAX_LAYOUTS = 1024
 
@@ -47,6 +67,15 @@ class PeerFailed(RuntimeError):
 
 class PeerSilent(RuntimeError):
     """The neighbour sent nothing in time. It may hang, or wait for another one that does."""
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """What a stage must know of a pass that only goes forward; see :class:`~strategies.pipeline.stage.Pass`."""
+
+    number: int
+    microbatches: int
+    seed: int
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -94,6 +123,15 @@ def _layout(tensor: torch.Tensor) -> TensorLayout:
     return TensorLayout(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
+def _places(sizes_bytes: Iterable[int]) -> tuple[list[int], int]:
+    """Where tensors of these sizes start in a message with a header, and where the last one ends."""
+    starts, end = [], _HEADER_BYTES
+    for size_bytes in sizes_bytes:
+        starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
+        end = starts[-1] + size_bytes
+    return starts, end
+
+
 def timeout_of(group: ProcessGroup) -> timedelta:
     """The group's time-out, of which gloo's sends and receives know only the one with which it connected."""
     backend: Any = group._get_backend(torch.device("cpu"))
@@ -120,6 +158,7 @@ class Sender:
         self._timeout = timeout_of(group)
         self._layouts: dict[bytes, int] = {}
         self._under_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+        self._announced = _NOTHING_ANNOUNCED
         self._has_failed = False
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
@@ -149,19 +188,46 @@ class Sender:
                 self._layouts.clear()  # the receiver overwrites what it knows as new descriptions come
             number = self._layouts[key] = len(self._layouts)
             description = cloudpickle.dumps(layout)
-        messages = [self._post(torch.tensor([number, pass_number, microbatch, len(description)]), self._tag)]
+        header = [number, pass_number, microbatch, len(description), *self._announced]
+        self._announced = _NOTHING_ANNOUNCED
+        starts, end = _places([tensor.nbytes for tensor in tensors])
+        is_small = end <= _HEADER_BYTES + _SMALL_BYTES
+        message = torch.empty(end if is_small else _HEADER_BYTES, dtype=torch.uint8)
+        message[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor(header))
+        if is_small:
+            for start, tensor in zip(starts, tensors, strict=True):
+                if tensor.numel():
+                    place = message[start : start + tensor.nbytes].view(tensor.dtype)
+                    place.view(tensor.shape).copy_(tensor.detach())
+        messages = [self._post(message, self._tag)]
         if description:
             messages.append(self._post(torch.frombuffer(bytearray(description), dtype=torch.uint8), self._tag))
-        messages += [self._post(t.detach().contiguous().cpu(), self._tag + 1) for t in tensors if t.numel()]
+        if not is_small:
+            messages += [self._post(t.detach().contiguous().cpu(), self._tag + 1) for t in tensors if t.numel()]
         self._under_way.append(messages)
         if self._limit is not None:
             self.flush(self._limit)
 
+    def announce(self, this: Announcement) -> None:
+        """Tells the receiver of a pass, along with the first value of it, which must be sent next."""
+        self._announced = this.microbatches, this.seed
+
+    def end_passes(self) -> None:
+        """Tells the receiver, if it is still there, that no more passes will be announced."""
+        self._send_last(_END)
+
     def fail(self) -> None:
         """Tells the receiver, if it is still there, that nothing will follow, so that it does not wait in vain."""
         self._has_failed = True
+        self._send_last(_FAILED)
+
+    def _send_last(self, kind: int) -> None:
         with suppress(RuntimeError):
-            self._under_way.append([self._post(torch.tensor([_FAILED, 0, 0, 0]), self._tag)])
+            self._under_way.append([self._post(torch.tensor([kind, 0, 0, 0, 0, 0]).view(torch.uint8), self._tag)])
+
+    def release(self) -> None:
+        """Lets go of everything sent; for when it has arrived, as what the peer has sent since then shows."""
+        self._wait_until(0)
 
     def flush(self, keep: int = 0) -> None:
         """Waits until everything has arrived but for the last ``keep`` values; after a failure nobody may take them."""
@@ -177,7 +243,7 @@ class Sender:
             work.wait(self._timeout)
 
     def _post(self, tensor: torch.Tensor, tag: int) -> tuple[Work, torch.Tensor]:
-        return self._group.send([tensor], self._peer, tag), tensor
+        return unrecorded(self._group.send, [tensor], self._peer, tag), tensor
 
 
 class Receiver:
@@ -202,14 +268,15 @@ class Receiver:
     ) -> None:
         self._group, self._peer, self._device, self._tag, self._wait = group, peer, device, tag, wait
         self._timeout = timeout_of(group)
-        self._layouts: dict[int, Any] = {}
-        self._header = torch.zeros(4, dtype=torch.int64)
+        self._layouts: dict[int, _Described] = {}
+        self._message = torch.empty(_HEADER_BYTES + _SMALL_BYTES, dtype=torch.uint8)
         self._posted: Work | None = None
+        self._header: list[int] | None = None
 
     def post(self) -> None:
         """Posts the receive of the next header, if it has not been posted yet."""
         if self._posted is None:
-            self._posted = self._group.recv([self._header], self._peer, self._tag)
+            self._posted = unrecorded(self._group.recv, [self._message], self._peer, self._tag)
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         """Waits for the next value, which must be that of the given pass and micro-batch.
@@ -222,33 +289,78 @@ class Receiver:
             PeerSilent: If nothing came within the group's time-out.
             RuntimeError: If the sender's process has gone.
         """
-        self.post()
-        assert self._posted is not None
-        try:
-            self._wait(partial(self._posted.wait, self._timeout))
-        except RuntimeError as error:
-            if "imed out" not in str(error):
-                raise
-            raise PeerSilent(f"rank {self._peer} of the pipeline sent nothing within the time-out") from error
-        self._posted = None
-        kind, *place, size_bytes = self._header.tolist()
-        if kind == _FAILED:
-            raise PeerFailed(f"rank {self._peer} of the pipeline failed")
+        kind, *place, size_bytes, _, _ = self._next_header(self._timeout, self._wait)
+        assert kind != _END, "expected a value, but the sender announces passes, and has no more"
         assert place == [pass_number, microbatch], (
             f"expected pass and micro-batch {pass_number, microbatch}, got {place}"
         )
         if size_bytes:
             description = torch.empty(size_bytes, dtype=torch.uint8)
-            self._group.recv([description], self._peer, self._tag).wait(self._timeout)
-            self._layouts[kind] = pickle.loads(description.numpy().tobytes())
-        value = tree_map(self._receive_leaf, self._layouts[kind])
+            unrecorded(self._group.recv, [description], self._peer, self._tag).wait(self._timeout)
+            self._layouts[kind] = _Described.of(pickle.loads(description.numpy().tobytes()))
+        described = self._layouts[kind]
+        ahead = iter(described.starts)
+        value = tree_map(lambda leaf: self._received(leaf, ahead), described.layout)
+        self._header = self._posted = None
         self.post()
         return value
 
-    def _receive_leaf(self, leaf: Any) -> Any:
+    def announcement(self) -> Announcement | None:
+        """Waits for the next pass, in the calling thread and for as long as it takes.
+
+        Returns:
+            The pass; ``None`` if no more follow.
+
+        Raises:
+            PeerFailed: If the sender has failed.
+            RuntimeError: If the sender's process has gone.
+        """
+        kind, number, _, _, *announced = self._next_header(_NO_LIMIT, wait_here)
+        if kind == _END:
+            self._header = self._posted = None
+            self.post()
+            return None
+        return Announcement(number, *announced)
+
+    def _next_header(self, timeout: timedelta, wait: Wait) -> list[int]:
+        """Waits for the next header, unless it has been read; what stands behind it is still to be taken."""
+        if self._header is None:
+            self.post()
+            assert self._posted is not None
+            try:
+                wait(partial(self._posted.wait, timeout))
+            except RuntimeError as error:
+                if "imed out" not in str(error):
+                    raise
+                raise PeerSilent(f"rank {self._peer} of the pipeline sent nothing within the time-out") from error
+            self._header = self._message[:_HEADER_BYTES].view(torch.int64).tolist()
+        if self._header[0] == _FAILED:
+            raise PeerFailed(f"rank {self._peer} of the pipeline failed")
+        return self._header
+
+    def _received(self, leaf: Any, starts: Iterator[int | None]) -> Any:
         if not isinstance(leaf, TensorLayout):
             return leaf
+        start = next(starts)
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-        if tensor.numel():
-            self._group.recv([tensor], self._peer, self._tag + 1).wait(self._timeout)
+        if not tensor.numel():
+            pass
+        elif start is None:
+            unrecorded(self._group.recv, [tensor], self._peer, self._tag + 1).wait(self._timeout)
+        else:
+            tensor.copy_(self._message[start : start + tensor.nbytes].view(leaf.dtype).view(leaf.shape))
         return tensor.to(self._device).requires_grad_(leaf.requires_grad)
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A layout, and where each of its tensors starts in the message of the header; ``None``: in one of its own."""
+
+    layout: Any
+    starts: list[int | None]
+
+    @classmethod
+    def of(cls, layout: Any) -> "_Described":
+        tensors = [leaf for leaf in tree_leaves(layout) if isinstance(leaf, TensorLayout)]
+        starts, end = _places([math.prod(t.shape) * t.dtype.itemsize for t in tensors])
+        return cls(layout, list(starts) if end <= _HEADER_BYTES + _SMALL_BYTES else [None] * len(tensors))

@@ -254,6 +254,7 @@ class Pipeline:
             self._stage.close()
             self._stage = None
         if self._passes is not None:
+            self._passes.end_announcements()
             self._passes.side_outputs.end()
             self._passes.steps.close()
             self._passes = None

@@ -1,8 +1,10 @@
 """A worker's stage: its layers, its part of the optimizers, and the commands that the driver may send it."""
 
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from strategies.optimizer import (
 from strategies.pipeline.activity import Activity
 from strategies.pipeline.cargo import Cargo
 from strategies.pipeline.channel import layouts
+from strategies.pipeline.context import PassContext
 from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.hosted_optimizers import HostedOptimizers
 from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
@@ -76,6 +79,7 @@ class HostedStage(HostedOptimizers):
                 self._shared_steps = SharedSteps(self._optimizers, self._averaging)
         self.shelf: dict[int, Any] = {}
         """What is on its way to or from a checkpoint in parts."""
+        self._trace: torch.profiler.profile | None = None
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
         self._gathered: dict[int, GatheredGradients] = {}
         for parameter in self._layers.parameters():
@@ -99,6 +103,29 @@ class HostedStage(HostedOptimizers):
             self._passes[this.number] = this, later
         self._stage.run(actions, this)
         self._wiring.settle()
+
+    def evaluate(self, context: PassContext) -> None:
+        """Runs passes without a backward part as they are announced on the data plane, until there are no more.
+
+        A command for each of them would cost more than a small model computes.
+        """
+        next_pass, pass_on = self._wiring.next_pass, self._wiring.pass_on
+        assert next_pass is not None and pass_on is not None
+        context.apply()
+        while (announced := self._activity.idle(next_pass)) is not None:
+            pass_on(announced)
+            actions = [Action("F", m, self._index) for m in range(announced.microbatches)]
+            this = Pass(
+                number=announced.number,
+                microbatches=announced.microbatches,
+                grad=False,
+                recomputed=0,
+                at_once=False,
+                seed=announced.seed,
+                context=context,
+            )
+            self._stage.run(actions, this)
+        pass_on(None)
 
     def backward(self, number: int) -> None:
         """Runs the backward part of a pass."""
@@ -125,6 +152,27 @@ class HostedStage(HostedOptimizers):
     def release(self, number: int, factor: float) -> None:
         """Adds the gradients of a pass, times ``factor``, to those of the parameters."""
         self._gathered.pop(number).release(factor)
+
+    def start_trace(self, options: Mapping[str, Any]) -> None:
+        """Has torch's profiler record what this thread does.
+
+        Args:
+            options: Arguments of ``torch.profiler.profile``.
+        """
+        self._trace = torch.profiler.profile(**options)
+        self._trace.start()
+        self._trace.add_metadata("stage", self.describe())
+
+    def stop_trace(self) -> bytes | None:
+        """Ends the recording; the trace in Chrome's format, or ``None`` if nothing has been recorded."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return None
+        trace.stop()
+        with tempfile.TemporaryDirectory(prefix="relay-trace-") as directory:
+            path = Path(directory) / "trace.json"
+            trace.export_chrome_trace(str(path))
+            return path.read_bytes()
 
     def share_values(self, number: int) -> None:
         """Sends or takes over the values of tied parameters ahead of a pass."""

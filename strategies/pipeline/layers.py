@@ -20,6 +20,7 @@ from strategies.pipeline.context import PassContext
 from strategies.pipeline.randomness import layer_seed, seed_device
 from strategies.pipeline.recompute import frozen_statistics, phase
 from strategies.pipeline.skip import Key, waiting_skips
+from strategies.pipeline.tracing import Labels
 
 Carried = tuple[Any, dict[Key, Tensor | None]]
 """What goes from stage to stage: what the last layer returned, and the skips that wait for a layer further on."""
@@ -97,12 +98,15 @@ class Layers:
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
         given, skips = carried[0], dict(carried[1])
         del carried  # or a skip would be kept beyond its pop
+        labels = Labels()
 
         def before(place: int, value: Any) -> None:
             nonlocal given
             given, layer = value, self.first_layer + place
+            what = f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}"
             if doing is not None:
-                doing(f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}")
+                doing(what)
+            labels.next(what)
             seed_device(layer_seed(seed, microbatch, layer), self.device)
 
         this_run = phase(checkpointing=checkpointing, recomputing=recomputing)
@@ -113,6 +117,8 @@ class Layers:
             except ValueError as error:
                 self._explain_single_row(error, given, microbatch)
                 raise
+            finally:
+                labels.end()
 
     def _explain_single_row(self, error: ValueError, x: Any, microbatch: int) -> None:
         """Raises an error that names the layer and the way out, if one could not normalise a micro-batch of one row."""

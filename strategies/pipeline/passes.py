@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from strategies.pipeline.channel import Announcement, Sender
 from strategies.pipeline.chunks import NoChunk, plain
 from strategies.pipeline.context import PassContext
 from strategies.pipeline.microbatch import has_rows, merge, split
@@ -68,6 +69,10 @@ class Passes(NotCopied):
         self._num_passes = 0
         self.num_backward = 0
         """How many backward passes there were."""
+        self._evaluates = False
+        """Whether the last pass had no backward part."""
+        self._announcing: PassContext | None = None
+        """What passes that are announced on the data plane run under; ``None`` if stages wait for commands."""
         self._children = list(module._modules.values())
         self.mirrors = [Mirror(layers, remote.description) for layers, remote in zip(stages, remotes, strict=False)]
         """What the layers on workers were like when they were last told."""
@@ -84,8 +89,9 @@ class Passes(NotCopied):
             return self._start_again()(input)
         input = pack_objects(input, NoChunk)
         given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
-        trained = any(p.requires_grad for p in self._module.parameters())
-        grad = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in given))
+        grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in given) or any(p.requires_grad for p in self._module.parameters())
+        )
         wanting = [t for t in given if grad and t.requires_grad]
         inputs = [plain(t) for t in wanting]
         with torch.no_grad(), self.explained():
@@ -105,8 +111,7 @@ class Passes(NotCopied):
         parts = split(x, self._settings.microbatches)
         run = self.begin(len(parts), grad)
         this = run.this
-        for i, remote in enumerate(self.remotes):
-            remote.start("forward", this, *self._actions(i, this))
+        self._tell(this)
         self.side_outputs.reveal()
         results, fed, ahead = [], 0, 2 * len(self._stages)
         for action in self._actions(len(self.remotes), this)[0]:
@@ -115,6 +120,8 @@ class Passes(NotCopied):
                 fed += 1
             self.run_stage([action], this)
             results.append(self.output(this, action.microbatch))
+        if isinstance(self.ports.feed, Sender):
+            self.ports.feed.release()  # the outputs were computed from all of it
         self.side_outputs.show(partial(_is_of_whole_batch, this))
         tensors = [[leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)] for result in results]
         output = merge(results)
@@ -123,6 +130,34 @@ class Passes(NotCopied):
         run.rows = [[t.shape[0] for t in column] for column in columns]
         run.flags = [[t.requires_grad for t in column] for column in columns]
         return run, output, wanted
+
+    def _tell(self, this: Pass) -> None:
+        """Tells the stages on workers to run the forward part of a pass.
+
+        A command does, over the control plane. Where passes without a backward part follow each other, a command has
+        the stages take such passes from the data plane, each announced ahead of its inputs, until there is another
+        command for any of them.
+        """
+        follows_another, self._evaluates = self._evaluates, not this.grad
+        if this.grad or not follows_another or not self.remotes:
+            for i, remote in enumerate(self.remotes):
+                remote.start("forward", this, *self._actions(i, this))
+            return
+        if self._announcing != this.context or any(remote.has_more_to_run for remote in self.remotes):
+            for remote in self.remotes:
+                remote.start_until(self.end_announcements, "evaluate", this.context)
+            self._announcing = this.context
+        for remote in self.remotes:
+            remote.version += 1
+        assert isinstance(self.ports.feed, Sender)
+        self.ports.feed.announce(Announcement(this.number, this.microbatches, this.seed))
+
+    def end_announcements(self) -> None:
+        """Has the stages on workers take commands again."""
+        if self._announcing is not None:
+            self._announcing = None
+            assert isinstance(self.ports.feed, Sender)
+            self.ports.feed.end_passes()
 
     def backward(
         self, run: "Run[Passes]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
@@ -237,6 +272,7 @@ class Passes(NotCopied):
             try:
                 yield
             except BaseException:  # Ctrl-C too must leave no stage waiting
+                self._announcing = None  # what fails takes no more passes
                 for sender in (*self.ports.senders, *self.ports.ties.senders):
                     sender.fail()
                 raise

@@ -4,14 +4,16 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, NoReturn
 
 from torch.distributed import rpc
 
 from strategies.pipeline.channel import PeerFailed, is_consequence
 from strategies.pipeline.lost import WorkerLost
+from strategies.pipeline.tracing import unrecorded
 from strategies.pipeline.worker import Command, Failure, perform, progress
 
 _DIAGNOSIS_SECONDS = 2.0
@@ -22,7 +24,7 @@ _CHANGE_NO_VALUES = frozenset(
     [
         *("value", "gradient", "grads", "tensors", "attributes", "extra_state", "shelve", "num_kept", "discard"),
         *("module_state", "module_layout", "optimizer_states", "whole_optimizer_states", "optimizer_layouts"),
-        *("set_attributes", "set_requires_grad"),
+        *("set_attributes", "set_requires_grad", "start_trace", "stop_trace"),
     ]
 )
 """Commands after which parameters, buffers and gradients are what they were before."""
@@ -90,19 +92,40 @@ class Patience:
 
     def __init__(self, failures: Failures) -> None:
         self._failures = failures
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="relay-wait")
+        self._waits: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[Callable[[], Any] | None, BaseException | None]] = SimpleQueue()
+        failures.first.add_done_callback(self._wake)
+        threading.Thread(target=self._work, name="relay-wait", daemon=True).start()
 
     def __call__(self, wait_for_message: Callable[[], Any]) -> None:
-        arrived: Future[Any] = self._executor.submit(wait_for_message)
-        either: list[Future[Any]] = [arrived, self._failures.first]
-        wait(either, return_when=FIRST_COMPLETED)
-        if not arrived.done():
+        if self._failures.any:
             self._failures.raise_cause()
-        arrived.result()
+        self._waits.put(wait_for_message)
+        while True:
+            which, error = self._ended.get()
+            if which is None:
+                self._failures.raise_cause()
+            if which is wait_for_message:
+                break
+        if error is not None:
+            raise error
 
     def end(self) -> None:
         """Lets the thread end, when what it may still wait for has come or the connection is closed."""
-        self._executor.shutdown(wait=False)
+        self._waits.put(None)
+
+    def _wake(self, _: Any) -> None:
+        self._ended.put((None, None))
+
+    def _work(self) -> None:
+        while (wait_for_message := self._waits.get()) is not None:
+            error: BaseException | None = None
+            try:
+                wait_for_message()
+            except BaseException as caught:
+                error = caught
+            self._ended.put((wait_for_message, error))
+            wait_for_message = error = None
 
 
 class NotCopied:
@@ -149,6 +172,7 @@ class RemoteStage(NotCopied):
         self._number = 0
         self._lost: Future[None] = Future()
         self._later: deque[Command] = deque()  # the garbage collector may append from any thread
+        self._end: Callable[[], None] | None = None
         self.version = 0
         """Another number whenever the stage may have changed a parameter, a buffer or a gradient."""
         self.in_pass = False
@@ -177,6 +201,11 @@ class RemoteStage(NotCopied):
         """What the stage does or did last, in words, as far as that is known without asking it."""
         return self._doing()
 
+    @property
+    def has_more_to_run(self) -> bool:
+        """Whether there are commands that the next call is to bring."""
+        return bool(self._later)
+
     def later(self, command: str, *arguments: Any) -> None:
         """Runs a command just before that of the next call."""
         self._note(command)
@@ -197,14 +226,23 @@ class RemoteStage(NotCopied):
         Failures are noted as soon as they are known; see :meth:`result`.
         """
         self._note(command)
+        if self._end is not None:
+            end, self._end = self._end, None
+            end()
         done: Future[Any] = Future()
         commands = [self._later.popleft() for _ in range(len(self._later))]
         commands.append((command, arguments))
-        reply = rpc.rpc_async(self._name, perform, args=(self._stage, self._number, commands), timeout=0)
+        arguments = (self._stage, self._number, commands)
+        reply: Any = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
         self._number += 1
         failures = self.failures  # those of now: who leads the stages may have others by the time of the reply
         reply.add_done_callback(lambda reply: self._settle(reply, done, failures))
         return done
+
+    def start_until(self, end: Callable[[], None], command: str, *arguments: Any) -> None:
+        """Runs a command that goes on until ``end`` is called, which is done ahead of the next command."""
+        self.start(command, *arguments)
+        self._end = end
 
     def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Calls ``function(stage, *arguments)`` on the worker while the stage goes on with its commands.
@@ -212,7 +250,7 @@ class RemoteStage(NotCopied):
         Returns:
             What waits for the result: its ``wait`` raises what went wrong, which is no failure of the stage.
         """
-        return rpc.rpc_async(self._name, function, args=(self._stage, *arguments), timeout=0)
+        return unrecorded(rpc.rpc_async, self._name, function, args=(self._stage, *arguments), timeout=0)
 
     def ask_for_progress(self) -> Any:
         """Asks how far the stage is; the answer will be a :class:`~strategies.pipeline.activity.Progress`."""

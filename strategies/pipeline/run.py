@@ -60,5 +60,5 @@ class Run(Generic[Lead]):
 
     def __del__(self) -> None:
         passes = self._passes()
-        if passes is not None and not self._is_spent:
+        if passes is not None and self.this.grad and not self._is_spent:
             passes.forget(self.this.number)

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from strategies.pipeline.cargo import Cargo
-from strategies.pipeline.channel import Receiver, Sender, Wait
+from strategies.pipeline.channel import Announcement, Receiver, Sender, Wait
 from strategies.pipeline.stage import Input, Output
 
 FEED_TAG = 2
@@ -33,6 +33,8 @@ class Wiring:
         limit: How many values may be under way to one peer.
         settle: Called at the end of each part of a pass, when nothing more is to be sent.
         forget: Drops what is left of a pass.
+        next_pass: Waits for the pass that the process before announces; ``None``: there will be no more.
+        pass_on: Announces it to the next worker.
     """
 
     inputs: Input
@@ -44,6 +46,8 @@ class Wiring:
     limit: int
     settle: Callable[[], None]
     forget: Callable[[int], None]
+    next_pass: Callable[[], Announcement | None] | None = None
+    pass_on: Callable[[Announcement | None], None] | None = None
 
 
 def to_neighbours(cargo: Cargo, group: ProcessGroup, wait: Wait) -> Wiring:
@@ -51,9 +55,20 @@ def to_neighbours(cargo: Cargo, group: ProcessGroup, wait: Wait) -> Wiring:
     device = torch.device(cargo.device)
     first, limit = cargo.index == 0, group.size() + 2
     source, inputs_tag = (group.size() - 1, FEED_TAG) if first else (cargo.index - 1, 0)
+    inputs = Receiver(group, source, device=device, tag=inputs_tag, wait=wait)
+    outputs = Sender(group, cargo.index + 1, limit=limit, wait=wait)
+
+    def pass_on(this: Announcement | None) -> None:
+        if cargo.index == group.size() - 2:  # the next process is the driver, which announces passes itself
+            return
+        if this is None:
+            outputs.end_passes()
+        else:
+            outputs.announce(this)
+
     return Wiring(
-        inputs=Receiver(group, source, device=device, tag=inputs_tag, wait=wait),
-        outputs=Sender(group, cargo.index + 1, limit=limit, wait=wait),
+        inputs=inputs,
+        outputs=outputs,
         output_grads=Receiver(group, cargo.index + 1, device=device, wait=wait),
         # The driver takes the gradients of its inputs only after its own backward pass: no limit, it would wait for it.
         input_grads=Sender(group, source, tag=inputs_tag, limit=None if first else limit, wait=wait),
@@ -62,4 +77,6 @@ def to_neighbours(cargo: Cargo, group: ProcessGroup, wait: Wait) -> Wiring:
         limit=limit,
         settle=lambda: None,  # a failing neighbour says so itself
         forget=lambda number: None,
+        next_pass=inputs.announcement,
+        pass_on=pass_on,
     )

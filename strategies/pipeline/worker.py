@@ -40,6 +40,8 @@ _WORDS = {
     "optimizer_states": "save, handing over optimizer states",
     "optimizer_layouts": "save",
     "shelve": "save",
+    "start_trace": "starting the profiler",
+    "stop_trace": "handing over a trace",
     "tensors": "teardown, handing over weights",
     "attributes": "teardown, handing over attributes",
     "extra_state": "teardown, handing over extra states",
