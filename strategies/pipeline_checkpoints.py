@@ -26,6 +26,7 @@ from strategies.restarts import Restarts
 from strategies.sharding.states import whole_state_dict
 from strategies.shards import load
 from strategies.staged_shards import load_optimizer_states, save, shelve
+from strategies.weight_averaging import averages_weights
 
 
 class PipelineCheckpoints(StrategyPlugin):
@@ -48,7 +49,10 @@ class PipelineCheckpoints(StrategyPlugin):
         if not self.is_global_zero:
             return {}
         state = self._pipeline.state if self._pipeline is not None else None
-        in_parts = state is not None and self._state_dict_type == "sharded"
+        model = self.lightning_module
+        # With an average there are two sets of weights, of which one is in none of the parts.
+        whole = self._state_dict_type == "full" or (model is not None and averages_weights(model.trainer))
+        in_parts = state is not None and not whole
         with state.without_values() if state is not None and in_parts else nullcontext():
             gathered = super().lightning_module_state_dict()
         if state is not None:

@@ -10,7 +10,6 @@ from pytorch_lightning.callbacks import (
     LearningRateFinder,
     ModelPruning,
     StochasticWeightAveraging,
-    WeightAveraging,
 )
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import ClusterEnvironment
@@ -79,8 +78,8 @@ def check_restarts(is_external: bool) -> None:
         )
 
 
-def check_finders(trainer: Any) -> None:
-    """Checks that no callback searches within a run that may be restarted; a Tuner's search is not such a run.
+def check_restarted_callbacks(trainer: Any) -> None:
+    """Checks that a run may be restarted as far as its callbacks go; a Tuner's search is not such a run.
 
     Raises:
         MisconfigurationException: If one does.
@@ -90,6 +89,12 @@ def check_finders(trainer: Any) -> None:
             raise MisconfigurationException(
                 f"{type(callback).__name__} trains and goes back within fit, so a restart would not know where it is. "
                 "Leave max_restarts out, or search with pytorch_lightning.tuner.Tuner first."
+            )
+        if isinstance(callback, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"{type(callback).__name__} keeps how far it is in attributes that loading a checkpoint does not take "
+                f"back within one process, so max_restarts cannot restart it. {_RESTART_OUTSIDE} Or use "
+                "WeightAveraging or EMAWeightAveraging."
             )
 
 
@@ -146,13 +151,13 @@ def _is_ours(environment: ClusterEnvironment) -> bool:
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Checks that no callback averages or prunes weights, which it would do on the driver's stage alone.
+    """Checks that no callback prunes weights, which it would do on the driver's stage alone.
 
     Raises:
         MisconfigurationException: If one does.
     """
     for callback in trainer.callbacks:
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging | ModelPruning):
+        if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
                 f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would work on the weights "
                 "of the last stage only. Leave it out."

@@ -18,7 +18,7 @@ import torch
 from lightning_fabric.utilities.cloud_io import get_filesystem
 from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, WeightAveraging
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.model_helpers import _ModuleMode
@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from strategies.pipeline.lost import WorkerLost
 from strategies.pipeline.placement import move_from_meta
-from strategies.refusals import check_finders
+from strategies.refusals import check_restarted_callbacks
 
 
 class Restarts(_Launcher):
@@ -64,7 +64,7 @@ class Restarts(_Launcher):
         """
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return function(*args, **kwargs)
-        check_finders(trainer)
+        check_restarted_callbacks(trainer)
         if _is_search(trainer):
             return function(*args, **kwargs)
         given = signature(function).bind(*args, **kwargs)
@@ -127,6 +127,9 @@ class Restarts(_Launcher):
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 callback._last_global_step_saved = 0  # or else it would leave out that step
+        for callback in cast(Any, trainer).callbacks:
+            if isinstance(callback, WeightAveraging):
+                callback._latest_update_epoch = -1  # which no checkpoint has; or else it would leave out epochs
         trainer.should_stop = False
 
 

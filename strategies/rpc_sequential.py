@@ -33,6 +33,7 @@ from strategies.replicated import ReplicatedStrategy
 from strategies.restarts import Restarts
 from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 from strategies.summary import show_stages
+from strategies.weight_averaging import average_on_stages, find_copies
 
 
 class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
@@ -205,6 +206,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 seeds=self._seeds,
                 replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
                 world=self.world,
+                copies=find_copies(trainer, module, self._module_path),
             )
             self._pipeline.start()
         if self._profiled is not None:
@@ -214,6 +216,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             *follow(self._pipeline.optimizers, self._lightning_optimizers, self._refresh_gathered),
             *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
             *self._load_whole(self._pipeline),
+            *average_on_stages(trainer),
         ]
 
     def _configure_launcher(self) -> None:

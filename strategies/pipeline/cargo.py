@@ -27,6 +27,7 @@ class Cargo:
         replicas: The other pipelines, if there are several.
         call: How the layers are called; see :class:`~strategies.pipeline.layers.Layers`.
         notes_side_outputs: Whether the stage says which layers have side outputs.
+        copies: The same layers of copies of the model, such as averages, with values of their own.
     """
 
     index: int
@@ -40,3 +41,4 @@ class Cargo:
     replicas: Replicas | None = None
     call: CallLayers = call_in_turn
     notes_side_outputs: bool = False
+    copies: list[nn.Sequential] = field(default_factory=list)

@@ -5,8 +5,11 @@
 Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Sequential`` runs the pipeline.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +25,12 @@ from strategies.pipeline.context import PassContext
 from strategies.pipeline.interleaved import Code, interleave
 from strategies.pipeline.launch import Workers, keep_freed_memory, share_of_threads
 from strategies.pipeline.passes import Passes
-from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled, tensors_here
+from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled, tensors_here, without_layers
 from strategies.pipeline.ports import Ports, connected_ports, ports_of_one_stage
 from strategies.pipeline.randomness import Seeds
 from strategies.pipeline.ranks import Ranks, World
 from strategies.pipeline.remote import Failures, Patience, RemoteStage
+from strategies.pipeline.remote_operations import Holder
 from strategies.pipeline.replicas import Averaging, Replicas
 from strategies.pipeline.session import Session, join_data_plane
 from strategies.pipeline.settings import Settings
@@ -43,6 +47,19 @@ _END_SECONDS = 5.0
 """How long a worker may take to end by itself."""
 
 
+@dataclass(frozen=True)
+class ModelCopy:
+    """A copy of the model whose layers are to live where those of the model do, such as an average of its weights.
+
+    Attributes:
+        model: The copy.
+        module: Its ``nn.Sequential``, with the layers of the pipelined one.
+    """
+
+    model: nn.Module
+    module: nn.Sequential
+
+
 class Pipeline:
     """Runs an ``nn.Sequential`` over several processes, the last stage on this one.
 
@@ -56,6 +73,7 @@ class Pipeline:
         seeds: Where the layers' random numbers come from; by default the process's own generator.
         replicas: The other pipelines, if there are several.
         world: The ranks of this run, if somebody else has started the processes.
+        copies: Copies of ``model`` to which operations on all stages apply; they cannot be called meanwhile.
     """
 
     def __init__(
@@ -70,6 +88,7 @@ class Pipeline:
         seeds: Seeds | None = None,
         replicas: Replicas | None = None,
         world: World | None = None,
+        copies: Sequence[ModelCopy] = (),
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
@@ -83,6 +102,9 @@ class Pipeline:
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
+        self._copies = [(copy, cut(copy.module, balance)) for copy in copies]
+        self._copying = ExitStack()
+        self._holders: list[Holder] = []
         self._averages: GradientAverages | None = None
         self._workers: Workers | Ranks | None = None
         self._stage: Stage | None = None
@@ -143,7 +165,7 @@ class Pipeline:
         torch.set_num_threads(threads)
         keep_freed_memory()
         ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
-        named, last = dict(self.module.named_parameters(remove_duplicate=False)), len(self.stages) - 1
+        last = len(self.stages) - 1
         self._stage = ports.stage(
             self.stages[last],
             sum(self.balance[:-1]),
@@ -151,10 +173,13 @@ class Pipeline:
             deferred_batch_norm=self._settings.deferred_batch_norm,
             side_outputs=SideOutputs(last, self.stages[last]),
         )
-        own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
-        for layers, remote in zip(self.stages, self.remotes, strict=False):
-            whole, optimizers = self._model or self.module, self.optimizers.optimizers
-            move_to_meta(layers, whole, optimizers, keep=own, stage=remote, device=self.device)
+        self._holders = [Holder(remote.description, remote.later, remote.read) for remote in self.remotes]
+        for number, (model, module, stages, optimizers) in enumerate(self._all()):
+            named = dict(module.named_parameters(remove_duplicate=False))
+            own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
+            for layers, remote, holder in zip(stages, self.remotes, self._holders, strict=False):
+                move_to_meta(layers, model, optimizers, keep=own, stage=remote, module=number, device=self.device)
+                holder.take(number, layers)
         self.optimizers.drop_shipped_states()
         passes = self._passes = vars(self.module)["forward"] = Passes(
             self.module,
@@ -165,10 +190,13 @@ class Pipeline:
             self.failures,
             self._settings,
             partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
-            lambda: self.optimizers.num_steps,
+            lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in self._holders),
             self._start_again,
         )
         self.state = StateOfStages(self.module, self.stages, self.remotes)
+        for number, (copy, stages) in enumerate(self._copies, start=1):
+            self._copying.callback(StateOfStages(copy.module, stages, self.remotes, number).end)
+            self._copying.enter_context(_copy_on_stages(copy.module, sum(self.balance[:-1])))
         if self._replicas is not None:
             group, wait = self._replicas.join(last, self.failures.raise_untold), self._patience or wait_here
             averaging = Averaging(group, lambda: self._here()[0], lambda: self._here()[1], wait=wait)
@@ -177,6 +205,11 @@ class Pipeline:
                 self.optimizers.divide(averaging)
             self._averages = GradientAverages(averaging, self.remotes, passes)
         return passes
+
+    def _all(self) -> list[tuple[nn.Module, nn.Sequential, list[nn.Sequential], Sequence[Optimizer]]]:
+        """The model and its copies: each with its ``nn.Sequential``, the stages of that, and its optimizers."""
+        own = self._model or self.module, self.module, self.stages, self.optimizers.optimizers
+        return [own, *((copy.model, copy.module, stages, ()) for copy, stages in self._copies)]
 
     @property
     def device(self) -> torch.device:
@@ -233,7 +266,10 @@ class Pipeline:
         lost: Exception | None = None
         for i, (layers, remote) in enumerate(zip(self.stages, self.remotes, strict=False)):
             try:
-                move_from_meta(layers, self._model or self.module, self.optimizers.optimizers, remote.rescue("tensors"))
+                if self._passes is not None:
+                    self._passes.mirrors[i].carry_buffers(remote.later)
+                for number, (model, _, stages, optimizers) in enumerate(self._all()):
+                    move_from_meta(stages[i], model, optimizers, remote.rescue("tensors", number))
                 if self._passes is not None:
                     self._passes.mirrors[i].take_back(remote.rescue("attributes"))
                 if extra := remote.rescue("extra_state"):
@@ -249,6 +285,9 @@ class Pipeline:
         if self.state is not None:
             self.state.end()
             self.state = None
+        self._copying.close()
+        for holder in self._holders:
+            holder.end()
         vars(self.module).pop("forward", None)
         if self._stage is not None:
             self._stage.close()
@@ -287,6 +326,7 @@ class Pipeline:
             ties=self._ties,
             replicas=self._replicas,
             notes_side_outputs=True,
+            copies=[stages[i] for _, stages in self._copies],
         )
 
     def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
@@ -317,3 +357,27 @@ class Pipeline:
             kill=lambda: workers.kill(i),
             failures=self.failures,
         )
+
+
+@contextmanager
+def _copy_on_stages(module: nn.Sequential, number: int) -> Iterator[None]:
+    """Within this, a copy of the model whose first layers live on workers can be moved, but not called."""
+
+    def forward(*args: Any) -> NoReturn:
+        raise RuntimeError(
+            "this copy of the model, such as the average of its weights, cannot be called while the pipeline runs: its "
+            "layers live on several processes, each beside the layer that it is a copy of. Call it after fit, or copy "
+            "its values into the model (parameter.data.copy_) and call the model."
+        )
+
+    def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        with without_layers(module, number):  # each stage has put its part onto its device
+            return nn.Module._apply(module, function, recurse)
+
+    own = {"forward": forward, "_apply": apply}
+    vars(module).update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del vars(module)[name]

@@ -22,6 +22,7 @@ from strategies.pipeline.gathered import GatheredGradients
 from strategies.pipeline.hosted_optimizers import HostedOptimizers
 from strategies.pipeline.mirror import Attributes, plain_attributes, set_attributes
 from strategies.pipeline.named import flat, on_cpu
+from strategies.pipeline.remote_operations import HeldValues, Operation, Reference
 from strategies.pipeline.replicas import Averaging
 from strategies.pipeline.schedule import Action
 from strategies.pipeline.shared_steps import SharedSteps
@@ -41,6 +42,8 @@ class HostedStage(HostedOptimizers):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._layers = cargo.layers.to(device)
+        self._modules = [self._layers, *(_moved(copy, device) for copy in cargo.copies)]
+        self._values = HeldValues(self._modules)
         self._optimizers = [put_together(*parts) for parts in cargo.optimizers]
         self._numbers = cargo.numbers
         self._wiring, self._outputs, self._input_grads = wiring, wiring.outputs, wiring.input_grads
@@ -232,37 +235,56 @@ class HostedStage(HostedOptimizers):
         """The gradient of each parameter, by its name in the whole module."""
         return {name: None if p.grad is None else p.grad.cpu() for name, p in self._layers.named_parameters()}
 
-    def value(self, name: str) -> tuple[Tensor | None, bool]:
+    def value(self, name: str, module: int = 0) -> tuple[Tensor | None, bool]:
         """The values of a parameter or buffer, and whether it is a buffer with a place in autograd's graph."""
         path, _, own = name.rpartition(".")
-        module = self._layers.get_submodule(path)
-        if (parameter := module._parameters.get(own)) is not None:
+        holder = self._modules[module].get_submodule(path)
+        if (parameter := holder._parameters.get(own)) is not None:
             return parameter.detach().cpu(), False
-        buffer = module._buffers.get(own)
+        buffer = holder._buffers.get(own)
         return (None, False) if buffer is None else (buffer.detach().cpu(), buffer.requires_grad)
 
-    def add_gradient(self, name: str, grad: Tensor) -> None:
+    def add_gradient(self, name: str, grad: Tensor, module: int = 0) -> None:
         """Adds to the gradient of a parameter what came of its use on the driver."""
-        parameter = self._layers.get_parameter(name)
+        parameter = self._modules[module].get_parameter(name)
         grad = grad.to(parameter.device)
         parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
-    def gradient(self, name: str) -> Tensor | None:
+    def gradient(self, name: str, module: int = 0) -> Tensor | None:
         """The gradient of a parameter."""
-        grad = self._layers.get_parameter(name).grad
+        grad = self._modules[module].get_parameter(name).grad
         return None if grad is None else grad.cpu()
 
-    def module_state(self) -> dict[str, Any]:
-        """The ``state_dict`` of the layers, on the CPU."""
-        return dict(on_cpu(self._layers.state_dict()))
+    def compute(self, operation: Operation, dtype: torch.dtype) -> None:
+        """Carries out an operation of the driver on values of this stage, with the driver's default type."""
+        torch.set_default_dtype(dtype)
+        self._values.compute(operation)
 
-    def module_layout(self) -> dict[str, Any]:
+    def held_value(self, reference: Reference) -> Tensor:
+        """The values of a tensor of this stage, on the CPU."""
+        return self._values.tensor(reference).cpu()
+
+    def free_value(self, number: int) -> None:
+        """Lets go of what an operation has computed."""
+        self._values.free(number)
+
+    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Puts tensors into the places of buffers."""
+        for name, buffer in buffers.items():
+            holder, _, leaf = name.rpartition(".")
+            self._layers.get_submodule(holder)._buffers[leaf] = buffer.to(self._stage.device)
+
+    def module_state(self, module: int = 0) -> dict[str, Any]:
+        """The ``state_dict`` of the layers, or of those of a copy of the model, on the CPU."""
+        return dict(on_cpu(self._modules[module].state_dict()))
+
+    def module_layout(self, module: int = 0) -> dict[str, Any]:
         """The same with layouts in place of tensors."""
-        return dict(layouts(self._layers.state_dict()))
+        return dict(layouts(self._modules[module].state_dict()))
 
-    def load_module_state(self, state: Mapping[str, Any]) -> None:
+    def load_module_state(self, state: Mapping[str, Any], module: int = 0) -> None:
         """Loads what :meth:`module_state` gave."""
-        self._layers.load_state_dict(state, strict=False)  # the driver knows what belongs, and tells what is missing
+        self._modules[module].load_state_dict(state, strict=False)  # the driver tells what is missing
 
     def shelve(self, number: int, names: Mapping[str, str], copies: bool) -> None:
         """Sets tensors aside, to be written as they are now.
@@ -281,15 +303,22 @@ class HostedStage(HostedOptimizers):
         for k, state in self.shelf.pop(number).items():
             self.load_optimizer_states(k, state["state"])
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, module: int = 0) -> dict[str, Tensor]:
         """Every parameter and buffer that there is, also those that ``state_dict`` leaves out, on the CPU."""
-        named = [*self._layers.named_parameters(), *self._layers.named_buffers(remove_duplicate=False)]
+        layers = self._modules[module]
+        named = [*layers.named_parameters(), *layers.named_buffers(remove_duplicate=False)]
         return {name: tensor.detach().cpu() for name, tensor in named}
 
     def extra_state(self) -> dict[str, Any]:
         """What the layers' own ``get_extra_state`` adds to a ``state_dict``."""
         state = self._layers.state_dict()
         return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+
+
+def _moved(copy: nn.Sequential, device: torch.device) -> nn.Sequential:
+    """A copy that was on the CPU stays there, which is how averages are kept out of the memory of a GPU."""
+    tensors = (*copy.parameters(), *copy.buffers())
+    return copy if all(tensor.device.type == "cpu" for tensor in tensors) else copy.to(device)
 
 
 def unpack(blob: bytes, wire: Callable[[Cargo], Wiring], activity: Activity) -> HostedStage:

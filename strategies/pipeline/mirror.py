@@ -1,7 +1,7 @@
 """What is changed in mid-run on the driver's copies of a worker's layers: carried to the worker, or refused.
 
-Carried are the mode, ``requires_grad`` and plain attributes (numbers, flags, words: a dropout's rate, a temperature).
-At the end the worker's plain attributes come back, as its tensors do.
+Carried are the mode, ``requires_grad``, plain attributes (numbers, flags, words: a dropout's rate, a temperature) and
+tensors that are assigned to buffers. At the end the worker's plain attributes come back, as its tensors do.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,12 @@ class Mirror:
         self._layers, self._description = layers, description
         self._structure = _structure_of(layers)
         self._sent = plain_attributes(layers)
+        self._buffers = [
+            (f"{prefix}.{name}" if prefix else name, module._buffers, name, buffer)
+            for prefix, module in layers.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         self._trained = _trained(layers)
 
     def changes(self) -> tuple[Attributes, list[bool] | None]:
@@ -53,11 +59,24 @@ class Mirror:
 
     def carry(self, later: Callable[..., None]) -> None:
         """Carries what has changed to the stage, by ``later(command, argument)``."""
+        self.carry_buffers(later)
         attributes, trained = self.changes()
         if attributes:
             later("set_attributes", attributes)
         if trained is not None:
             later("set_requires_grad", trained)
+
+    def carry_buffers(self, later: Callable[..., None]) -> None:
+        """Carries tensors that have been assigned to buffers, and puts the stand-ins without values back."""
+        assigned = {}
+        for path, buffers, name, stand_in in self._buffers:
+            value = buffers.get(name)
+            if value is None or value is stand_in or value.is_meta:
+                continue
+            if (value.shape, value.dtype) == (stand_in.shape, stand_in.dtype):
+                assigned[path], buffers[name] = value.detach().cpu().clone(), stand_in
+        if assigned:
+            later("set_buffers", assigned)
 
     def take_back(self, attributes: Sequence[Mapping[str, Any]]) -> None:
         """Gives the driver's copies the worker's attributes, but for those that have been changed here since."""

@@ -170,6 +170,7 @@ def move_to_meta(
     keep: Collection[Tensor] = (),
     *,
     stage: StageReader | None = None,
+    module: int = 0,
     device: torch.device | None = None,
 ) -> None:
     """Replaces the tensors of ``layers`` by stand-ins without values, but for the parameters in ``keep``.
@@ -180,11 +181,12 @@ def move_to_meta(
         optimizers: Optimizers that may hold the parameters.
         keep: Parameters that have their values here; compared by identity.
         stage: Where the stand-ins fetch values when they are read; without one that is an error.
+        module: The number that ``stage`` gives to the module of the layers: zero, or that of a copy of the model.
         device: Where values are put when they have been fetched.
     """
 
     def source(name: str) -> Source | None:
-        return None if stage is None else Source(stage, name, device or torch.device("cpu"))
+        return None if stage is None else Source(stage, name, device or torch.device("cpu"), module)
 
     kept = {id(parameter) for parameter in keep}
     for name, parameter in list(layers.named_parameters()):

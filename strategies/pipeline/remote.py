@@ -24,7 +24,7 @@ _CHANGE_NO_VALUES = frozenset(
     [
         *("value", "gradient", "grads", "tensors", "attributes", "extra_state", "shelve", "num_kept", "discard"),
         *("module_state", "module_layout", "optimizer_states", "whole_optimizer_states", "optimizer_layouts"),
-        *("set_attributes", "set_requires_grad", "start_trace", "stop_trace"),
+        *("set_attributes", "set_requires_grad", "start_trace", "stop_trace", "held_value", "free_value"),
     ]
 )
 """Commands after which parameters, buffers and gradients are what they were before."""

@@ -78,11 +78,13 @@ class Source:
         stage: The stage.
         name: The tensor's name there.
         device: Where values are put when they have been fetched.
+        module: The number that the stage gives to the module: zero, or that of a copy of the model.
     """
 
     stage: StageReader
     name: str
     device: torch.device
+    module: int = 0
     _gradient: tuple[int, Tensor | None] = (-1, None)
 
     def value(self, described: str) -> Tensor:
@@ -91,7 +93,7 @@ class Source:
         Raises:
             RuntimeError: If there are none, or if they are a result of the forward pass that wants a gradient.
         """
-        value, requires_grad = self.stage.read("value", self.name)
+        value, requires_grad = self.stage.read("value", self.name, self.module)
         if value is None:
             raise RuntimeError(f"{described} on {self.stage.description} has no values: its layer has dropped it.")
         if requires_grad:
@@ -108,7 +110,7 @@ class Source:
     def gradient(self) -> Tensor | None:
         """The gradient now; asked for twice in a row it is fetched once."""
         if self._gradient[0] != self.stage.version:
-            grad = self.stage.read("gradient", self.name)
+            grad = self.stage.read("gradient", self.name, self.module)
             self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
         return self._gradient[1]
 
@@ -142,6 +144,9 @@ class _Remote:
 
     relay_is_followed: bool = True
     """Whether what an optimizer does to this reaches the worker; otherwise it may not read the gradient either."""
+
+    relay_value: Any = None
+    """Where the values are, for :class:`~strategies.pipeline.remote_operations.OnStages`."""
 
     @classmethod
     def __torch_function__(

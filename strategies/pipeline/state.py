@@ -22,12 +22,17 @@ class StateOfStages:
         module: The whole module.
         stages: Its parts.
         remotes: Where each of them lives; it is here if that is ``None`` or not said.
+        number: Of the module on each stage: zero, or that of a copy of the model.
     """
 
     def __init__(
-        self, module: nn.Module, stages: Sequence[nn.Sequential], remotes: Sequence[RemoteStage | None]
+        self,
+        module: nn.Module,
+        stages: Sequence[nn.Sequential],
+        remotes: Sequence[RemoteStage | None],
+        number: int = 0,
     ) -> None:
-        self._module, self._stages = module, stages
+        self._module, self._stages, self._number = module, stages, number
         self._remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
         self._gathers, self._scatters = "module_state", True
         self._handles: list[Any] = [
@@ -114,7 +119,7 @@ class StateOfStages:
         Raises:
             RuntimeError: If it lacks what is wanted, or has what belongs to others.
         """
-        given: dict[str, Any] = with_meta_tensors(remote.call(self._gathers))
+        given: dict[str, Any] = with_meta_tensors(remote.call(self._gathers, self._number))
         missing = [name for name in wanted if name not in given]
         foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
         if missing or foreign:
@@ -137,7 +142,7 @@ class StateOfStages:
             if remote is None:
                 continue
             own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
-            remote.call("load_module_state", {name: state[prefix + name] for name in own})
+            remote.call("load_module_state", {name: state[prefix + name] for name in own}, self._number)
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:
                     state[prefix + name] = state[prefix + name].to("meta")
