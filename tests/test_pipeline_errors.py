@@ -442,19 +442,23 @@ def test_path_of_the_module(path: str, message: str) -> None:
         fit(Nested(), module="net.layers", balance=[1, 2])
 
 
-@pytest.mark.parametrize(
-    "callback",
-    [
-        pl.callbacks.StochasticWeightAveraging(0.1),
-        pl.callbacks.EMAWeightAveraging(),
-        pl.callbacks.ModelPruning("l1_unstructured", amount=0.5),
-    ],
-)
-def test_callbacks_that_work_on_weights(callback: pl.Callback) -> None:
-    with pytest.raises(
-        MisconfigurationException, match=f"does not support {type(callback).__name__} yet: .*of the last stage only"
-    ):
-        fit(Model(), callbacks=[callback])
+def test_a_callback_that_prunes_weights() -> None:
+    with pytest.raises(MisconfigurationException, match="does not support ModelPruning yet: .*of the last stage only"):
+        fit(Model(), callbacks=[pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)])
+
+
+def test_an_average_of_another_model() -> None:
+    class Other(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sequential_module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+    class Foreign(pl.callbacks.WeightAveraging):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            super().setup(trainer, Other(), stage)
+
+    with pytest.raises(MisconfigurationException, match="Foreign holds the average of another model than the one"):
+        fit(Model(), callbacks=[Foreign()])
 
 
 def test_layers_that_take_time_first() -> None:

@@ -156,7 +156,6 @@ def test_what_needs_values_here_fetches_them() -> None:
         (lambda a, b: a.__setitem__(0, 1.0), "takes a tensor without values"),
         (lambda a, b: a.mul_(torch.empty(3, 3, device="meta")), "takes a tensor without values"),
         (lambda a, b: setattr(a, "data", b), "."),
-        (lambda a, b: copy.deepcopy(a), "copy.deepcopy"),
     ],
 )
 def test_what_is_refused(operation: Any, message: str) -> None:

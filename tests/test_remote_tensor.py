@@ -29,7 +29,7 @@ class Stage:
         self.layers(torch.rand(4, 2, dtype=torch.float64)).pow(2).sum().backward()
         self.version, self.num_reads = 0, 0
 
-    def read(self, command: str, name: str) -> Any:
+    def read(self, command: str, name: str, module: int = 0) -> Any:
         self.num_reads += 1
         tensor = dict([*self.layers.named_parameters(), *self.layers.named_buffers()])[name]
         if command == "gradient":

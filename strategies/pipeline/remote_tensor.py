@@ -105,7 +105,7 @@ class Source:
 
     def add_gradient(self, grad: Tensor) -> None:
         """Adds to the gradient on the stage, ahead of whatever it is told next."""
-        self.stage.later("add_gradient", self.name, grad.detach().cpu())
+        self.stage.later("add_gradient", self.name, grad.detach().cpu(), self.module)
 
     def gradient(self) -> Tensor | None:
         """The gradient now; asked for twice in a row it is fetched once."""
