@@ -443,7 +443,7 @@ def test_path_of_the_module(path: str, message: str) -> None:
 
 
 def test_a_callback_that_prunes_weights() -> None:
-    with pytest.raises(MisconfigurationException, match="does not support ModelPruning yet: .*of the last stage only"):
+    with pytest.raises(MisconfigurationException, match=r"does not support ModelPruning yet: .*of the last stage only"):
         fit(Model(), callbacks=[pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)])
 
 
