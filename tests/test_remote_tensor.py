@@ -39,7 +39,7 @@ class Stage:
     def zero_grad_later(self, name: str, set_to_none: bool) -> None:
         nn.ParameterList([dict(self.layers.named_parameters())[name]]).zero_grad(set_to_none)
 
-    def later(self, command: str, name: str, grad: Tensor) -> None:
+    def later(self, command: str, name: str, grad: Tensor, module: int = 0) -> None:
         assert command == "add_gradient"
         self.layers.get_parameter(name).grad += grad
 

@@ -183,7 +183,7 @@ class OnStages(TorchFunctionMode):
                     return tensor
                 made = tensor.as_subclass(RemoteBuffer)
                 made.relay_name, made.relay_value = f"what was computed from {remotes[0].relay_name}", value
-                made.relay_view = partial(value.holder.fetch, value.reference(tensor))  # outside of this
+                made.relay_view = partial(_fetch, value.holder, value.reference(tensor))  # outside of this
                 return made
 
             return _mapped(Tensor, marked, result)
@@ -352,6 +352,11 @@ class HeldValues:
     def free(self, number: int) -> None:
         """Lets go of a computed value."""
         self._computed.pop(number, None)
+
+
+def _fetch(holder: Holder, reference: Reference, read: Callable[..., Tensor]) -> Tensor:
+    """What stands for reading a computed value; ``read`` is for views of stand-ins, of which it is none."""
+    return holder.fetch(reference)
 
 
 def _is_left_alone(func: Any) -> bool:
