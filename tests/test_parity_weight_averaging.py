@@ -1,11 +1,14 @@
 """Averages of weights are those of one process: in training, validation, checkpoints, resumed runs and after them."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import weight_averaging_job
 from harness import run
 from parity import Small, batches
 from parity_trainers import Make, alike, everywhere, state_of
@@ -16,6 +19,9 @@ from pytorch_lightning.callbacks import (
     WeightAveraging,
 )
 from torch import Tensor, nn
+
+import strategies
+from strategies import shards
 
 
 class Averaged(Small):
@@ -150,3 +156,26 @@ def test_averages_over_stages() -> None:
             saved = outcome["checkpoints"]["end.ckpt"]
             kept = [state.get("average_model_state") for state in saved["callbacks"].values()]
             assert "current_model_state" in saved or kept[0]
+
+
+def contents_of(path: Path) -> dict[str, Any]:
+    """A checkpoint, without what differs between strategies and what names folders."""
+    content = shards.load(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
+    callbacks = {name: state for name, state in content["callbacks"].items() if "ModelCheckpoint" not in name}
+    left_out = {name: content.pop(name, None) for name in ("relay", "loops")}
+    return {**content, "callbacks": callbacks, "keys": sorted({*content, *left_out})}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_averages_over_ranks_and_replicas(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(strategies.__file__).parents[1])}
+    for name in ("single", "ddp", "zero 1", "zero 2", "replicas", "sharded"):
+        job = [sys.executable, "-W", "ignore", weight_averaging_job.__file__, str(tmp_path), name]
+        subprocess.run(job, env=environment, check=True, timeout=200, capture_output=True)
+    single = torch.load(tmp_path / "single.pt", weights_only=False)
+    for name in ("ddp", "zero 1", "zero 2", "replicas", "sharded"):
+        found = torch.load(tmp_path / f"{name}.pt", weights_only=False)
+        alike(found, single)
+        for path in ("mean/step=4.ckpt", "resumed/step=8.ckpt", "ema/step=8.ckpt", "swa/step=8.ckpt"):
+            alike(contents_of(tmp_path / name / path), contents_of(tmp_path / "single" / path))
