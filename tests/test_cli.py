@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "type within a list": (
         option,
         ("--trainer.strategy=rpc_sequential", "--trainer.strategy.balance=[1,x]"),
-        "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected list[int] or null, got [1, 'x']",
+        "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null, got [1, 'x']",
     ),
     "type of many": (
         option,

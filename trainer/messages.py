@@ -11,12 +11,13 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator
 from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from strategies.names import PLUGINS, did_you_mean
 
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
-_EXPECTED_TYPE = re.compile(rf"Expected an? {_CLASS.pattern}(?:\. Got value: (?P<value>.*))?$")
+_LITERAL = r"typing\.Literal\[(?P<literals>.*)\]"
+_EXPECTED_TYPE = re.compile(rf"Expected an? (?:{_CLASS.pattern}|{_LITERAL})(?:\. Got value: (?P<value>.*))?$")
 _FRAME = ("Does not validate against any of the Union subtypes", "Subtypes:", "Errors:", "Given value type:")
 _OF_CLASS_PATH = ["class_path", "init_args", "dict_kwargs"]
 
@@ -90,7 +91,10 @@ def _expected(lines: list[str], value: str | None, typehint: Any) -> str:
     types = [match for line in lines if (match := _EXPECTED_TYPE.match(line))]
     if types and len(types) == len(lines):
         # Sorted, because the order within a Union is that in which the process first wrote it down anywhere.
-        names = sorted(set(_type_names(typehint) if typehint else [match[1] for match in types]), key=_null_last)
+        names = sorted(
+            set(_type_names(typehint) if typehint else [match[1] or match["literals"] for match in types]),
+            key=_null_last,
+        )
         got = (
             value if value is not None else next((match["value"] for match in types if match["value"]), "another type")
         )
@@ -103,6 +107,8 @@ def _expected(lines: list[str], value: str | None, typehint: Any) -> str:
 def _type_names(typehint: Any) -> list[str]:
     if isinstance(typehint, UnionType) or get_origin(typehint) is Union:
         return [name for part in get_args(typehint) for name in _type_names(part)]
+    if get_origin(typehint) is Literal:
+        return [repr(value) for value in get_args(typehint)]
     whole = typehint.__name__ if inspect.isclass(typehint) and not get_args(typehint) else str(typehint)
     return [re.sub(r"\b(?:\w+\.)+(?=\w)", "", whole)]
 

@@ -123,7 +123,8 @@ def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
     if hooked:
         raise ValueError(
             f"parameter {hooked[0]} has a hook (register_hook), which cannot follow it to another process; register "
-            "hooks on the output of a layer instead, in its forward"
+            "hooks on the output of a layer instead, in its forward. To log gradients read the parameter's .grad in "
+            'on_before_optimizer_step, and pass log="parameters" to WandbLogger.watch'
         )
     for name, layer in layers.named_modules():
         if layer._compiled_call_impl is not None:
