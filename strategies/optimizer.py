@@ -11,9 +11,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from types import FrameType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -168,15 +168,15 @@ def within_a_step(optimizer: Optimizer) -> bool:
 
 def added_methods(optimizer: Optimizer) -> tuple[str, ...]:
     """The public methods that an optimizer's class adds to those of ``torch.optim.Optimizer``, such as ``eval``."""
-    cls: Any = type(optimizer)
-    return _added_methods(cls)
+    cls = type(optimizer)
+    if cls not in _added:
+        names = [name for name in dir(cls) if not name.startswith("_") and not hasattr(Optimizer, name)]
+        _added[cls] = tuple(name for name in names if isinstance(inspect.getattr_static(cls, name), FunctionType))
+    return _added[cls]
 
 
-@cache
-def _added_methods(cls: Any) -> tuple[str, ...]:
-    known = set(dir(Optimizer))
-    names = [name for name in dir(cls) if not name.startswith("_") and name not in known]
-    return tuple(name for name in names if isinstance(inspect.getattr_static(cls, name), FunctionType))
+_added: WeakKeyDictionary[type[Optimizer], tuple[str, ...]] = WeakKeyDictionary()
+"""What :func:`added_methods` has found."""
 
 
 @contextmanager

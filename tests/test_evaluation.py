@@ -103,8 +103,15 @@ def passes() -> None:
     with torch.no_grad():
         for _ in range(3):
             check(torch.randn(2, 4))
+    kept = vars(module)["forward"]
     pipeline.finish()
     torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()))
+    try:
+        kept(torch.randn(2, 4))
+    except RuntimeError as error:
+        assert "has ended" in str(error)
+    else:
+        raise AssertionError("nothing was raised")
 
 
 def test_passes_that_follow_each_other() -> None:

@@ -1,6 +1,8 @@
 """An optimizer restricted to the parameters of one stage, taken apart for the way there and put together again."""
 
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import cloudpickle
@@ -11,6 +13,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
 from strategies.optimizer import (
+    added_methods,
     hyperparameters,
     load_states,
     norms_of_gradients,
@@ -217,3 +220,17 @@ def test_norms_of_gradients(norm_type: float) -> None:
         torch.testing.assert_close(norm, torch.linalg.vector_norm(grad, norm_type))
     assert norms_of_gradients(given[1:2], norm_type) == [None]
     assert norms_of_gradients([], norm_type) == []
+
+
+def test_classes_of_a_notebook_are_let_go() -> None:
+    def made() -> weakref.ref[type[Optimizer]]:
+        class WithModes(SGD):
+            def eval(self) -> None:
+                """Such as Schedule-Free optimizers have."""
+
+        assert added_methods(WithModes([nn.Parameter(torch.ones(1))])) == ("eval",)
+        return weakref.ref(WithModes)
+
+    reference = made()
+    gc.collect()
+    assert reference() is None

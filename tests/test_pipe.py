@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from strategies.pipeline import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
+from strategies.pipeline.calling import call_layer
 from strategies.pipeline.recompute import RECOMPUTE_MODES as MODES
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -503,3 +505,17 @@ def test_odd_inputs(mode):
     assert all(p.grad is not None for p in embedding.parameters())
     frozen = Pipe(nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.ReLU()), chunks=3, checkpoint=mode)
     assert not frozen(torch.rand(4, 3)).local_value().requires_grad
+
+
+def test_code_of_a_notebook_is_let_go():
+    def made():
+        class Sum(nn.Module):
+            def forward(self, a, b):
+                return a + b
+
+        assert call_layer(Sum(), (torch.ones(1), torch.ones(1))).item() == 2
+        return weakref.ref(Sum.forward)
+
+    reference = made()
+    gc.collect()
+    assert reference() is None

@@ -36,7 +36,9 @@ class Stage:
             return None if tensor.grad is None else tensor.grad.clone()
         return tensor.detach().clone(), tensor.requires_grad and name.startswith("1.running")
 
-    def zero_grad_later(self, name: str, set_to_none: bool) -> None:
+    def zero_grad_later(self, name: str, set_to_none: bool, module: int = 0) -> None:
+        if module:  # a copy of the layers, which has no gradients
+            return
         nn.ParameterList([dict(self.layers.named_parameters())[name]]).zero_grad(set_to_none)
 
     def later(self, command: str, name: str, grad: Tensor, module: int = 0) -> None:
@@ -59,6 +61,23 @@ def remote(*, requires_grad: bool = True) -> Any:
     return remote_parameter(
         "1.weight", nn.Parameter(torch.ones(3, 2, dtype=torch.float64), requires_grad=requires_grad)
     )
+
+
+def test_clearing_gradients_of_a_copy_leaves_those_of_the_model(stage: Stage) -> None:
+    copied = copy.deepcopy(stage.layers)
+    move_to_meta(copied, copied, [], stage=stage, module=1)
+    copied.zero_grad()
+    copied[0].weight.grad = None
+    assert all(p.grad is not None for p in stage.layers.parameters())
+
+
+def test_facts_of_a_fetched_tensor_outlast_its_values(stage: Stage) -> None:
+    grad = stage.stand_ins()[0].weight.grad
+    assert grad is not None
+    stage.version += 1
+    assert (grad.shape, grad.numel(), grad.dtype, grad.requires_grad) == ((3, 2), 6, torch.float64, False)
+    with pytest.raises(RuntimeError, match="was read before that stage went on"):
+        grad.norm()
 
 
 def test_what_can_be_read_and_set_without_values() -> None:

@@ -11,8 +11,9 @@ The layers of an ``nn.Sequential`` within the module are called by the same rule
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -100,11 +101,18 @@ def _takes(layer: nn.Module, number: int) -> bool:
     """Whether ``forward`` can be called with so many positional arguments; also if that cannot be told."""
     own = vars(layer).get("forward")
     if own is not None:
-        return _binds.__wrapped__(own, number)
-    return _binds(type(layer).forward, number + 1)
+        return _binds(own, number)
+    function = type(layer).forward
+    known = _known.setdefault(function, {})
+    if number not in known:
+        known[number] = _binds(function, number + 1)
+    return known[number]
 
 
-@lru_cache(maxsize=1024)
+_known: WeakKeyDictionary[Callable[..., Any], dict[int, bool]] = WeakKeyDictionary()
+"""For the ``forward`` of a class, whether it takes so many positional arguments."""
+
+
 def _binds(function: Callable[..., Any], number: int) -> bool:
     try:
         signature = inspect.signature(function)

@@ -220,9 +220,9 @@ class HostedStage(HostedOptimizers):
         self._activity.doing = "averaging gradients"
         self._averaging.average()
 
-    def zero_grads(self, names: Sequence[str], set_to_none: bool) -> None:
+    def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
         """Clears the gradients of parameters, as ``zero_grad`` of a module that holds them."""
-        named = dict(self._layers.named_parameters())
+        named = dict(self._modules[module].named_parameters())
         nn.ParameterList(named[name] for name in names).zero_grad(set_to_none)
 
     def load_grads(self, grads: Mapping[str, Tensor | None]) -> None:

@@ -155,9 +155,9 @@ class Passes(NotCopied):
     def end_announcements(self) -> None:
         """Has the stages on workers take commands again."""
         if self._announcing is not None:
-            self._announcing = None
             assert isinstance(self.ports.feed, Sender)
             self.ports.feed.end_passes()
+            self._announcing = None
 
     def backward(
         self, run: "Run[Passes]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]

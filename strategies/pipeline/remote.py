@@ -94,10 +94,13 @@ class Patience:
         self._failures = failures
         self._waits: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
         self._ended: SimpleQueue[tuple[Callable[[], Any] | None, BaseException | None]] = SimpleQueue()
+        self._has_ended = False
         failures.first.add_done_callback(self._wake)
         threading.Thread(target=self._work, name="relay-wait", daemon=True).start()
 
     def __call__(self, wait_for_message: Callable[[], Any]) -> None:
+        if self._has_ended:
+            raise RuntimeError("the pipeline has ended, so nothing more can arrive from its stages")
         if self._failures.any:
             self._failures.raise_cause()
         self._waits.put(wait_for_message)
@@ -112,6 +115,7 @@ class Patience:
 
     def end(self) -> None:
         """Lets the thread end, when what it may still wait for has come or the connection is closed."""
+        self._has_ended = True
         self._waits.put(None)
 
     def _wake(self, _: Any) -> None:
@@ -211,14 +215,14 @@ class RemoteStage(NotCopied):
         self._note(command)
         self._later.append((command, arguments))
 
-    def zero_grad_later(self, name: str, set_to_none: bool) -> None:
+    def zero_grad_later(self, name: str, set_to_none: bool, module: int = 0) -> None:
         """Clears the gradient of a parameter just before the next call; those cleared in a row go as one command."""
         last, arguments = self._later[-1] if self._later else ("", ())
-        if last == "zero_grads" and arguments[1] == set_to_none:
+        if last == "zero_grads" and arguments[1:] == (set_to_none, module):
             self._note("zero_grads")
             arguments[0].append(name)
         else:
-            self.later("zero_grads", [name], set_to_none)
+            self.later("zero_grads", [name], set_to_none, module)
 
     def start(self, command: str, *arguments: Any) -> "Future[Any]":
         """Runs a command after those before it, without waiting.
@@ -227,8 +231,8 @@ class RemoteStage(NotCopied):
         """
         self._note(command)
         if self._end is not None:
-            end, self._end = self._end, None
-            end()
+            self._end()  # if Ctrl-C interrupts this, the next command does it again
+            self._end = None
         done: Future[Any] = Future()
         commands = [self._later.popleft() for _ in range(len(self._later))]
         commands.append((command, arguments))

@@ -40,6 +40,14 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _LIKE = frozenset(f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint"))
 """Functions for which the shape is enough. Tensors' own ``new_...`` methods are such functions too."""
 
+_FACTS = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "shape", "dtype", "is_meta", "is_leaf", "ndim")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
+    ]
+)
+"""What is known of a stand-in and of a fetched tensor without its values."""
+
 _FIND_NO_GRADIENT = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "torch.utils.", "torch._", "strategies.")
 """Modules that find that such a tensor has no gradient, and leave it to its stage. For others it is fetched."""
 
@@ -61,7 +69,7 @@ class StageReader(Protocol):
         """Runs a command that changes nothing, and returns its result."""
         ...
 
-    def zero_grad_later(self, name: str, set_to_none: bool) -> None:
+    def zero_grad_later(self, name: str, set_to_none: bool, module: int = 0) -> None:
         """Clears the gradient of a parameter before whatever the stage does next."""
         ...
 
@@ -116,7 +124,7 @@ class Source:
 
     def clear_gradient(self, set_to_none: bool) -> None:
         """Does what ``zero_grad`` of a module does to each parameter."""
-        self.stage.zero_grad_later(self.name, set_to_none)
+        self.stage.zero_grad_later(self.name, set_to_none, self.module)
 
 
 class _Remote:
@@ -158,6 +166,8 @@ class _Remote:
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _FACTS:  # read of all parameters in each pass
+                return func(*args, **kwargs)
             descriptor, name = _descriptor(func), func.__name__
             if name == "__get__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
                 return args[0]._gradient(sys._getframe(1))

@@ -27,15 +27,16 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
 
 
 class Labels:
-    """Consecutive labels in a trace, each from one call of :meth:`next` to the following one."""
+    """Consecutive labels in a trace, each from one call of :meth:`next` to the following one, if the profiler is on."""
 
     def __init__(self) -> None:
         self._current: record_function | None = None
+        self._recorded = torch.autograd._profiler_enabled()
 
     def next(self, label: str) -> None:
-        """Ends one label and begins another, if the profiler is on."""
-        self.end()
-        if torch.autograd._profiler_enabled():
+        """Ends one label and begins another."""
+        if self._recorded:
+            self.end()
             self._current = record_function(label)
             self._current.__enter__()
 
