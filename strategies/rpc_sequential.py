@@ -293,10 +293,12 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         pipeline, self._pipeline = self._pipeline, None
         model = self.lightning_module
         try:
-            if self._profiled is not None:
-                self._profiled.end()
-            if pipeline is not None:
-                pipeline.finish()
+            try:
+                if self._profiled is not None:
+                    self._profiled.end()
+            finally:
+                if pipeline is not None:
+                    pipeline.finish()
         except Exception as error:
             if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise

@@ -9,6 +9,7 @@ import pytest
 import torch
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, compare, fit
+from pytorch_lightning import Callback
 from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
@@ -94,3 +95,30 @@ def with_the_others() -> None:
 @pytest.mark.slow
 def test_the_other_profilers() -> None:
     run(with_the_others)
+
+
+class Killing(Callback):
+    """Ends a worker when only its trace is still to be fetched."""
+
+    def on_train_end(self, trainer: Any, model: Any) -> None:
+        trainer.strategy._pipeline.remotes[0]._kill()
+
+
+def with_a_worker_that_is_killed() -> str:
+    try:
+        fit(
+            Model,
+            RPCSequentialStrategy(microbatches=2),
+            3,
+            train=lambda: batches([6] * 6),
+            callbacks=[Killing()],
+            profiler=PyTorchProfiler(dirpath=".", filename="table", schedule=None),
+        )
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+def test_no_worker_is_left_if_a_trace_cannot_be_fetched() -> None:
+    assert "stage 0 " in run(with_a_worker_that_is_killed)

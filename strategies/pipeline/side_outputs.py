@@ -28,7 +28,7 @@ from strategies.pipeline.words import describe
 _MAX_ITEMS = 1000
 """How much of a list or dict is looked at."""
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = frozenset([bool, int, float, str, type(None)])
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
 """What every module has."""
@@ -92,7 +92,7 @@ class _Watched:
 
     def _look(self) -> None:
         self._ids = [*map(id, self._own.values())]
-        self._may_change_in_place = any(isinstance(value, (Tensor, *_CONTAINERS)) for _, value in self._others())
+        self._may_change_in_place = any(_may_change_in_place(value) for _, value in self._others())
 
     def _others(self) -> Iterator[tuple[str, Any]]:
         """The attributes that other modules do not have, and that are not known to be side outputs."""
@@ -262,8 +262,14 @@ def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
             yield value
     elif isinstance(value, _CONTAINERS) and depth:
         items: Iterable[Any] = value.values() if isinstance(value, dict) else value
-        for item in islice(items, _MAX_ITEMS):
+        for item in [item for item in islice(items, _MAX_ITEMS) if type(item) not in _PLAIN]:
             yield from _tensors_in(item, depth - 1)
+
+
+def _may_change_in_place(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_may_change_in_place, value[:_MAX_ITEMS]))
+    return isinstance(value, (Tensor, *_CONTAINERS))
 
 
 def _unchanged(now: Sequence[tuple[Tensor, int]], before: Sequence[tuple[Tensor, int]]) -> bool:
