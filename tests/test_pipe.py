@@ -1,7 +1,9 @@
 """``Pipe`` within one process, against the same layers called plainly, in float64."""
 
 import copy
+import functools
 import gc
+import operator
 import pickle
 import warnings
 import weakref
@@ -319,6 +321,22 @@ def test_what_a_layer_returns_is_what_the_next_one_takes(mode):
 class Adds(nn.Module):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return a + b
+
+
+class AddsByMethod(nn.Module):
+    forward = functools.partialmethod(Adds.forward)
+
+
+class AddsByObject(nn.Module):
+    forward = operator.add
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+@pytest.mark.parametrize("last", [lambda: torch.jit.script(Adds()), AddsByMethod, AddsByObject])
+def test_a_forward_that_is_no_plain_function(last):
+    net = nn.Sequential(Forks(tuple), last())
+    x = torch.rand(5, 3)
+    assert torch.equal(Pipe(net, chunks=2)(x).local_value(), sum(net[0](x)))
 
 
 class NotesPhase(nn.Module):

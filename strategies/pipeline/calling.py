@@ -12,6 +12,7 @@ The layers of an ``nn.Sequential`` within the module are called by the same rule
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
@@ -93,20 +94,24 @@ def _called_as(layers: nn.Sequential, forward: Callable[..., Any], given: tuple[
 
 def _is_plain_sequential(layer: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether its layers can be called one by one; what ``layer.compile()`` has compiled is called as a whole."""
-    own = type(layer).forward is nn.Sequential.forward and "forward" not in vars(layer)
+    own = _forward_of(layer) is nn.Sequential.forward and "forward" not in vars(layer)
     return own and layer._compiled_call_impl is None
 
 
 def _takes(layer: nn.Module, number: int) -> bool:
     """Whether ``forward`` can be called with so many positional arguments; also if that cannot be told."""
-    own = vars(layer).get("forward")
-    if own is not None:
-        return _binds(own, number)
-    function = type(layer).forward
+    function = _forward_of(layer)
+    if "forward" in vars(layer) or not isinstance(function, FunctionType):
+        return _binds(layer.forward, number)
     known = _known.setdefault(function, {})
     if number not in known:
         known[number] = _binds(function, number + 1)
     return known[number]
+
+
+def _forward_of(layer: nn.Module) -> Any:
+    """What the layer's class has as ``forward``; that of a scripted module can be had from an instance only."""
+    return inspect.getattr_static(type(layer), "forward", None)
 
 
 _known: WeakKeyDictionary[Callable[..., Any], dict[int, bool]] = WeakKeyDictionary()
