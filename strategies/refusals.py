@@ -16,7 +16,7 @@ from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from strategies.names import did_you_mean
@@ -269,17 +269,3 @@ def warn_of_time_first(module: nn.Sequential, path: str) -> None:
                 "is time; a pipeline splits the first dimension into micro-batches. Give it batch_first=True."
             )
             return
-
-
-def check_loss(loss: Tensor | Any) -> None:
-    """Checks that a loss has a value.
-
-    Raises:
-        MisconfigurationException: If it was computed from parameters that live on another stage.
-    """
-    if isinstance(loss, Tensor) and loss.is_meta:
-        raise MisconfigurationException(
-            "The loss was computed from parameters of layers that live on other processes (their values are not "
-            "here), for example by a penalty on weights. Use the optimizer's weight_decay, or compute such a term "
-            "within a layer."
-        )

@@ -48,7 +48,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
 
     * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
       ships their layers together with the user's optimizers, restricted to their parameters.
-    * ``pre_backward`` only checks the loss: the backward pass itself leads the stages, or releases the gradients that
+    * ``pre_backward`` has nothing to do: the backward pass itself leads the stages, or releases the gradients that
       they have computed. After it they are averaged over the replicas.
     * ``post_optimizer_step`` brings new values to the other replicas, if they divide the steps; workers have stepped
       within the optimizer's own step.
@@ -254,12 +254,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Checks that ``closure_loss`` has a value; its backward pass itself runs that of every stage.
-
-        Raises:
-            MisconfigurationException: If it was computed from parameters that live on another stage.
-        """
-        refusals.check_loss(closure_loss)
+        """Does nothing: the backward pass of the loss itself runs that of every stage."""
 
     def _after_backward(self) -> None:
         """Averages gradients over the replicas, unless more are to be accumulated first."""
@@ -287,6 +282,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
     def teardown(self) -> None:
         """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""
         self._settle()
+        self._forget_gathered()
         for undo in self._undo:
             undo()
         self._undo, self._batch_norms = [], {}
