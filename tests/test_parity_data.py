@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from strategies.pipeline.channel import _HEADER_BYTES, _SMALL_BYTES
+
 MICROBATCHES = 3
 VOCABULARY, HIDDEN = 11, 6
 
@@ -100,7 +102,7 @@ def tokens() -> DataLoader:
 class CountDescriptions(Callback):
     """Counts the descriptions of shapes that go out of and come into the driver, by looking at its real messages.
 
-    Only descriptions are of bytes; headers are of integers and come one with every value.
+    A header comes with every value, and says how long the description is that follows it, if one does.
     """
 
     def on_train_start(self, trainer: Any, model: Any) -> None:
@@ -113,25 +115,27 @@ class CountDescriptions(Callback):
                 port = getattr(ports, name)
                 port._group = Listener(port._group, name, self)
 
-    def saw(self, name: str, tensor: Tensor, tag: int) -> None:
-        if tensor.dtype == torch.uint8:
-            self.counts[name] += 1
-        elif tag % 2 == 0:
-            self.headers[name] += 1
+    def saw(self, name: str, is_description: bool) -> None:
+        (self.counts if is_description else self.headers)[name] += 1
 
 
 class Listener:
-    """A process group whose messages are counted."""
+    """A process group whose messages are counted, but for those that hold nothing but tensors."""
 
     def __init__(self, group: Any, name: str, counter: CountDescriptions) -> None:
         self._group, self._name, self._counter = group, name, counter
+        self._is_description_next = False
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._counter.saw(self._name, tensors[0], tag)
+        if tag % 2 == 0:
+            self._counter.saw(self._name, is_description := self._is_description_next)
+            header = tensors[0][:_HEADER_BYTES]
+            self._is_description_next = not is_description and header.view(torch.int64)[3].item() > 0
         return self._group.send(tensors, peer, tag)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
-        self._counter.saw(self._name, tensors[0], tag)
+        if tag % 2 == 0:
+            self._counter.saw(self._name, tensors[0].numel() != _HEADER_BYTES + _SMALL_BYTES)
         return self._group.recv(tensors, peer, tag)
 
 
