@@ -307,7 +307,7 @@ class Pipeline:
             self._workers.stop(grace_seconds=_END_SECONDS if self.remotes else 0.0)
             self._workers = None
         for remote in self.remotes:
-            remote.has_closed = True
+            remote.close()
         self.remotes.clear()
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)

@@ -184,6 +184,14 @@ class RemoteStage(NotCopied):
         self.has_closed = False
         """Whether the pipeline has ended."""
 
+    def close(self) -> None:
+        """Ends reading, with the pipeline.
+
+        Stand-ins may outlive the pipeline, and refer to this. They must not keep what it failed with: tracebacks refer
+        to stand-ins in turn, and a tensor that autograd refers to is in no cycle that Python's garbage collector frees.
+        """
+        self.has_closed, self.failures = True, Failures()
+
     @property
     def has_ended(self) -> bool:
         """Whether the worker's process is gone, and its layers with it."""
