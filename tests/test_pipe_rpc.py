@@ -102,7 +102,7 @@ def test_out_of_the_ordinary(found):
 @pytest.mark.slow
 def test_values_of_all_kinds(found):
     assert [name for name, same in found["mixed"].items() if not same] == []
-    assert len(found["mixed"]) == 9 * len(MODES)
+    assert len(found["mixed"]) == 11 * len(MODES)
 
 
 @pytest.mark.slow
