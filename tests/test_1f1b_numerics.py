@@ -116,6 +116,6 @@ def normed() -> None:
             compare(outcome, single)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_batch_norm() -> None:
     run(normed, timeout_seconds=150)

@@ -166,7 +166,7 @@ def contents_of(path: Path) -> dict[str, Any]:
     return {**content, "callbacks": callbacks, "keys": sorted({*content, *left_out})}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(500)
 def test_averages_over_ranks_and_replicas(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(strategies.__file__).parents[1])}

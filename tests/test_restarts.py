@@ -171,7 +171,7 @@ def in_other_ways() -> list[Any]:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(250)
 def test_other_schedules_checkpoints_and_trainers() -> None:
     for expected, found in run(in_other_ways, timeout_seconds=240):
@@ -240,7 +240,7 @@ def lost_too_often() -> tuple[str, int, bool]:
     return str(lost.value), Clumsy.num_fits, equal(trained((), 1), trained((), 0))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(150)
 def test_a_run_that_loses_too_many_workers() -> None:
     lost, num_fits, trains_after = run(lost_too_often, timeout_seconds=140)

@@ -135,7 +135,8 @@ def test_what_cannot_be_trained_is_refused() -> None:
         "no gradient": "RuntimeError: the backward pass gave no gradient to second.bias, second.weight",
         "reentrant": "RuntimeError: parameter second.bias got a gradient twice in one backward pass",
         "sparse": "MisconfigurationException: Layer table makes sparse gradients",
-        "evaluates twice": "RuntimeError: EvaluatesTwice evaluates the loss several times within a step",
+        "evaluates twice": "MisconfigurationException: EvaluatesTwice evaluates the loss several times within a step",
+        "evaluates twice later": "RuntimeError: EvaluatesTwiceLater evaluates the loss several times within a step",
         "mixes sums": "RuntimeError: a backward pass without communication would add to the gradient of second.",
         "which": "MisconfigurationException: There are 2 optimizers; say whose gradients to clip",
     }

@@ -158,6 +158,7 @@ def refused(ranks: int) -> dict[str, str]:
         "reentrant": odd.Reentrant,
         "sparse": odd.Sparse,
         "evaluates twice": partial(odd.Refused, odd.EvaluatesTwice),
+        "evaluates twice later": partial(odd.Refused, odd.EvaluatesTwiceLater),
         "mixes sums": odd.MixesSums,
         "which": odd.ClipsWhich,
     }

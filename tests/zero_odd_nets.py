@@ -67,6 +67,15 @@ class EvaluatesTwice(SGD):
         return super().step(closure)
 
 
+class EvaluatesTwiceLater(EvaluatesTwice):
+    """Does so for parameters that are too large for the trial of small copies."""
+
+    def step(self, closure: Any = None) -> Any:
+        if max(p.numel() for group in self.param_groups for p in group["params"]) > 9:
+            return super().step(closure)
+        return SGD.step(self, closure)
+
+
 class MixesSums(Manual):
     """Adds to an average without communication."""
 
