@@ -53,7 +53,6 @@ def run(
     env: Mapping[str, str | None] | None = None,
     allow: Collection[str] = (),
     settle_seconds: float = 10,
-    new_interpreter: bool = False,
 ) -> Any:
     """Runs ``fn(*args)`` in a process of its own and returns its result.
 
@@ -66,7 +65,6 @@ def run(
         env: environment variables for the child; ``None`` removes one. ``OMP_NUM_THREADS`` is 1 unless given here.
         allow: kinds of leaks (see ``LEAKS``) that ``fn`` may leave behind; for what Lightning itself leaves.
         settle_seconds: how long processes, threads and ports may take to end after ``fn`` has returned.
-        new_interpreter: start Python anew instead, for what depends on which modules have been imported.
 
     Raises:
         AssertionError: ``fn`` raised, died, ran out of time, or left something behind.
@@ -88,7 +86,7 @@ def run(
         )
         (scratch / "io/order").write_bytes(pickle.dumps(order))
         segments_before = procfs.shm_segments()
-        child = _start(scratch, env or {}, new_interpreter)
+        child = _start(scratch, env or {})
         try:
             report = _await_report(child, scratch, timeout_seconds)
             leaks = [*report.leaks, *_leaks_outside(child.pid, scratch, order, segments_before)]
@@ -101,14 +99,14 @@ def run(
         return pickle.loads(report.result)
 
 
-def _start(scratch: Path, env: Mapping[str, str | None], new_interpreter: bool) -> subprocess.Popen[bytes] | Forked:
+def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[bytes] | Forked:
     changed = {**os.environ, **_CONSTANT, **env}
     changed |= {
         "TMPDIR": str(scratch / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "io/inductor"),  # torch would choose one in TMPDIR and keep it
     }
     variables = {name: value for name, value in changed.items() if value is not None}
-    if not new_interpreter and (server := _fork_server()).read_at_import == read_at_import(variables):
+    if (server := _fork_server()).read_at_import == read_at_import(variables):
         return server.fork(scratch, variables)
     with open(scratch / "io/output", "ab") as output:
         return subprocess.Popen(
