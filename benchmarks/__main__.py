@@ -18,6 +18,7 @@ SECTIONS = (
     "stage_memory",
     "balance",
     "trainer_overhead",
+    "evaluation",
     "growth",
     "zero",
     "checkpoint",

@@ -125,7 +125,7 @@ class Ours:
         assert loss is not None
         loss.backward()
         self.optimizer.step()
-        self.pipeline.optimizers.step_remotes(self.optimizer)
+        self.pipeline.optimizers.step_remotes(self.optimizer, {})
         self.pipeline.wait()
         return loss.item()
 

@@ -60,7 +60,7 @@ def measured(schedule: str, stages: int, microbatches: int, steps: int) -> tuple
         pipeline.optimizers.zero_grad_remotes(optimizer, True)
         passes_of(pipeline, model, x, schedule, microbatches)
         optimizer.step()
-        pipeline.optimizers.step_remotes(optimizer)
+        pipeline.optimizers.step_remotes(optimizer, {})
 
     try:
         for _ in range(WARM_UP):

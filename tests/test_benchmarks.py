@@ -38,7 +38,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     done = bench(tmp_path)
     assert done.returncode == 0, done.stdout[-5000:]
     report = (tmp_path / "results.md").read_text()
-    assert done.stdout.count("\ntook ") == report.count("\n## ") == report.count("TINY") == 8
+    assert done.stdout.count("\ntook ") == report.count("\n## ") == report.count("TINY") == 9
     steps = Section.of(json.loads((tmp_path / "results.json").read_text())["pipeline_step"]["section"])
     names = [row[0] for row in steps.tables[0].rows]
     pipelines = [name for name in names if name.startswith(("ours", "upstream"))]

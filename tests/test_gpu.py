@@ -52,11 +52,11 @@ def trained(balance: list[int], device: str, dropout: float = 0.0, checkpoint: s
     for rows in (8, 7, 3):
         x = torch.randn(rows, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)).to(device)
         optimizer.zero_grad()
-        pipeline.optimizers.zero_grad_remotes(0, True)
+        pipeline.optimizers.zero_grad_remotes(optimizer, True)
         loss = module(x).square().mean()
         loss.backward()
         optimizer.step()
-        pipeline.optimizers.step_remotes(0)
+        pipeline.optimizers.step_remotes(optimizer, {})
         losses.append(loss.item())
     pipeline.finish()
     return {"losses": losses, **{name: p.detach().cpu() for name, p in module.named_parameters()}}
