@@ -783,7 +783,7 @@ MISTAKES = {
     "rpc_timeout_sec=0": "rpc_timeout_sec must be a finite number of seconds above 0, got 0.0.",
     "data_parallel_size=3": "data_parallel_size=3 replicas cannot divide 2 devices evenly among them; set devices to 3",
     "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
-    "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null, got ",
+    "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null",
     "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
     "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: no stage without a layer.",
     "module=sequential": "GPT has no 'sequential', the nn.Sequential to be pipelined: set `self.sequential = ",
