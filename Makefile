@@ -11,7 +11,7 @@ help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
 	@echo "make test     run the tests, but for the slow and the nightly ones"
 	@echo "make nightly  run the tests that neither make test nor .ci/run has time for"
-	@echo "make check    lint, format and types"
+	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make bench    run the benchmarks (about 20 minutes) and write benchmarks/results.md"
 	@echo "make clean    remove .venv"
 
@@ -28,6 +28,7 @@ check: $(INSTALLED)
 	ruff check .
 	ruff format --check .
 	mypy
+	lint-imports
 
 bench: $(INSTALLED)-bench
 	python -m benchmarks

@@ -20,11 +20,11 @@ from benchmarks.plots import plot
 from benchmarks.report import Effort, Section, Table, quartiles
 from benchmarks.stage_memory import step
 from benchmarks.timeline import Listens, spans_of
-from strategies.pipeline.balance import partition_costs
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.placement import cut
-from strategies.pipeline.profiling import layer_seconds, layer_sizes
-from strategies.pipeline.settings import Settings
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.profiling import layer_seconds, layer_sizes
+from strategies.pipeline.state.placement import cut
 
 VECTORS, MICROBATCHES, STEPS, STAGES = 2000, 4, 4, 2
 

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from benchmarks.models import encoder_layers
 from benchmarks.report import Effort, Section, Table, spread
 from strategies import RPCSequentialStrategy
-from strategies.atomic import remove
+from strategies.checkpoint.atomic import remove
 from trainer import Trainer
 
 NUM_LAYERS, WIDTH, ROWS, LENGTH, ROUNDS, WARM_UP = 8, 512, 4, 32, 5, 2

@@ -21,10 +21,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import VOCABULARY, gpt_balance, gpt_layers
 from benchmarks.timeline import Listens, Span, spans_of
-from strategies.pipeline.context import PassContext
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.placement import cut
-from strategies.pipeline.settings import Settings
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.state.placement import cut
 
 PROCESSES = 2
 LEARNING_RATE = 1e-4

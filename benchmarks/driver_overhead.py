@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from benchmarks.plots import lines, plot
 from benchmarks.report import Effort, Section, Table, quartiles, spread
 from benchmarks.stage_memory import step as passes_of
-from strategies.pipeline import remote
+from strategies.pipeline.control import client
+from strategies.pipeline.control.calls import progress
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.settings import Settings
-from strategies.pipeline.worker import progress
+from strategies.pipeline.executor.settings import Settings
 
 WIDTH, LAYERS, ROWS = 8, 12, 64
 STAGES, MICROBATCHES, STEPS, WARM_UP = (1, 2, 3, 4), (1, 8, 64), 20, 3
@@ -28,7 +28,7 @@ class Calls:
 
     def __init__(self) -> None:
         self.number = self.bytes = 0
-        self._plain = remote.rpc.rpc_async
+        self._plain = client.rpc.rpc_async
 
     def __enter__(self) -> "Calls":
         def counted(to: str, function: Any, args: tuple[Any, ...] = (), **named: Any) -> Any:
@@ -37,11 +37,11 @@ class Calls:
                 self.bytes += len(pickle.dumps(args[1:]))  # without the reference to the stage, which counts its copies
             return self._plain(to, function, args=args, **named)
 
-        remote.rpc.rpc_async = counted
+        client.rpc.rpc_async = counted
         return self
 
     def __exit__(self, *error: object) -> None:
-        remote.rpc.rpc_async = self._plain
+        client.rpc.rpc_async = self._plain
 
 
 def measured(schedule: str, stages: int, microbatches: int, steps: int) -> tuple[list[float], float, float]:

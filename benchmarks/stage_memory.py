@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from benchmarks.plots import lines, plot
 from benchmarks.report import Effort, Section, Table
-from strategies.pipeline.context import PassContext
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.schedule import SCHEDULES, simulate
-from strategies.pipeline.settings import Settings
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.schedule.tables import SCHEDULES, simulate
+from strategies.pipeline.stage.context import PassContext
 
 STAGES, ROWS, INPUT_WIDTH = 3, 64, 8
 MEBI = 2**20

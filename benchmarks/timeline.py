@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from strategies.pipeline.activity import Activity
-from strategies.pipeline.stage import Stage
+from strategies.common.activity import Activity
+from strategies.pipeline.stage.stage import Stage
 
 WAITS = "waiting"
 COLOURS = {"F": "#4c8dd6", "B": "#58a55c", "I": "#8fd18f", "W": "#e8b04a"}

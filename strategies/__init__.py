@@ -12,7 +12,7 @@ _MODULE_OF = {
     "DDPStrategy": "strategies.ddp",
     "DataParallelStrategy": "strategies.dp",
     "RPCSequentialStrategy": "strategies.rpc_sequential",
-    "RemoteModule": "strategies.remote_module",
+    "RemoteModule": "strategies.remote.module",
     "ZeROStrategy": "strategies.zero",
 }
 

@@ -20,7 +20,6 @@ from uuid import uuid4
 
 import torch
 from pytorch_lightning import Trainer
-from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
 from pytorch_lightning.plugins import CheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import Strategy
@@ -32,16 +31,17 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from strategies import shards
-from strategies.arguments import check_backend, checked
-from strategies.checkpoint_async import Background, check_links, snapshot, wait_before_looking
-from strategies.checkpoint_fit import check_fit
-from strategies.checkpoint_io import AtomicCheckpointIO, local_path
-from strategies.lifeline import Lifeline
-from strategies.loading import convert
-from strategies.loopback import LoopbackEnvironment, connect, on_loopback
-from strategies.optimizer import check_optimizer_states, parameters_of
-from strategies.script_launcher import in_place_of, met
+from strategies.checkpoint import shards
+from strategies.checkpoint.background import Background, check_links, snapshot, wait_before_looking
+from strategies.checkpoint.io import AtomicCheckpointIO, local_path
+from strategies.checkpoint.validate import check_fit
+from strategies.launch.lifeline import Lifeline
+from strategies.lightning.arguments import check_backend, checked
+from strategies.lightning.compat import is_stand_in, unwrapped
+from strategies.lightning.loading import convert
+from strategies.lightning.loopback import LoopbackEnvironment, connect, on_loopback
+from strategies.lightning.script_launcher import in_place_of, met
+from strategies.optim.restricted import check_optimizer_states, parameters_of
 
 
 class StrategyPlugin(Strategy):
@@ -294,13 +294,3 @@ class StrategyPlugin(Strategy):
         for handle in self._step_handles:
             handle.remove()
         self._step_handles = ()
-
-
-def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
-    """The user's own object behind Lightning's wrapper."""
-    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-
-
-def is_stand_in(optimizer: Optimizer | LightningOptimizer) -> bool:
-    """Whether this is what Lightning puts in the place of ``None`` from ``configure_optimizers``; it trains nothing."""
-    return isinstance(unwrapped(optimizer), _MockOptimizer)

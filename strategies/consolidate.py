@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 from pickle import UnpicklingError
 
-from strategies import shards
-from strategies.checkpoint_io import AtomicCheckpointIO
+from strategies.checkpoint import shards
+from strategies.checkpoint.io import AtomicCheckpointIO
 
 
 def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
-from strategies.names import did_you_mean
+from strategies.common.names import did_you_mean
 
 # What each hook sends, and the backends on which it works: measured on gloo (torch 2.13: fp16 halves the traffic at a
 # relative error of 5e-4 per gradient, torch itself refuses bf16); NCCL's by torch's documentation.

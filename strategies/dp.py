@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torchmetrics import Metric
 
 from strategies.base import StrategyPlugin
-from strategies.refusals import is_external
+from strategies.lightning.checks import is_external
 
 
 class DataParallelStrategy(StrategyPlugin, ParallelStrategy):

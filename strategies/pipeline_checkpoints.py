@@ -14,19 +14,20 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.optim import Optimizer
 
-from strategies.base import StrategyPlugin, is_stand_in, unwrapped
-from strategies.checkpoint_async import snapshot
-from strategies.checkpoint_fit import Place, check_fit, load_whole, nowhere, places
-from strategies.optimizer import check_optimizer_states, parameters_of
+from strategies.base import StrategyPlugin
+from strategies.checkpoint.background import snapshot
+from strategies.checkpoint.shards import load
+from strategies.checkpoint.stage_shards import load_optimizer_states, save, shelve
+from strategies.checkpoint.validate import Place, check_fit, load_whole, nowhere, places
+from strategies.common.trees import flat, take_over
+from strategies.lightning.compat import is_stand_in, unwrapped
+from strategies.lightning.restarts import Restarts
+from strategies.lightning.weight_averaging import averages_weights
+from strategies.optim.restricted import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.named import flat, take_over
-from strategies.pipeline.placement import cut
-from strategies.pipeline.randomness import Seeds
-from strategies.restarts import Restarts
+from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.state.placement import cut
 from strategies.sharding.states import whole_state_dict
-from strategies.shards import load
-from strategies.staged_shards import load_optimizer_states, save, shelve
-from strategies.weight_averaging import averages_weights
 
 
 class PipelineCheckpoints(StrategyPlugin):

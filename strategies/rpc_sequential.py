@@ -16,24 +16,24 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
-from strategies import refusals
-from strategies.base import is_stand_in, unwrapped
-from strategies.following import follow
-from strategies.gradients import follow_precision
-from strategies.names import did_you_mean
-from strategies.optimizer_trial import check_divisible
-from strategies.per_microbatch import training_step_per_microbatch
+from strategies.common.names import did_you_mean
+from strategies.lightning import checks
+from strategies.lightning.compat import is_stand_in, unwrapped
+from strategies.lightning.following import follow
+from strategies.lightning.gradients import follow_precision
+from strategies.lightning.per_microbatch import training_step_per_microbatch
+from strategies.lightning.profiler import ProfiledStages
+from strategies.lightning.replicas import ReplicatedStrategy
+from strategies.lightning.restarts import Restarts
+from strategies.lightning.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
+from strategies.lightning.summary import show_stages
+from strategies.lightning.weight_averaging import average_on_stages, find_copies
+from strategies.optim.trial import check_divisible
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.placement import without_layers, without_meta_tensors
-from strategies.pipeline.randomness import Seeds
-from strategies.pipeline.settings import Settings
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.state.placement import without_layers, without_meta_tensors
 from strategies.pipeline_checkpoints import PipelineCheckpoints
-from strategies.profiling import ProfiledStages
-from strategies.replicated import ReplicatedStrategy
-from strategies.restarts import Restarts
-from strategies.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
-from strategies.summary import show_stages
-from strategies.weight_averaging import average_on_stages, find_copies
 
 
 class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
@@ -124,8 +124,8 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             raise MisconfigurationException(
                 f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
             )
-        refusals.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
-        refusals.check_state_dict_type(state_dict_type, checkpoint_io)
+        checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
+        checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
         self.balance: Sequence[int] | Literal["even"] | None = balance
@@ -161,17 +161,17 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._profiled = ProfiledStages(profiler, model) if isinstance(profiler, PyTorchProfiler) else None
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            refusals.check_callbacks(trainer)
-            refusals.check_automatic_optimization(model, self._settings.schedule)
-            refusals.check_loggers(trainer)
+            checks.check_callbacks(trainer)
+            checks.check_automatic_optimization(model, self._settings.schedule)
+            checks.check_loggers(trainer)
         module = find_module(model, self._module_path)
-        refusals.warn_of_time_first(module, self._module_path)
+        checks.warn_of_time_first(module, self._module_path)
         self._batch_norms = {
             f"{self._module_path}.{name}": child
             for name, child in module.named_modules()
             if isinstance(child, _BatchNorm)
         }
-        refusals.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
+        checks.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
         self.model = self.precision_plugin.convert_module(model)
         balance = self.balance = find_balance(
             model,
@@ -222,7 +222,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._restarts is not None:
-            refusals.check_restarts(self.world is not None)
+            checks.check_restarts(self.world is not None)
             self._launcher = self._restarts
 
     def on_train_start(self) -> None:
@@ -244,10 +244,10 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         model = self.lightning_module
         assert model is not None
         if self._batch_norms and not self._has_warned_of_batch_norm:
-            self._has_warned_of_batch_norm = refusals.warn_of_batch_norm(model, self._batch_norms, self._settings)
+            self._has_warned_of_batch_norm = checks.warn_of_batch_norm(model, self._batch_norms, self._settings)
         if self._settings.schedule == "gpipe":
             return super().training_step(*args, **kwargs)
-        refusals.check_automatic_optimization(model, self._settings.schedule)
+        checks.check_automatic_optimization(model, self._settings.schedule)
         batch, *rest = (*args, *kwargs.values())
         return training_step_per_microbatch(
             model, self._running(), self.precision_plugin, self._settings.microbatches, batch, rest

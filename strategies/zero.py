@@ -18,14 +18,14 @@ from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
-from strategies.base import is_stand_in, unwrapped
-from strategies.optimizer_trial import check_divisible
-from strategies.pipeline.along import take_methods_along
-from strategies.refusals import check_state_dict_type
+from strategies.lightning.checks import check_state_dict_type
+from strategies.lightning.compat import is_stand_in, unwrapped
+from strategies.lightning.stages_of_model import as_misconfiguration
+from strategies.lightning.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
+from strategies.optim.hooks import take_methods_along
+from strategies.optim.trial import check_divisible
 from strategies.sharding.optimizers import ShardedOptimizers
-from strategies.stages_of_model import as_misconfiguration
 from strategies.zero_checkpoints import ZeROCheckpoints
-from strategies.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
 
 
 class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):

@@ -10,12 +10,12 @@ from lightning_fabric.utilities.optimizer import _optimizers_to_device
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies import ranked_shards, shards
-from strategies.base import StrategyPlugin, is_stand_in, unwrapped
-from strategies.checkpoint_async import snapshot
-from strategies.optimizer import check_optimizer_states, in_order
-from strategies.pipeline.channel import layouts, with_meta_tensors
-from strategies.pipeline.named import flat, take_over
+from strategies.base import StrategyPlugin
+from strategies.checkpoint import rank_shards, shards
+from strategies.checkpoint.background import snapshot
+from strategies.common.trees import flat, layouts, take_over, with_meta_tensors
+from strategies.lightning.compat import is_stand_in, unwrapped
+from strategies.optim.restricted import check_optimizer_states, in_order
 from strategies.sharding.optimizers import ShardedOptimizers
 from strategies.sharding.states import gathered, whole_state_dict
 
@@ -63,13 +63,13 @@ class ZeROCheckpoints(StrategyPlugin):
             return
         if self._saving is None:  # of its own: a thread may use it while training goes on
             self._saving = dist.new_group(backend="gloo")
-        own: Mapping[str, Tensor] = ranked_shards.own_part(checkpoint, self._saving)
+        own: Mapping[str, Tensor] = rank_shards.own_part(checkpoint, self._saving)
         if self._background is None:
-            ranked_shards.save(checkpoint, path, own, self._saving)
+            rank_shards.save(checkpoint, path, own, self._saving)
             return
         self._background.wait()
         bare = snapshot(shards.without_values(checkpoint))
-        self._background.save(partial(ranked_shards.save, bare, path, snapshot(dict(own)), self._saving))
+        self._background.save(partial(rank_shards.save, bare, path, snapshot(dict(own)), self._saving))
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; of one in parts each rank reads its own optimizer states, when it knows which they are."""

@@ -22,7 +22,7 @@ from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCL
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from strategies.names import PLUGINS
+from strategies.common.names import PLUGINS
 from trainer.config import SaveConfigBesideCheckpoints
 from trainer.parser import ConstructorRaised, Parser
 from trainer.trainer import Trainer, resolve_strategy

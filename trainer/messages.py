@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from strategies.names import PLUGINS, did_you_mean
+from strategies.common.names import PLUGINS, did_you_mean
 
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
 _LITERAL = r"typing\.Literal\[(?P<literals>.*)\]"

@@ -11,8 +11,8 @@ from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import strategies
-from strategies.loading import load_as_ours
-from strategies.names import PLUGINS, did_you_mean
+from strategies.common.names import PLUGINS, did_you_mean
+from strategies.lightning.loading import load_as_ours
 from trainer.resume import (
     ResumingCheckpointConnector,
     ResumingEpochLoop,

@@ -4,18 +4,18 @@ from importlib import import_module
 from typing import Any
 
 _MODULE_OF = {
-    "Namespace": "strategies.pipeline.skip",
-    "NoChunk": "strategies.pipeline.chunks",
-    "Pipe": "strategies.pipeline.pipe",
-    "WithDevice": "strategies.pipeline.with_device",
-    "balance_by_size": "strategies.pipeline.balance",
-    "balance_by_time": "strategies.pipeline.balance",
-    "is_checkpointing": "strategies.pipeline.recompute",
-    "is_recomputing": "strategies.pipeline.recompute",
-    "pop": "strategies.pipeline.skip",
-    "skippable": "strategies.pipeline.skip",
-    "stash": "strategies.pipeline.skip",
-    "verify_skippables": "strategies.pipeline.skip",
+    "Namespace": "strategies.pipeline.stage.skip",
+    "NoChunk": "strategies.pipeline.microbatch.chunks",
+    "Pipe": "strategies.pipeline.pipe.pipe",
+    "WithDevice": "strategies.pipeline.pipe.with_device",
+    "balance_by_size": "strategies.pipeline.partition.balance",
+    "balance_by_time": "strategies.pipeline.partition.balance",
+    "is_checkpointing": "strategies.pipeline.stage.recompute",
+    "is_recomputing": "strategies.pipeline.stage.recompute",
+    "pop": "strategies.pipeline.stage.skip",
+    "skippable": "strategies.pipeline.stage.skip",
+    "stash": "strategies.pipeline.stage.skip",
+    "verify_skippables": "strategies.pipeline.stage.skip",
 }
 
 __all__ = [

@@ -35,7 +35,7 @@ def main(directory: str, rank: int, driver_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends its workers itself
     watch = threading.Thread(target=end_with_driver, args=(directory, driver_pid), name="relay-watch", daemon=True)
     watch.start()
-    from strategies.pipeline.worker import join
+    from strategies.pipeline.worker.process import join
 
     join(directory, rank)
     watch.join()

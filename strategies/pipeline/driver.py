@@ -16,32 +16,32 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
-from strategies.optimizer import numbers_of, parameters_of, restricted, taken_apart
-from strategies.optimizer_trial import check_divisible
-from strategies.pipeline.averages import GradientAverages
-from strategies.pipeline.cargo import Cargo
-from strategies.pipeline.channel import wait_here
-from strategies.pipeline.context import PassContext
-from strategies.pipeline.interleaved import Code, interleave
-from strategies.pipeline.launch import Workers, keep_freed_memory, share_of_threads
-from strategies.pipeline.passes import Passes
-from strategies.pipeline.placement import cut, move_from_meta, move_to_meta, pickled, tensors_here, without_layers
-from strategies.pipeline.ports import Ports, connected_ports, ports_of_one_stage
-from strategies.pipeline.randomness import Seeds
-from strategies.pipeline.ranks import Ranks, World
-from strategies.pipeline.remote import Failures, Patience, RemoteStage
-from strategies.pipeline.remote_operations import Holder
-from strategies.pipeline.replicas import Averaging, Replicas
-from strategies.pipeline.session import Session, join_data_plane
-from strategies.pipeline.settings import Settings
-from strategies.pipeline.side_outputs import SideOutputs
-from strategies.pipeline.stage import Stage
-from strategies.pipeline.state import StateOfStages
-from strategies.pipeline.ties import find_ties, owned_parameters
-from strategies.pipeline.update import PipelineOptimizers
-from strategies.pipeline.watch import Watch
-from strategies.pipeline.words import describe, locate
-from strategies.pipeline.worker import host
+from strategies.common.formatting import describe, locate
+from strategies.common.waiting import wait_here
+from strategies.launch.ranks import Ranks, World
+from strategies.launch.session import Session, join_data_plane
+from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
+from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
+from strategies.optim.trial import check_divisible
+from strategies.pipeline.control.client import Failures, Patience, RemoteStage
+from strategies.pipeline.control.watch import Watch
+from strategies.pipeline.executor.averages import GradientAverages
+from strategies.pipeline.executor.interleaved import Code, interleave
+from strategies.pipeline.executor.passes import Passes
+from strategies.pipeline.executor.ports import Ports, connected_ports, ports_of_one_stage
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.optim.optimizers import PipelineOptimizers
+from strategies.pipeline.optim.replicas import Averaging, Replicas
+from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.stage.side_outputs import SideOutputs
+from strategies.pipeline.stage.stage import Stage
+from strategies.pipeline.state.placement import cut, move_from_meta, move_to_meta, pickled, tensors_here, without_layers
+from strategies.pipeline.state.remote_operations import Holder
+from strategies.pipeline.state.state_dict import StateOfStages
+from strategies.pipeline.transport.ties import find_ties, owned_parameters
+from strategies.pipeline.worker.payload import Cargo
+from strategies.pipeline.worker.process import host
 
 _END_SECONDS = 5.0
 """How long a worker may take to end by itself."""
@@ -231,7 +231,7 @@ class Pipeline:
     def interleave(
         self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
     ) -> Tensor | None:
-        """Runs code once per micro-batch; see :func:`~strategies.pipeline.interleaved.interleave`."""
+        """Runs code once per micro-batch; see :func:`~strategies.pipeline.executor.interleaved.interleave`."""
         if self.failures.raised:
             self._start_again()
         assert self._passes is not None

@@ -1,6 +1,5 @@
-"""ZeRO's engine: optimizer state divided over data-parallel ranks. Imports torch, never Lightning.
+"""ZeRO's engine: optimizer state divided over data-parallel ranks, in plain PyTorch.
 
-In the order of reading: :mod:`~strategies.sharding.partition` and ``ownership`` (who owns what), ``bucket`` (what
-travels together), ``reducer`` (gradients to their owners), ``optimizers`` (steps and new values), ``states``
-(checkpoints). Which optimizers can be divided at all says :mod:`strategies.optimizer_trial`.
+In: optimizers and gradients of one rank. Out: steps in which each rank updates the parameters that it owns, and
+states put together again. May import ``common`` and ``optim``; never Lightning.
 """

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from strategies.optimizer import (
+from strategies.optim.restricted import (
     CalledOnce,
     arguments_of_step,
     check_same_result,

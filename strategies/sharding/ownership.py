@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.optimizer import numbers_of, parameters_of
+from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.sharding.partition import assign_owners
 
 

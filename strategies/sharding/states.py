@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.optimizer import in_order
-from strategies.pipeline.channel import Wait, timeout_of, wait_here
+from strategies.common.waiting import Wait, timeout_of, wait_here
+from strategies.optim.restricted import in_order
 
 _TAG = 3
 """Of these messages."""

@@ -1,0 +1,63 @@
+"""A private RPC of one worker, for an ``RRef`` where nobody has initialised RPC.
+
+It listens on the loopback interface only. It ends when nothing uses it any more, and at the latest with the process.
+
+torch gives a process one RPC number, and one session for all its ``RRef`` to others (a singleton in C++ keeps the
+first). After a private session ``init_rpc`` works as rank 0, for calls and for a ``Pipe`` without layers elsewhere; who
+wants more calls it before the first ``Pipe``.
+"""
+
+import secrets
+import warnings
+import weakref
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch.distributed import rpc
+
+from strategies.launch.rendezvous import LOOPBACK, interface_towards
+from strategies.launch.session import environment_variables, leave_rpc
+
+
+class PrivateRpc:
+    """Held by whoever needs RPC; see :meth:`needed`."""
+
+    _current: ClassVar["weakref.ref[PrivateRpc] | None"] = None  # as RPC itself, there is one in a process
+
+    has_been: ClassVar[bool] = False
+    """Whether this process has or had one."""
+
+    @classmethod
+    def needed(cls) -> "PrivateRpc | None":
+        """What has to be held as long as RPC is needed; ``None`` if RPC has been initialised by somebody else."""
+        current = cls._current() if cls._current is not None else None
+        if current is None:
+            if rpc.api._is_current_rpc_agent_set():
+                return None
+            current = cls()
+            cls._current, cls.has_been = weakref.ref(current), True
+        return current
+
+    def __init__(self) -> None:
+        # Not by init_rpc: that counts sessions, and processes whose counts differ would wait for each other for ever.
+        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1, _transports=["uv"], _channels=["basic"])
+        _, interface = interface_towards(LOOPBACK)
+        backend = rpc.backend_registry.BackendType["TENSORPIPE"]
+        interfaces = {"TP_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
+        with environment_variables(**interfaces), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="You are using a Backend")  # RPC's own use of gloo
+            name = f"relay-pipe-{secrets.token_hex(4)}"
+            # With another rank a later init_rpc would hang at its first RRef; this has it raise an error.
+            dist_autograd._init(0)
+            rpc._init_rpc_backend(backend, dist.HashStore(), name, 0, 1, options)
+        weakref.finalize(self, _end, name)
+
+    def __reduce__(self) -> Any:
+        """Copies of what holds this hold this, too; in another process it is that process's own."""
+        return PrivateRpc.needed, ()
+
+
+def _end(name: str) -> None:
+    if rpc.api._is_current_rpc_agent_set() and rpc.get_worker_info().name == name:
+        leave_rpc()

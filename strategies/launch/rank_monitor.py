@@ -1,0 +1,245 @@
+"""The ranks that rank 0 has started on its host: whether they live, what they do, and their common end.
+
+rank 0   main thread     in a call of the Trainer ──▶ a connection is lost, or ◀┐ ──▶ asks why ──▶ one error, for all
+         crew's thread   looks at the processes ──▶ one has failed ── 2 s later ┴─ interrupts it ── 7 s: ends rank 0
+                                 ▲
+rank > 0                 note what they do, in memory of rank 0's
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+from pytorch_lightning.strategies import Strategy
+from torch.distributed.distributed_c10d import _world
+
+from strategies.common.activity import Note, noted
+from strategies.common.errors import is_consequence
+from strategies.common.formatting import ending
+from strategies.launch.phases import note_phases
+from strategies.launch.session import set_variables
+from strategies.launch.workers import see_end
+
+_LOOK_SECONDS = 0.1
+_ALONE_SECONDS = 2.0
+"""How long rank 0 may take to find out by itself that a rank is gone; most collectives do at once."""
+
+_LAST_SECONDS = 7.0
+"""After this rank 0 is ended where it is: in a library that listens to nothing."""
+
+_AGAIN_SECONDS = 1.0
+"""How long an interrupted rank 0 has to leave what it does before it is interrupted again."""
+
+_DIAGNOSIS_SECONDS = 3.0
+"""How long to look for the process behind a lost connection; it closes before the process has gone."""
+
+_LEAVE_SECONDS = 5.0
+"""How long ranks may take to leave a call after rank 0 has."""
+
+_END_SECONDS = 2.0
+"""What a rank gets to end by itself once it is asked to."""
+
+
+class RankLost(BaseException):
+    """Raised in the main thread of rank 0, wherever it is, since a rank has failed; nobody takes it for an error."""
+
+
+class Crew:
+    """Ranks 1, 2, ... of one host. They outlive the Trainer that has started them, and meet those after it.
+
+    Args:
+        processes: Theirs.
+        notes: Where each of them notes what it does; empty where the system has no place for it.
+        before: Environment variables as they were before the launch, ``None`` for those that were not there.
+    """
+
+    def __init__(
+        self, processes: Sequence[subprocess.Popen], notes: Sequence[int], before: Mapping[str, str | None]
+    ) -> None:
+        self.processes, self._notes, self._before = list(processes), list(notes), before
+        self.calls = 0
+        """In how many calls of a Trainer the ranks have met."""
+        self._lost, self._is_known, self._excepthook = "", False, sys.excepthook
+        self._found, self._over = threading.Event(), threading.Event()
+        self._in_call = False
+        self._thread = threading.Thread(target=self._watch, name="relay-crew", daemon=True)
+        self._thread.start()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around a call of the Trainer: where a rank fails meanwhile, ``RankLost`` is raised sooner or later."""
+        self._is_known = False
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGURG, self._interrupt) if main else None  # does nothing in other programs
+        self._in_call = True
+        try:
+            yield
+            self.have_left()
+            self.check()
+        finally:
+            self._in_call = False
+            if main:
+                signal.signal(signal.SIGURG, before or signal.SIG_DFL)
+
+    def met(self) -> None:
+        """All ranks are in the same call of the Trainer."""
+        self.calls += 1
+
+    def check(self) -> None:
+        """Raises ``RankLost`` if a rank has failed."""
+        if self._find(bool):
+            raise RankLost(self._lost)
+
+    def have_left(self) -> bool:
+        """Waits a while for all ranks to leave the call that this one has just left; returns whether they have."""
+        deadline, after = time.monotonic() + _LEAVE_SECONDS, after_call(self.calls)
+        while self._notes and self.calls:
+            running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+            if all((noted(_path(self._notes[rank])) or after).startswith(after) for rank in running):
+                break
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS / 10)
+        return True
+
+    def why(self, error: BaseException) -> str | None:
+        """Which rank ended a call, how, and in what; ``None`` if the error is rank 0's own."""
+        lost_connection = is_consequence(error) or isinstance(error, dist.DistError) or "/gloo/" in str(error)
+        if not isinstance(error, RankLost) and not lost_connection:
+            return None
+        if not self._found.wait(_DIAGNOSIS_SECONDS):
+            self._find(lambda status: status is not None)
+        return self._lost or None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether one of the ranks is gone, so that there is nobody to train with."""
+        return any(process.poll() is not None for process in self.processes)
+
+    @property
+    def news(self) -> str | None:
+        """A rank's failure of which rank 0 has not heard."""
+        return None if self._is_known else self._lost or None
+
+    def excuse(self) -> None:
+        """Rank 0 raises an error of its own: what becomes of the others is no news."""
+        self._is_known = True
+
+    def dismiss(self) -> None:
+        """Ends the other ranks and the process group, and leaves the environment as it was before the launch."""
+        self._over.set()
+        self._thread.join()
+        self._end()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        _world.group_count = 0  # names of groups are numbers, and new ranks begin to count; it may be in mid-air
+        if sys.excepthook.__module__ == _world.__module__:  # each process group adds one
+            sys.excepthook = self._excepthook
+        set_variables(self._before)
+        for note in self._notes:
+            os.close(note)
+        self._notes = []
+
+    def _end(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        see_end(self.processes, _END_SECONDS)
+
+    def _watch(self) -> None:
+        while not self._find(bool):
+            if self._over.wait(_LOOK_SECONDS) or all(process.poll() == 0 for process in self.processes):
+                return
+        deadline = time.monotonic() + _LAST_SECONDS
+        self._found.set()
+        if self._over.wait(_ALONE_SECONDS):
+            return
+        if not self._in_call and not self._is_known:
+            self._say("")
+        self._end()
+        while self._in_call:
+            if time.monotonic() > deadline:
+                self._say("; rank 0 did not come back, so it ends as well")
+                os._exit(1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGURG)
+            if self._over.wait(_AGAIN_SECONDS):  # what runs on the way out is not to be interrupted at once
+                return
+
+    def _find(self, failed: Callable[[int | None], bool]) -> bool:
+        """Notes the first rank that has ended so; one that was killed is never a mere consequence of others."""
+        if self._lost:
+            return True
+        ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
+        for status, rank in sorted((status, rank) for status, rank in ended if status is not None and failed(status)):
+            doing = (noted(_path(self._notes[rank - 1])) or "while it started") if self._notes else ""
+            process = f"process {self.processes[rank - 1].pid} on {socket.gethostname()}"
+            more = "; see its output above" if status > 0 else ""
+            self._lost = f"rank {rank}, {process}, {ending(status)} {doing}".rstrip() + more
+            return True
+        return False
+
+    def _say(self, more: str) -> None:
+        sys.stderr.write(f"{self._lost}{more}\n")
+        sys.stderr.flush()
+
+    def _interrupt(self, *_: object) -> None:
+        if self._in_call:
+            raise RankLost(self._lost)
+
+
+class Member:
+    """A rank other than 0 of a crew.
+
+    Args:
+        place: Where it notes what it does.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.note, self.calls = Note(Path(place)), 0
+
+    def met(self) -> None:
+        """All ranks are in the same call of the Trainer."""
+        self.calls += 1
+        self.note.write("in set-up")
+
+    @contextmanager
+    def call(self, strategy: Strategy) -> Iterator[None]:
+        """Around a call of the Trainer, whose phases are noted."""
+        # It may begin a call, or even end it by an error, while rank 0 still asks whether it has left the one before.
+        self.note.write(f"{after_call(self.calls)}, in set-up" if self.calls else "in set-up")
+        undo, how = note_phases(strategy, self.note), ""
+        try:
+            yield
+        except BaseException as error:
+            how = f", which raised {type(error).__name__}"
+            raise
+        finally:
+            for end in undo:
+                end()
+            self.note.write(after_call(self.calls) + how)
+
+
+def after_call(number: int) -> str:
+    """What a rank notes when it has left a call of the Trainer."""
+    return f"after call {number} of the Trainer"
+
+
+def new_notes(number: int) -> list[int]:
+    """Descriptors of memory that lives as long as this process; no file is left, whoever is killed."""
+    return [os.memfd_create("relay-note") for _ in range(number)] if sys.platform == "linux" else []
+
+
+def places(notes: Sequence[int]) -> list[str]:
+    """How other processes of this user open that memory."""
+    return [f"/proc/{os.getpid()}/fd/{note}" for note in notes]
+
+
+def _path(note: int) -> Path:
+    return Path(f"/proc/self/fd/{note}")

@@ -1,0 +1,275 @@
+"""Pipelines over processes that torchrun, SLURM or the like have started, on one host or several.
+
+    rank 0: driver, last stage    1: stage 0    2: stage 1  ┆  3: driver, last stage    4: stage 0    5: stage 1
+    ──────────────────────── replica 0 ─────────────────────┆───────────────────── replica 1 ───────────────────
+
+Every rank begins by running the same script. Where it comes to its first ``fit``, a rank that is no driver becomes a
+worker instead, by ``exec``: the process stays the one that its launcher watches, and the memory of the script is free.
+Driver and workers talk through the TCP store of the run:
+
+    driver:  sessions/3/1 = a session      sessions/3/1/over      sessions/3/2 = another one      ...  sessions/3/N = ""
+    worker:  joins it                      leaves it              execs itself, joins it               ends, status 0
+"""
+
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from strategies.common.activity import noted
+from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
+from strategies.launch.workers import environment_of_worker, share_of_threads
+
+_ARRIVAL_SECONDS = 1800.0
+"""How long a rank may take to come to its first ``fit``; torch waits as long for ranks that do not appear."""
+
+_POLL_SECONDS = 0.02
+_FAREWELL_SECONDS = 30.0
+"""How long the end of a driver's process waits for those that have to hear of it through the store."""
+
+_FAREWELL_SECONDS_AFTER_ERROR = 2.0
+"""The same where an error ends it: ranks that have died say nothing."""
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows of the others.
+
+    Attributes:
+        address: Of the host with the store.
+        port: Of the store.
+        rank: This process's.
+        size: Number of ranks.
+        num_stages: Number of stages of each pipeline.
+        num_local: Number of ranks on this host.
+    """
+
+    address: str
+    port: int
+    rank: int
+    size: int
+    num_stages: int
+    num_local: int
+
+    @property
+    def driver(self) -> int:
+        """The rank that drives this rank's pipeline."""
+        return self.rank - self.rank % self.num_stages
+
+    @property
+    def is_driver(self) -> bool:
+        """Whether this rank runs the script to its end."""
+        return self.rank == self.driver
+
+    @property
+    def workers(self) -> list[int]:
+        """The ranks of this pipeline's workers, in the order of their stages."""
+        return list(range(self.driver + 1, self.driver + self.num_stages))
+
+    @property
+    def keeps_store(self) -> bool:
+        """Whether the store lives in this process; torchrun keeps one itself."""
+        return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+    @property
+    def num_threads(self) -> int:
+        """With how many threads each rank computes; what ``OMP_NUM_THREADS`` says holds (torchrun sets it to 1)."""
+        return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share_of_threads(self.num_local)
+
+    def meeting(self) -> str:
+        """A new place where processes can meet."""
+        return f"relay://{self.address}:{self.port}/relay-{secrets.token_hex(8)}"
+
+    def store(self) -> dist.Store:
+        """Connects to the store, or opens it; waits for the rank that does."""
+        keeps, patience = self.keeps_store, timedelta(seconds=_ARRIVAL_SECONDS)
+        store = dist.TCPStore(
+            self.address, self.port, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
+        )
+        # torchrun's store outlives the ranks that it starts anew.
+        return dist.PrefixStore(f"relay-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+    def divided_into(self, store: dist.Store) -> int:
+        """The number of stages by which the first one to ask has divided the ranks."""
+        return int(store.compare_set("num_stages", "", str(self.num_stages)))
+
+    def next_call(self, store: dist.Store) -> str:
+        """The key under which this driver's workers wait for the next thing to do."""
+        return call_key(self.driver, store.add(f"sessions/{self.driver}", 1))
+
+
+def call_key(driver: int, number: int) -> str:
+    """The key of a driver's session ``number``, from 1."""
+    return f"sessions/{driver}/{number}"
+
+
+class Ranks:
+    """The workers of one session, and the driver's membership in it: :class:`~strategies.launch.workers.Workers` for
+    processes that are there already.
+
+    Args:
+        world: This rank's.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._session: Session | None = None
+        self._store: dist.Store | None = None
+        self._call = ""
+        self._processes: dict[int, tuple[str, int]] = {}
+        self._joined = False
+
+    def start(self, *, timeout_seconds: float, threads: int) -> Session:
+        """Calls the workers and returns when all have joined the session; see ``Workers.start``.
+
+        Raises:
+            RuntimeError: If this process already takes part in RPC, or if a worker does not appear in time.
+        """
+        refuse_other_rpc()
+        world, store = self._world, self._world.store()
+        session = Session(
+            meeting=world.meeting(),
+            token=secrets.token_hex(4),
+            size=world.num_stages,
+            timeout_seconds=timeout_seconds,
+            threads=threads,
+            paths=[],  # a rank has its own
+            driver_pid=os.getpid(),
+            towards=world.address,
+            notes=tempfile.mkdtemp(prefix="relay-"),
+        )
+        self._session, self._store, self._call = session, store, world.next_call(store)
+        store.set(self._call, session.to_json())
+        ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
+        if not appear(store, ready, _ARRIVAL_SECONDS):
+            late = [rank for rank, key in zip(world.workers, ready, strict=True) if not store.check([key])]
+            raise RuntimeError(f"ranks {late} did not come to fit, validate, test or predict as rank {world.rank} did")
+        for stage, key in enumerate(ready):
+            host, pid = json.loads(store.get(key))
+            self._processes[stage] = host, pid
+        self._joined = True
+        join_rpc(session, len(world.workers), self._check)
+        return session
+
+    def process(self, stage: int) -> str:
+        """A worker's process in words."""
+        host, pid = self._processes[stage]
+        return f"process {pid} (rank {self._world.workers[stage]}) on {host}"
+
+    def ended(self, stage: int, *, wait_seconds: float = 0.0) -> str | None:
+        """That a worker's process has gone, in words; ``None`` if it still runs, or nobody here can tell."""
+        host, pid = self._processes[stage]
+        deadline = time.monotonic() + wait_seconds
+        while host == os.uname().nodename:
+            if not _runs(pid):
+                return f"has ended {self.doing(stage)}"
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def doing(self, stage: int) -> str:
+        """What a worker does or did last, in words; empty if it is on another host."""
+        assert self._session is not None
+        return noted(self._session.note(stage)) if self._processes[stage][0] == os.uname().nodename else ""
+
+    def kill(self, stage: int) -> None:
+        """Ends a worker's process at once, if it runs on this host."""
+        host, pid = self._processes[stage]
+        if host == os.uname().nodename:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _check(self) -> None:
+        """Raises if a worker has ended while the others wait for it; ends those as well, for which others may wait."""
+        for stage in self._processes:
+            if (how := self.ended(stage)) is not None:
+                assert self._store is not None
+                self._store.set(over_key(self._call), "")
+                raise RuntimeError(f"stage {stage}, {self.process(stage)}, {how}")
+
+    def stop(self, *, grace_seconds: float) -> None:
+        """Ends the session. The workers wait for the next one by themselves. Safe at any time."""
+        if self._store is not None:
+            self._store.set(over_key(self._call), "")
+            self._store = None
+        if self._joined:
+            leave_rpc()
+        self._joined = False
+        if self._session is not None:
+            self._session.forget()
+
+
+def ready_key(call: str, stage: int) -> str:
+    """Where a worker says that it has heard a call, and which process of which host it is."""
+    return f"{call}/ready/{stage}"
+
+
+def over_key(call: str) -> str:
+    """What a driver sets at the end of a session."""
+    return f"{call}/over"
+
+
+def gone_key(rank: int) -> str:
+    """What a rank sets when it needs the store no more."""
+    return f"gone/{rank}"
+
+
+def dismiss(world: World, store: dist.Store) -> None:
+    """At the end of a driver's process: its workers end as well."""
+    store.set(world.next_call(store), "")
+    store.set(gone_key(world.rank), "")
+    listeners = range(world.size) if world.keeps_store else world.workers
+    failed = hasattr(sys, "last_value")  # an exception that nobody has caught
+    appear(
+        store, [gone_key(rank) for rank in listeners], _FAREWELL_SECONDS_AFTER_ERROR if failed else _FAREWELL_SECONDS
+    )
+
+
+def become_worker(world: World, number: int = 1) -> NoReturn:
+    """Replaces this process by one that serves its driver's sessions from ``number`` on."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor in Path("/dev/fd").iterdir():  # connections end with the process that it was
+        if int(descriptor.name) > 2:
+            _close_on_exec(int(descriptor.name))
+    command = [sys.executable, "-m", "strategies.pipeline.worker.serve", json.dumps(asdict(world)), str(number)]
+    os.execve(sys.executable, command, environment_of_worker(sys.path))
+
+
+def _close_on_exec(descriptor: int) -> None:
+    try:
+        os.set_inheritable(descriptor, False)
+    except OSError:  # that of the directory itself
+        return
+
+
+def appear(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
+    """Waits for keys, with an open ear for Ctrl-C; returns whether they have all come."""
+    deadline = time.monotonic() + seconds
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_SECONDS)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{pid}/stat")  # it may have ended, and nobody asked how
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -1,0 +1,123 @@
+"""Where the processes of a run meet, as a URL, and on which interface they listen.
+
+file:///tmp/relay-x                on one host: files that only this user can read; no port is agreed on
+relay://node0:29500/relay-1f0c     where ranks have been started from outside: keys in their common TCP store
+"""
+
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+from torch import distributed as dist
+
+LOOPBACK = "127.0.0.1"
+_LOOK_SECONDS = 0.005
+_SIOCGIFADDR = 0x8915
+"""From ``linux/sockios.h``: asks for the address of an interface."""
+
+
+def store_at(url: str, size: int) -> dist.Store:
+    """Connects to a meeting place.
+
+    Args:
+        url: As above.
+        size: How many processes meet there.
+    """
+    place = urlparse(url)
+    if place.scheme == "file":
+        return dist.FileStore(place.path, size)
+    assert place.hostname is not None and place.port is not None
+    return dist.PrefixStore(place.path, dist.TCPStore(place.hostname, place.port, is_master=False))
+
+
+class WatchedStore(dist.Store):
+    """A store that waits with open eyes: for Ctrl-C, and for what makes waiting vain.
+
+    torch waits in C++, deaf to everything, and for 24 days when it initialises RPC.
+
+    Args:
+        store: The store itself.
+        check: Raises if there is no more reason to wait.
+        timeout_seconds: How long to wait, whatever the caller thinks: gloo gives as long as a connection may take.
+    """
+
+    def __init__(self, store: dist.Store, check: Callable[[], None], timeout_seconds: float) -> None:
+        super().__init__()
+        self._store, self._check, self._seconds = store, check, timeout_seconds
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._store.compare_set(key, expected, desired)
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Called by gloo."""
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = time.monotonic() + self._seconds
+        while not self._store.check(keys):
+            self._check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"another process of the run did not appear within {self._seconds:g} s")
+            time.sleep(_LOOK_SECONDS)
+
+
+def interface_towards(address: str) -> tuple[str, str]:
+    """The interface of this host that leads to an address: its own address, and its name (empty if not known).
+
+    ``GLOO_SOCKET_IFNAME`` names another one, as everywhere in torch.
+    """
+    if address == LOOPBACK:
+        return LOOPBACK, next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    addresses = dict(_interfaces())
+    if name := os.environ.get("GLOO_SOCKET_IFNAME", ""):
+        return addresses.get(name, ""), name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 1))  # sends nothing
+        own = probe.getsockname()[0]
+    return own, next((name for name, its in addresses.items() if its == own), "")
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Name and IPv4 address of each interface, where the system tells."""
+    if sys.platform != "linux":
+        return
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # has no address
+                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                yield name, socket.inet_ntoa(answer[20:24])
+
+
+class WatchedTCPStore(WatchedStore):
+    """A TCP store of this process, which waits with open eyes."""
+
+    def __init__(self, store: dist.TCPStore, check: Callable[[], None], timeout_seconds: float) -> None:
+        super().__init__(store, check, timeout_seconds)
+        self.host, self.port = store.host, store.port

@@ -1,0 +1,260 @@
+"""One run's processes and how they find each other: RPC for control, a gloo group for activations and gradients.
+
+A session lasts from the start of the workers to their end; a process may have many, one after another.
+"""
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from threading import Event
+from typing import Any, ClassVar
+
+import torch
+from torch import distributed as dist
+from torch.distributed import rpc
+
+from strategies.launch.rendezvous import LOOPBACK, WatchedStore, interface_towards, store_at
+
+PATIENCE = 10
+"""How many times ``rpc_timeout_sec`` a process may be busy with one thing, or wait for others that are."""
+
+_CONNECT_SECONDS = 7.5
+"""How long processes that have all appeared may take to connect. So long gloo waits for one that is killed just then:
+less than the ten seconds after which nothing is left of a run that has failed."""
+
+_OF_GLOO = 5
+"""How many times its time-out gloo waits for a connection."""
+
+_LOOK_SECONDS = 0.01
+
+
+@dataclass(frozen=True)
+class Session:
+    """What every process of a session knows.
+
+    Attributes:
+        meeting: Where the processes meet; see :mod:`~strategies.launch.rendezvous`.
+        token: Makes the RPC names of this session unlike those of any other.
+        size: Number of processes, which is that of stages; a rank is a stage's number, the driver's is the last.
+        timeout_seconds: How long to wait for another process.
+        threads: Number of threads that each process computes with.
+        paths: The driver's ``sys.path``.
+        driver_pid: The driver's process id; workers that it has started itself end when it has gone.
+        towards: An address that all can reach; each process listens on the interface that leads there.
+        notes: A directory on the driver's host, where processes of this host say what they do.
+    """
+
+    meeting: str
+    token: str
+    size: int
+    timeout_seconds: float
+    threads: int
+    paths: list[str]
+    driver_pid: int
+    towards: str = LOOPBACK
+    notes: str = ""
+
+    has_been: ClassVar[bool] = False
+    """Whether this process takes or has taken part in one."""
+
+    def note(self, rank: int) -> Path | None:
+        """The file in which a process says what it does; ``None`` on another host than the driver's."""
+        return Path(self.notes) / f"doing-{rank}" if os.path.isdir(self.notes) else None
+
+    def forget(self) -> None:
+        """Removes what the processes have written for each other."""
+        shutil.rmtree(self.notes, ignore_errors=True)
+
+    def name(self, rank: int) -> str:
+        """The RPC name of a process."""
+        return f"relay-{self.token}-{rank}"
+
+    def to_json(self) -> str:
+        """The description as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Session":
+        """Reads what :meth:`to_json` wrote."""
+        return cls(**json.loads(text))
+
+
+def refuse_other_rpc() -> None:
+    """Checks that this process takes part in no RPC session.
+
+    Raises:
+        RuntimeError: If it does.
+    """
+    if rpc.api._is_current_rpc_agent_set():
+        raise RuntimeError(
+            "torch.distributed.rpc is already initialised in this process, which can only take part in one RPC session "
+            "at a time; end the other one (rpc.shutdown, or the teardown of the other pipeline) first"
+        )
+
+
+def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> None:
+    """Takes part in RPC and returns when every process of the session does.
+
+    This is the part of ``init_rpc`` that is needed. The rest of it meets in a process group of its own and waits there
+    for 24 days, deaf to Ctrl-C, for a process that has been killed.
+
+    Args:
+        session: The session.
+        rank: This process's.
+        check: Called again and again meanwhile; raises if there is no more reason to wait.
+
+    Raises:
+        RuntimeError: If a process does not appear within the session's time-out.
+    """
+    # Within RPC the driver is number 0: torch's autograd context, which RPC sets up, takes one number for the whole
+    # life of a process.
+    number = (rank + 1) % session.size
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=4,
+        _transports=["uv"],  # the default on one machine, "shm", polls without pause: a core a process, for nothing
+        _channels=["basic"],  # others open dozens of listening sockets, for tensors that do not travel this way
+        rpc_timeout=session.timeout_seconds,
+    )
+    store = WatchedStore(store_at(f"{session.meeting}/rpc", session.size), check, session.timeout_seconds)
+    dist.autograd._init(number)
+    _, name = interface_towards(session.towards)
+    with environment_variables(**{"TP_SOCKET_IFNAME": name} if name else {}):
+        agent = rpc.TensorPipeAgent(store, session.name(rank), number, session.size, options, {}, [])
+    rpc.api._init_rpc_states(agent)
+    Session.has_been = True
+
+
+def leave_rpc() -> None:
+    """Ends this process's part in RPC, without waiting for anybody."""
+    if rpc.api._is_current_rpc_agent_set():
+        with _without_lines(b"RPC agent for relay-"):
+            rpc.shutdown(graceful=False)
+
+
+def join_data_plane(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> dist.ProcessGroup:
+    """Connects the data plane and returns when every process of the session has; see :func:`join_rpc`."""
+    seconds = PATIENCE * session.timeout_seconds
+    group = join_group(f"{session.meeting}/data", rank, session.size, seconds, session.towards, check)
+    _let_computing_go_first("gloo_tcp_loop")
+    return group
+
+
+def join_group(
+    url: str,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    towards: str = LOOPBACK,
+    check: Callable[[], None] = lambda: None,
+) -> dist.ProcessGroup:
+    """Connects ``size`` processes that meet at ``url``, and returns when all are there.
+
+    The group is private: torch's default group, which metrics and loggers look at, stays what it was.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
+    options = gloo._Options()
+    options._timeout = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS) / _OF_GLOO)
+    address, name = interface_towards(towards)
+    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)]
+    place = store_at(url, size)
+    store = WatchedStore(place, check, timeout_seconds)
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{other}" for other in range(size)])
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+    def connect(heed: Callable[[], None]) -> Any:
+        addresses = WatchedStore(place, heed, timeout_seconds)  # of Python: C++ does not keep it alive
+        return gloo(dist.PrefixStore("gloo/", addresses), rank, size, options)
+
+    backend = _beside(connect, check)
+    backend._set_default_timeout(timedelta(seconds=timeout_seconds))
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def _beside(connect: Callable[[Callable[[], None]], Any], check: Callable[[], None]) -> Any:
+    """Calls what waits in C++, deaf to everything, on a thread of its own.
+
+    Args:
+        connect: Gets what raises when nobody waits for it any more.
+        check: Called again and again meanwhile; raises if there is no more reason to wait.
+    """
+    given_up = Event()
+
+    def heed() -> None:
+        if given_up.is_set():
+            raise RuntimeError("nobody waits for this connection any more")
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="relay-connect")
+    connected = executor.submit(connect, heed)
+    executor.shutdown(wait=False)
+    try:
+        while not wait([connected], _LOOK_SECONDS).done:
+            check()
+    except BaseException:  # Ctrl-C as well
+        given_up.set()
+        raise
+    return connected.result()
+
+
+def _let_computing_go_first(thread_name: str) -> None:
+    """Keeps gloo's event loop from interrupting the thread that computes.
+
+    A loop woken by arriving data while that thread is in the middle of a send spins, waiting for it, on the core that
+    it has just taken from it. Batch scheduling (Linux) lets it run wherever a core is free, but interrupt nothing.
+    """
+    if sys.platform != "linux":
+        return
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread may end, and a sandbox may refuse; it is only slower then
+            if (task / "comm").read_text().strip() == thread_name:
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+@contextmanager
+def _without_lines(part: bytes) -> Iterator[None]:
+    """Keeps lines that contain ``part`` from standard error, whichever library writes them.
+
+    RPC warns of each connection that closes, and its C++ logger has no level that could be set at run time.
+    """
+    with tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            os.write(2, b"".join(line for line in file if part not in line))
+
+
+@contextmanager
+def environment_variables(**variables: str) -> Iterator[None]:
+    """Sets variables for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        set_variables(before)
+
+
+def set_variables(variables: Mapping[str, str | None]) -> None:
+    """Sets environment variables; ``None`` removes one."""
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

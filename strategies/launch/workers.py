@@ -1,0 +1,184 @@
+"""Starting and ending the worker processes of a session on this machine."""
+
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from strategies.common.activity import noted
+from strategies.common.errors import WorkerLost
+from strategies.common.formatting import ending
+from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
+
+_START_SECONDS = 120.0
+"""How long a worker may take to import torch, at least; a loaded machine takes many times its usual second."""
+
+_MOST_LEARNT_BYTES = 2**25 - 2**16
+"""A little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
+
+
+class Workers:
+    """The worker processes of one session, and the driver's membership in it.
+
+    Args:
+        stages: The stage of each worker in words; their ranks are ``0 .. count - 1``, the driver's is ``count``.
+    """
+
+    def __init__(self, stages: Sequence[str]) -> None:
+        self._stages, self._count = stages, len(stages)
+        self._processes: list[subprocess.Popen] = []
+        self._directory = ""
+        self._session: Session | None = None
+        self._joined = False
+
+    def start(self, *, timeout_seconds: float, threads: int) -> Session:
+        """Starts the processes and returns when all have joined the session.
+
+        Args:
+            timeout_seconds: How long to wait for another process.
+            threads: Number of threads that each process computes with.
+
+        Raises:
+            RuntimeError: If this process already takes part in RPC, or if a worker ends or does not appear in time.
+        """
+        refuse_other_rpc()
+        self._directory = tempfile.mkdtemp(prefix="relay-")
+        session = Session(
+            meeting=f"file://{self._directory}",
+            token=secrets.token_hex(4),
+            size=self._count + 1,
+            timeout_seconds=timeout_seconds,
+            threads=threads,
+            paths=[os.path.abspath(path) if path == "" else path for path in sys.path],
+            driver_pid=os.getpid(),
+            notes=self._directory,
+        )
+        self._session = session
+        (Path(self._directory) / "session.json").write_text(session.to_json())
+        self._processes = [self._spawn(session, rank) for rank in range(self._count)]
+        self._wait_until_ready(max(_START_SECONDS, timeout_seconds))
+        self._joined = True
+        join_rpc(session, self._count, self._check)
+        return session
+
+    def process(self, rank: int) -> str:
+        """A worker's process in words."""
+        return f"process {self._processes[rank].pid} on {socket.gethostname()}"
+
+    def ended(self, rank: int, *, wait_seconds: float = 0.0) -> str | None:
+        """How a worker's process ended, and in what, in words; ``None`` if it still runs.
+
+        Its connections close a little before the process itself has gone, so this waits for a moment.
+        """
+        process = self._processes[rank]
+        try:
+            status = process.wait(wait_seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        return f"{ending(status)} {self.doing(rank)}"
+
+    def doing(self, rank: int) -> str:
+        """What a worker does or did last, in words."""
+        assert self._session is not None
+        return noted(self._session.note(rank))
+
+    def kill(self, rank: int) -> None:
+        """Ends a worker's process at once."""
+        self._processes[rank].kill()
+
+    def stop(self, *, grace_seconds: float) -> None:
+        """Ends the session: waits for the workers to end by themselves, then kills them. Safe at any time."""
+        try:
+            if self._joined:
+                leave_rpc()
+            self._joined = False
+            for process in self._processes:
+                assert process.stdin is not None
+                process.stdin.close()
+            see_end(self._processes, grace_seconds)
+        finally:
+            self._processes = []
+            if self._directory:
+                shutil.rmtree(self._directory, ignore_errors=True)
+                self._directory = ""
+
+    def _spawn(self, session: Session, rank: int) -> subprocess.Popen:
+        environment = environment_of_worker(session.paths) | {"OMP_NUM_THREADS": str(session.threads)}
+        command = [sys.executable, "-m", "strategies.pipeline", self._directory, str(rank), str(session.driver_pid)]
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
+
+    def _check(self) -> None:
+        """Raises if a worker has ended while the others wait for it; ends those as well, for which others may wait."""
+        for rank in range(self._count):
+            if (how := self.ended(rank)) is not None:
+                for process in self._processes:
+                    process.kill()
+                was_killed = self._processes[rank].returncode < 0
+                kind = WorkerLost if was_killed else RuntimeError  # what ends by itself would do so again
+                raise kind(f"{self._stages[rank]}, {self.process(rank)}, {how}; see its output above")
+
+    def _wait_until_ready(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        waiting = set(range(self._count))
+        while waiting:
+            for rank in sorted(waiting):
+                if (Path(self._directory) / f"ready-{rank}").exists():
+                    waiting.discard(rank)
+            self._check()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the workers of stages {sorted(waiting)} did not start in time")
+            time.sleep(0.005)
+
+
+def see_end(processes: Sequence[subprocess.Popen], grace_seconds: float) -> None:
+    """Waits for processes to end by themselves, and kills those that have not after so long."""
+    deadline = time.monotonic() + grace_seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def environment_of_worker(paths: Sequence[str]) -> dict[str, str]:
+    """This process's environment, as a worker needs it.
+
+    Args:
+        paths: The worker's ``sys.path``.
+    """
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
+        # A pass allocates and frees the same large blocks again and again: keep them instead of faulting them in anew
+        # each time (2 to 4 % of a step).
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
+        "MALLOC_ARENA_MAX": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the end of a session is no warning
+    }
+
+
+def keep_freed_memory() -> None:
+    """Has glibc keep freed blocks for the next pass, as workers do; elsewhere it does nothing.
+
+    It learns from the largest block that was freed, up to 32 MiB. This one is never written to, so it costs nothing.
+    """
+    torch.empty(_MOST_LEARNT_BYTES, dtype=torch.uint8)
+
+
+def share_of_threads(processes: int) -> int:
+    """How many threads each of ``processes`` processes on this machine should compute with.
+
+    Never more than this process uses now, so that a limit set by the user holds.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(torch.get_num_threads(), max(1, cores // processes))

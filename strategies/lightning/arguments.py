@@ -1,0 +1,110 @@
+"""Every argument of a strategy's constructor is of the type that its signature says, checked in one place."""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import wraps
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import pytorch_lightning as pl
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.distributed import Backend
+from torch.nn.parallel import DistributedDataParallel
+
+from strategies.common.names import did_you_mean
+
+
+def check_backend(backend: str | None) -> None:
+    """Checks that torch has a backend of this name, or one for each of several devices (``cpu:gloo,cuda:nccl``).
+
+    Raises:
+        MisconfigurationException: If it has not.
+    """
+    if backend is None:
+        return
+    for name in (part.rpartition(":")[2] for part in backend.split(",")):
+        if name.lower() not in Backend.backend_list:
+            raise MisconfigurationException(
+                f"Unknown process_group_backend {backend!r}{did_you_mean(name, Backend.backend_list)}"
+            )
+
+
+def checked(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor, which starts nothing, that checks its arguments, after its own checks, which say more.
+
+    Raises:
+        MisconfigurationException: For one of another type, or a number or duration that is none.
+    """
+
+    @wraps(init)
+    def init_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except (TypeError, AttributeError, ArithmeticError):  # of computing with it
+            _check(init, inspect.signature(init).bind_partial(self, *args, **kwargs).arguments)
+            raise
+        _check(init, inspect.signature(init).bind(self, *args, **kwargs).arguments)
+
+    return init_and_check
+
+
+def _check(init: Callable[..., None], given: Mapping[str, Any]) -> None:
+    hints = hints_of(init)
+    given = {**given, **given.get("kwargs", {})}
+    for name, value in given.items():
+        wanted = hints.get(name, Any)
+        if not _is(value, wanted):
+            words = " or ".join(_words(kind) for kind in _alternatives(wanted))
+            raise MisconfigurationException(f"{name} must be {words}, got {value!r}.")
+
+
+def hints_of(init: Callable[..., None]) -> dict[str, Any]:
+    """The type of each argument; where ``kwargs`` are taken, also of those that they may be under DDP."""
+    hints = get_type_hints(init)
+    if hints.pop("kwargs", None) is None:
+        return hints
+    torchs = inspect.signature(DistributedDataParallel).parameters.values()  # which says no types, but has defaults
+    flags = {parameter.name: bool for parameter in torchs if isinstance(parameter.default, bool)}
+    return {**flags, **get_type_hints(pl.strategies.DDPStrategy.__init__), **hints}
+
+
+def _alternatives(wanted: Any) -> tuple[Any, ...]:
+    return get_args(wanted) if get_origin(wanted) in (Union, UnionType) else (wanted,)
+
+
+def _is(value: Any, wanted: Any) -> bool:
+    """Whether a value is of a type; numbers must be finite, durations above 0."""
+    kinds = _alternatives(wanted)
+    if len(kinds) > 1:
+        return any(_is(value, kind) for kind in kinds)
+    if wanted is Any:
+        return True
+    if get_origin(wanted) is Literal:
+        return value in get_args(wanted)
+    if get_origin(wanted) is list:
+        return isinstance(value, list | tuple) and all(_is(item, get_args(wanted)[0]) for item in value)
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if wanted is timedelta:
+        return isinstance(value, timedelta) and value > timedelta()
+    return isinstance(value, get_origin(wanted) or wanted)
+
+
+def _words(wanted: Any) -> str:
+    if get_origin(wanted) is Literal:
+        return ("one of " if len(get_args(wanted)) > 1 else "") + ", ".join(map(repr, get_args(wanted)))
+    if get_origin(wanted) is list:
+        return f"a list, each of it {_words(get_args(wanted)[0])}"
+    words = {
+        bool: "True or False",
+        int: "a whole number",
+        float: "a finite number",
+        str: "a text",
+        timedelta: "a timedelta above 0",
+        NoneType: "None",
+    }
+    return words.get(wanted, f"an instance of {getattr(wanted, '__name__', wanted)}")

@@ -1,0 +1,52 @@
+"""What the Trainer asks for at the start of ``fit`` where torchrun, SLURM or the like have started the processes."""
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies.launchers.launcher import _Launcher
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.distributed import Store
+
+from strategies.launch.ranks import World, become_worker, dismiss
+
+
+class RanksLauncher(_Launcher):
+    """Lets drivers go on into the Trainer's loop. The other ranks become workers and do not come back.
+
+    Args:
+        world: This rank and the others.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store: Store | None = None
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in a notebook: not where several processes run it."""
+        return False
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Calls the function on a driver; on another rank, serves the driver for the rest of its life.
+
+        Raises:
+            MisconfigurationException: If a Trainer before this one has divided the ranks in another way.
+        """
+        if not self._world.is_driver:
+            become_worker(self._world)
+        if self._store is None:
+            store = self._world.store()
+            if (before := self._world.divided_into(store)) != self._world.num_stages:
+                raise MisconfigurationException(
+                    f"The {self._world.size} ranks of this run are divided into pipelines of {before} stages, and "
+                    f"those that are no drivers do not come back; got {self._world.num_stages} stages now. Start "
+                    "another run for that."
+                )
+            atexit.register(dismiss, self._world, store)
+            self._store = store
+        return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """Nothing: who has started the processes ends them."""

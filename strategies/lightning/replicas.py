@@ -1,0 +1,181 @@
+"""A strategy whose ranks are replicas: each of them has several devices, and is one rank to Lightning."""
+
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any, cast
+
+import torch
+from lightning_fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning_fabric.utilities.seed import reset_seed
+from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+from pytorch_lightning.strategies.strategy import TBroadcast
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from strategies.launch.ranks import World
+from strategies.launch.rendezvous import LOOPBACK, interface_towards
+from strategies.launch.session import environment_variables
+from strategies.lightning.checks import check_launch, is_external
+from strategies.lightning.rank_launcher import RanksLauncher
+from strategies.pipeline.optim.replicas import Replicas
+
+
+class ReplicatedStrategy(ParallelStrategy):
+    """Lets Lightning start one process for each replica, and answers it for their world.
+
+    With one replica there is nothing to start, and no process group. Where torchrun, SLURM or the like have started the
+    processes, there is one for each device of each replica, and its first one is what Lightning sees.
+
+    Args:
+        num_replicas: How many there are.
+        arguments: Those of ``ParallelStrategy``.
+    """
+
+    def __init__(self, num_replicas: int, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._num_replicas = num_replicas
+        self._meeting_place: str | None = None
+        self.num_nodes = 1  # the Trainer writes what the user gave
+        self.world: World | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether samplers have to divide the data."""
+        return self._num_replicas > 1
+
+    @property
+    def world_size(self) -> int:
+        return self._num_replicas
+
+    @property
+    def global_rank(self) -> int:
+        """The number of this replica."""
+        if self.world is not None:
+            return self.world.rank // self.world.num_stages
+        return super().global_rank if self.is_distributed else 0
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the driver of the first replica."""
+        return self.global_rank == 0 and (self.world is None or self.world.is_driver)
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this replica among those whose drivers are on this host."""
+        if self.world is not None and self.world.is_driver:
+            return self.global_rank - -(-self.node_rank * self.world.num_local // self.world.num_stages)
+        return super().local_rank if self.is_distributed or self.world is not None else 0
+
+    @property
+    def node_rank(self) -> int:
+        return super().node_rank if self.is_distributed or self.world is not None else 0
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """Those of this replica, one for each stage; the last one is this process's.
+
+        The driver has the first one of its replica's, as Lightning's users expect, and the stages of workers follow.
+        """
+        assert self.parallel_devices is not None
+        local, number = self.parallel_devices, len(self.parallel_devices) * self.num_nodes // self._num_replicas
+        own = [local[(self.global_rank * number + place) % len(local)] for place in range(number)]
+        return [*own[1:], own[0]]
+
+    @property
+    def root_device(self) -> torch.device:
+        """This process's device, which is that of the last stage."""
+        return self.devices[-1]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        # Called when the Trainer is built: the devices are known, and no process has been started.
+        environment, num_local = self.cluster_environment, len(self.parallel_devices or ())
+        assert environment is not None
+        check_launch(environment, num_local, self.num_nodes, self._num_replicas)
+        if is_external(environment):
+            self.world = World(
+                address=environment.main_address,
+                port=environment.main_port,
+                rank=environment.global_rank(),
+                size=environment.world_size(),
+                num_stages=num_local * self.num_nodes // self._num_replicas,
+                num_local=num_local,
+            )
+            self._launcher = RanksLauncher(self.world)
+        elif self.is_distributed:
+            self._launcher = _SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tells which replica this is; Lightning calls it when the Trainer is built."""
+        environment = self.cluster_environment
+        if not self.is_distributed or environment is None:
+            return
+        if self.world is None:
+            if is_external(environment):
+                return  # the Trainer is being built, and a rank may turn out to be a worker
+            environment.set_global_rank(self.local_rank)
+            environment.set_world_size(self._num_replicas)
+        cast(Any, rank_zero_only).rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Connects the replicas."""
+        self.set_world_ranks()
+        super().setup_environment()
+        if not self.is_distributed:
+            return
+        assert self.cluster_environment is not None
+        reset_seed()
+        if _distributed_is_initialized() and (size := torch.distributed.get_world_size()) != self._num_replicas:
+            raise MisconfigurationException(
+                f"The default process group has {size} ranks, but there are {self._num_replicas} replicas: leave it to "
+                "the strategy to initialise it, and destroy it after other trainings."
+            )
+        _, interface = interface_towards(self.world.address) if self.world is not None else ("", "")
+        with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
+            _init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
+
+    def replicas(self, timeout_seconds: float, *, divide_states: bool) -> Replicas | None:
+        """What the stages need to know of the other replicas; every replica asks at the same time."""
+        if not self.is_distributed:
+            return None
+        if self.world is not None:
+            meeting, towards = self.broadcast(self.world.meeting()), self.world.address
+        else:
+            self._meeting_place = self.broadcast(mkdtemp(prefix="relay-") if self.is_global_zero else None)
+            meeting, towards = f"file://{self._meeting_place}", LOOPBACK
+        return Replicas(self.global_rank, self.world_size, meeting, timeout_seconds, towards, divide_states)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all replicas."""
+        if _distributed_is_initialized() and self.is_distributed:
+            torch.distributed.barrier()
+
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Returns what replica ``src`` gave."""
+        if not (_distributed_is_initialized() and self.is_distributed):
+            return obj
+        objects = [obj]
+        torch.distributed.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """Returns the mean or the sum over the replicas; what is not a tensor, as it is."""
+        if isinstance(tensor, torch.Tensor) and self.is_distributed:
+            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        return tensor
+
+    def teardown(self) -> None:
+        """Lets go of the other replicas. The process group stays, for the next ``fit`` or ``test`` of this process."""
+        if self._meeting_place is not None and self.is_global_zero:
+            rmtree(Path(self._meeting_place), ignore_errors=True)
+        self._meeting_place = None
+        super().teardown()

@@ -1,0 +1,177 @@
+"""Going on after a worker is lost: ``fit`` begins once more, with new workers, from the last checkpoint.
+
+    Trainer.fit ──▶ Restarts.launch ──▶ what Lightning does in fit ──▶ WorkerLost
+                          ▲                                                │
+                          └── the model as it was, the last checkpoint ◀───┘
+
+As a new process would that resumes from there, but for Python attributes of the user's objects: those stay as they are.
+"""
+
+import itertools
+import tempfile
+from collections.abc import Callable, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning_fabric.utilities.cloud_io import get_filesystem
+from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, WeightAveraging
+from pytorch_lightning.strategies.launchers.launcher import _Launcher
+from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
+from pytorch_lightning.utilities.model_helpers import _ModuleMode
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from strategies.common.errors import WorkerLost
+from strategies.lightning.checks import check_restarted_callbacks
+from strategies.pipeline.state.placement import move_from_meta
+
+
+class Restarts(_Launcher):
+    """What the Trainer asks to run ``fit``.
+
+    Args:
+        max_restarts: How often one ``fit`` may begin once more.
+        settle: Returns when nothing is being written any more.
+        abandon: Ends what is left of the workers, without asking them for anything.
+    """
+
+    def __init__(self, max_restarts: int, settle: Callable[[], None], abandon: Callable[[], None]) -> None:
+        self._max_restarts, self._settle, self._abandon = max_restarts, settle, abandon
+        self._folder: Path | None = None  # while there is a fit
+        self._beginning: Beginning | None = None
+        self._checkpoints: list[Any] = []
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """Whether it works in a notebook."""
+        return True
+
+    def kill(self, signum: Any) -> None:
+        """Nothing: the strategy ends its workers."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Calls the function; if it is ``fit`` and loses a worker, calls it again, from the last checkpoint.
+
+        Raises:
+            WorkerLost: If that has happened too often, or no checkpoint is where it was written.
+            MisconfigurationException: If a callback trains for itself, and takes back what it has done.
+        """
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return function(*args, **kwargs)
+        check_restarted_callbacks(trainer)
+        if _is_search(trainer):
+            return function(*args, **kwargs)
+        given = signature(function).bind(*args, **kwargs)
+        with tempfile.TemporaryDirectory(prefix="relay-restart-", ignore_cleanup_errors=True) as folder:
+            self._folder, random_state = Path(folder), _collect_rng_states()
+            try:
+                for number in itertools.count(1):
+                    try:
+                        return function(*given.args, **given.kwargs)
+                    except WorkerLost as error:
+                        last = self._last_checkpoint()
+                        has_gone = last is None and bool(self._checkpoints)
+                        if number > self._max_restarts or trainer.received_sigterm or has_gone:
+                            raise
+                        where = "where it began" if last in (None, self._first) else last
+                        rank_zero_warn(f"{error}\nRestart {number} of at most {self._max_restarts}, from {where}.")
+                    self._tidy(trainer)
+                    _set_rng_states(random_state)
+                    given.arguments["ckpt_path"] = last or given.arguments.get("ckpt_path")
+            finally:
+                self._settle()
+                self._folder, self._beginning = None, None
+                self._checkpoints.clear()
+
+    def model_is_whole(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Remembers both as they are before workers get their parts, the first time in each ``fit``."""
+        if self._folder is not None and self._beginning is None:
+            self._beginning = Beginning(model, optimizers, self._folder / "model.pt")
+
+    def training_begins(self, trainer: Trainer) -> None:
+        """Makes the first checkpoint of each ``fit``."""
+        if self._folder is not None and self._first not in self._checkpoints:
+            trainer.save_checkpoint(self._first, weights_only=False)
+
+    def checkpoint_saved(self, path: Any) -> None:
+        """Notes a checkpoint from which training can go on."""
+        if self._folder is not None:
+            self._checkpoints = [*(other for other in self._checkpoints if other != path), path]
+
+    @property
+    def _first(self) -> Path:
+        assert self._folder is not None
+        return self._folder / "begin.ckpt"
+
+    def _last_checkpoint(self) -> Any | None:
+        # Callbacks remove some, and one that was being written may not be there.
+        return next((path for path in reversed(self._checkpoints) if get_filesystem(path).exists(str(path))), None)
+
+    def _tidy(self, trainer: Trainer) -> None:
+        """Leaves Trainer and model as ``fit`` found them."""
+        self._abandon()
+        trainer.training = True  # it may have been lost in validation
+        trainer.state.status = TrainerStatus.INTERRUPTED  # a checkpoint that cannot be completed is no error now
+        trainer._teardown()
+        trainer.state.status = TrainerStatus.RUNNING
+        if self._beginning is not None:
+            self._beginning.restore(trainer.lightning_module)
+        for results in (trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results):
+            results.clear()  # Lightning would reset the metrics in them, which a checkpoint may have
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback._last_global_step_saved = 0  # or else it would leave out that step
+        for callback in cast(Any, trainer).callbacks:
+            if isinstance(callback, WeightAveraging):
+                callback._latest_update_epoch = -1  # which no checkpoint has; or else it would leave out epochs
+        trainer.should_stop = False
+
+
+def _is_search(trainer: Trainer) -> bool:
+    """Whether this ``fit`` is to find something out for a Tuner, and leaves no checkpoint to go on from."""
+    return any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in cast(Any, trainer).callbacks)
+
+
+class Beginning:
+    """A model as it was: its values in a file, since the layers of a lost worker have none any more.
+
+    Args:
+        model: The model, all of it in this process.
+        optimizers: Those of its parameters; a user may keep them over several fits.
+        path: Where the file is to be.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], path: Path) -> None:
+        self._path, self._modes, self._optimizers = path, _ModuleMode(), optimizers
+        self._modes.capture(model)
+        self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
+        self._buffers = {(prefix, name) for prefix, module in model.named_modules() for name in module._buffers}
+        torch.save((_tensors_of(model), [optimizer.state_dict() for optimizer in optimizers]), path)
+
+    def restore(self, model: nn.Module) -> None:
+        """Makes the same model, parts of which may be without values, and its optimizers what they were."""
+        tensors, states = torch.load(self._path, weights_only=False)  # in a folder of this user's only
+        move_from_meta(model, model, self._optimizers, tensors)
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(tensors[name])
+            parameter.requires_grad_(self._requires_grad[name])
+            parameter.grad = None
+        self._modes.restore(model)
+        for prefix, module in model.named_modules():
+            for name in [name for name in module._buffers if (prefix, name) not in self._buffers]:
+                del module._buffers[name]  # made since
+            if isinstance(module, Metric):
+                module.reset()
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers(remove_duplicate=False))}
+    return {name: tensor.detach() for name, tensor in named.items()}

@@ -1,0 +1,105 @@
+"""Starts the other ranks of this host by running the script once more, as Lightning does, and sees to their fate."""
+
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
+from pytorch_lightning import Trainer
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
+from pytorch_lightning.strategies.launchers.launcher import _Launcher
+
+from strategies.launch.rank_monitor import Crew, Member, RankLost, new_notes, places
+from strategies.launch.rendezvous import WatchedTCPStore
+from strategies.launch.session import environment_variables
+from strategies.lightning.loopback import PARENT, LoopbackEnvironment
+
+_NOTES = "RELAY_NOTES"
+"""Tells the other ranks where each of them notes what it does."""
+
+_SET_BY_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", PARENT)
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Lightning's, but a rank that fails ends in one error on rank 0, which can go on and train again.
+
+    The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
+    """
+
+    side: ClassVar[Crew | Member | None] = None
+    """Of the whole process, as the process group is: Trainers come and go."""
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Starts the other ranks, unless they are there, and calls the function.
+
+        Raises:
+            RuntimeError: If a rank has failed, with how and in what.
+        """
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if isinstance(crew := self.side, Crew) and crew.has_ended:
+            news = crew.news
+            self._dismiss(crew)
+            if news is not None:
+                raise RuntimeError(news)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+        elif self.side is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
+            ScriptLauncher.side = Member(os.environ[_NOTES].split(os.pathsep)[rank - 1])
+        _set_num_threads_if_needed(num_processes=self.num_processes)
+        side = self.side
+        if isinstance(side, Crew):
+            self.procs = side.processes  # which another Trainer may have started
+            return self._lead(side, function, *args, **kwargs)
+        if side is None or trainer is None:
+            return function(*args, **kwargs)
+        with side.call(trainer.strategy):
+            return function(*args, **kwargs)
+
+    def watched(self, store: dist.TCPStore, timeout_seconds: float) -> dist.Store:
+        """A store for the process group that waits for no rank that has failed."""
+        side = self.side
+        return WatchedTCPStore(store, side.check, timeout_seconds) if isinstance(side, Crew) else store
+
+    def _call_children_scripts(self) -> None:
+        before = {name: os.environ.get(name) for name in _SET_BY_A_LAUNCH}
+        self.procs, notes = [], new_notes(self.num_processes - 1)
+        if isinstance(environment := self.cluster_environment, LoopbackEnvironment):
+            environment.renew()  # this Trainer may have had other ranks
+        with environment_variables(**{_NOTES: os.pathsep.join(places(notes))} if notes else {}):
+            super()._call_children_scripts()
+        if self.procs:  # a single process has nobody to watch
+            ScriptLauncher.side = Crew(self.procs, notes, before)
+
+    def _lead(self, crew: Crew, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            with crew.call():
+                return function(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):  # the other ranks have got the signal, too, and Lightning ends them
+            crew.excuse()
+            raise
+        except BaseException as error:
+            if (why := crew.why(error)) is None:
+                crew.excuse()
+                if not crew.have_left():  # and never will, without this one
+                    self._dismiss(crew)
+                raise
+            self._dismiss(crew)
+            raise RuntimeError(why) from None if isinstance(error, RankLost) else error
+
+    def _dismiss(self, crew: Crew) -> None:
+        crew.dismiss()
+        ScriptLauncher.side, self.procs = None, []
+
+
+def in_place_of(launcher: _Launcher | None) -> _Launcher | None:
+    """Ours where Lightning would use its own, else the one given."""
+    if launcher is None or type(launcher) is not _SubprocessScriptLauncher:
+        return launcher
+    return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
+
+
+def met(launcher: _Launcher | None) -> None:
+    """All ranks are in the same call of the Trainer."""
+    if isinstance(launcher, ScriptLauncher) and launcher.side is not None:
+        launcher.side.met()

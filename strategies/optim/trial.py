@@ -1,0 +1,451 @@
+"""Whether an optimizer can be divided over processes: tried on small copies, as a whole and in parts.
+
+    one process          step of all parameters ──────────────┐
+    several processes    step of part 0, step of part 1 ──────┴─▶ same parameters, states and hyperparameters?
+
+The copies have a few parameters of a few elements each, with random values. The original is not changed.
+"""
+
+import copy
+import inspect
+import math
+import random
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.optim.restricted import hyperparameters, parameters_of, put_together, set_hyperparameters, taken_apart
+
+_STEPS = 10
+_ELEMENTS = 3
+"""How many elements a copy of a parameter has along each dimension."""
+
+_PER_PART = 2
+"""How many parameters of each group and part have a copy; one, if there are many groups."""
+
+_MANY_GROUPS = 16
+_TOLERANCE = 1e-4
+
+_INSTEAD = (
+    "an optimizer that updates each parameter from its own gradient and state, such as AdamW, or train with "
+    "strategy='ddp' or in one process."
+)
+
+
+def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None = None) -> None:
+    """Checks that processes which each step some of the parameters come to the result of one process.
+
+    Args:
+        optimizer: The optimizer of the whole model.
+        parts: For a pipeline the parameters of each process; the last process is the driver, with whose
+            hyperparameters the others step. By default the check is for ranks that may divide the parameters in any
+            way, each with hyperparameters of its own.
+
+    Raises:
+        ValueError: If the results differ, or if there is nothing to divide.
+    """
+    name = type(optimizer).__name__
+    if parts is None and not parameters_of(optimizer):
+        raise ValueError(f"{name} has no parameters, so there is no state to divide; give it those to train.")
+    inner = [type(value).__name__ for value in vars(optimizer).values() if isinstance(value, Optimizer)]
+    if inner:
+        raise ValueError(
+            f"{name} steps another optimizer ({inner[0]}) within its own step, which other processes cannot follow; "
+            "return the inner optimizer."
+        )
+    shares = _shares(optimizer, parts)
+    everything = [p for share in shares for p in share]
+    missing = _required_arguments(type(optimizer))
+    with _undisturbed(everything):
+        if not set(missing) - {"closure"}:
+            whole, attempt = _tried_as_a_whole(optimizer, everything, always_closure=bool(missing))
+        if missing:
+            raise ValueError(_needs_argument(name, ", ".join(missing)))
+        try:
+            divided = _Trial(optimizer, shares, attempt, leads=parts is not None).run(len(whole))
+        except Exception as error:
+            raise ValueError(
+                f"{name} cannot be divided over processes: its step of a part of the parameters fails "
+                f"({type(error).__name__}: {error}). Use {_INSTEAD}"
+            ) from error
+    for one, several in zip(whole, divided, strict=True):
+        if where := _difference(one, several):
+            raise ValueError(
+                f"{name} cannot be divided over processes: what it does to one parameter depends on parameters in "
+                f"other processes, for example by a norm or a step size over all of them (in a trial on small copies "
+                f"{where} differed). If an option of {name} does that, turn it off; to clip by the norm of all "
+                f"gradients, set the Trainer's gradient_clip_val, which counts every process. Otherwise use {_INSTEAD}"
+            )
+
+
+class _Refused(ValueError):
+    """What no other attempt can change."""
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """How small copies are made: with the state that the optimizer has, or none; with sparse gradients, or dense."""
+
+    with_state: bool
+    sparse: bool
+
+
+_ATTEMPTS = (_Attempt(True, False), _Attempt(False, False), _Attempt(True, True))
+
+
+@dataclass
+class _Result:
+    """What steps have come to.
+
+    Attributes:
+        changes: Of each parameter, since the start.
+        values: Of each parameter.
+        states: Of each parameter.
+        common: For each process whose hyperparameters count, those of all groups, and states of no parameter.
+    """
+
+    changes: list[Tensor]
+    values: list[Tensor]
+    states: list[Any]
+    common: list[Any]
+
+
+def _required_arguments(cls: type[Optimizer]) -> list[str]:
+    """The arguments of ``step`` that have no default."""
+    _, *parameters = inspect.signature(cls.step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+
+
+def _needs_argument(name: str, what: str) -> str:
+    return (
+        f"{name}.step needs an argument ({what}), but each process steps its own parameters by step() without "
+        f"arguments, when their gradients are there. Give it a default in a subclass that steps from these gradients, "
+        f"or use {_INSTEAD}"
+    )
+
+
+def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) -> list[list[Tensor]]:
+    """Of the parameters of each part, some of each group that stand for the others."""
+    many = len(optimizer.param_groups) > _MANY_GROUPS
+    number = 1 if many else _PER_PART
+    groups = [[p for p in g["params"] if p.is_floating_point() or p.is_complex()] for g in optimizer.param_groups]
+    if parts is None:  # two ranks, which take turns
+        chosen = [(k + g, p) for g, group in enumerate(groups) for k, p in enumerate(group[: 2 * number])]
+        return [share for rank in range(2) if (share := [p for place, p in chosen if place % 2 == rank])]
+    owned = [{id(p) for p in part} for part in parts]
+    return [[p for group in groups for p in [p for p in group if id(p) in own][:number]] for own in owned]
+
+
+def _tried_as_a_whole(
+    optimizer: Optimizer, sample: Sequence[Tensor], *, always_closure: bool
+) -> tuple[list[_Result], _Attempt]:
+    """The results of one process, and the first way to make copies that works."""
+    errors: list[Exception] = []
+    for attempt in _ATTEMPTS:
+        try:
+            return _Trial(optimizer, [sample], attempt, always_closure=always_closure).run(), attempt
+        except _Refused:
+            raise
+        except Exception as error:  # of whatever kind the optimizer raises
+            errors.append(error)
+    raise ValueError(
+        f"{type(optimizer).__name__} cannot be tried on small copies of its parameters "
+        f"({type(errors[0]).__name__}: {errors[0]}), so nobody knows whether it can be divided over processes. Use "
+        f"{_INSTEAD}"
+    ) from errors[0]
+
+
+class _Trial:
+    """Steps of small copies of an optimizer.
+
+    Args:
+        optimizer: The original.
+        shares: The parameters that each copy steps.
+        attempt: How copies are made.
+        leads: Whether the last copy gives its hyperparameters to the others before they step.
+        always_closure: Whether a step without a closure fails.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        shares: Sequence[Sequence[Tensor]],
+        attempt: _Attempt,
+        *,
+        leads: bool = False,
+        always_closure: bool = False,
+    ) -> None:
+        self._name, self._attempt = type(optimizer).__name__, attempt
+        self._leads, self._always_closure = leads, always_closure
+        copied = {id(p) for share in shares for p in share}
+        sample = [p for p in dict.fromkeys(parameters_of(optimizer)) if id(p) in copied]
+        self._copies, stepped = [], {}
+        for share in shares:
+            small = dict(zip(map(id, sample), _small_parameters(sample), strict=True))
+            self._copies.append(_small_copy(optimizer, small, share, attempt))
+            stepped.update({id(p): small[id(p)] for p in share})
+        self._leader = self._copies[-1]
+        self._parameters = [stepped[id(p)] for p in sample]
+        self._gpus = [p.device for p in self._parameters if p.is_cuda]
+        self._start = [p.detach().clone() for p in self._parameters]
+        self._generator = torch.Generator().manual_seed(1)
+        self._directions = [torch.randn(p.shape, generator=self._generator) for p in self._parameters]
+
+    def run(self, num_results: int | None = None) -> list[_Result]:
+        """The results at several moments: in the middle, after the last step, and after an infinite gradient."""
+        results = []
+        self._call("train")
+        for number in range(_STEPS):
+            self._step(number)
+            if number == _STEPS // 2:
+                self._call("eval")
+                results.append(self._result())
+                self._call("train")
+        results.append(self._result())
+        if num_results is None or len(results) < num_results:
+            try:
+                self._step(_STEPS, infinite=True)
+            except Exception:  # it refuses such gradients, loudly
+                if num_results is not None:
+                    raise
+            else:
+                results.append(self._result())
+        return results
+
+    def _step(self, number: int, *, infinite: bool = False) -> None:
+        calls, before = 0, [p.detach().clone() for p in self._parameters]
+
+        def closure() -> Tensor:
+            nonlocal calls
+            calls += 1
+            if calls > 1:
+                raise _Refused(
+                    f"{self._name} evaluates the loss several times within a step, in which each process changes its "
+                    f"own parameters only, so it cannot be divided over processes. Use {_INSTEAD}"
+                )
+            if any(not torch.equal(p, b) for p, b in zip(self._parameters, before, strict=True)):
+                raise _Refused(
+                    f"{self._name} changes parameters within its step before it evaluates the loss, which other "
+                    f"processes cannot follow, so it cannot be divided over processes. Use {_INSTEAD}"
+                )
+            self._set_gradients(number, infinite)
+            self._step_others()
+            return torch.tensor(1.0 / (number + 1))
+
+        if self._always_closure or number % 2 == 0:
+            step: Any = self._leader.step
+            self._seeded(lambda: step(closure))
+            return
+        self._set_gradients(number, infinite)
+        self._step_others()
+        try:
+            self._seeded(self._leader.step)
+        except Exception as error:
+            if len(self._copies) == 1 and not infinite:
+                what = f"a closure; without it: {type(error).__name__}: {error}"
+                raise _Refused(_needs_argument(self._name, what)) from error
+            raise
+
+    def _step_others(self) -> None:
+        for own in self._copies[:-1]:
+            self._lead(own)
+            self._seeded(own.step)
+
+    def _seeded(self, step: Callable[..., Any]) -> None:
+        """Steps from the same random state each time, which tells whether random numbers are drawn."""
+        random.seed(0)
+        torch.default_generator.manual_seed(0)
+        for gpu in self._gpus:
+            torch.cuda.default_generators[gpu.index].manual_seed(0)
+        before = random.getstate(), self._states_of_generators()
+        step()
+        if random.getstate() != before[0] or not all(map(torch.equal, before[1], self._states_of_generators())):
+            raise _Refused(
+                f"{self._name} draws random numbers in its step, which are others for each part of the parameters, so "
+                f"it cannot be divided over processes. Use {_INSTEAD}"
+            )
+
+    def _states_of_generators(self) -> list[Tensor]:
+        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
+
+    def _call(self, method: str) -> None:
+        """Puts the copies into a mode, if the optimizer has modes."""
+        for own in self._copies:  # the leader comes last
+            function = getattr(type(own), method, None)
+            if inspect.isfunction(function) and _takes_nothing(function):
+                if own is not self._leader:
+                    self._lead(own)
+                function(own)
+
+    def _lead(self, own: Optimizer) -> None:
+        if self._leads:
+            set_hyperparameters(own, hyperparameters(self._leader))
+
+    def _set_gradients(self, number: int, infinite: bool) -> None:
+        for k, (p, direction) in enumerate(zip(self._parameters, self._directions, strict=True)):
+            size = 10.0 ** (((3 * k + 2 * number) % 7 - 3) / 1.5)  # 0.01 to 100, unequal in a step
+            noise = torch.randn(p.shape, generator=self._generator)
+            if number == _STEPS - 1:
+                size *= 1e4
+            grad = ((direction + 0.5 * noise) * size).clamp(-1e4, 1e4)
+            if infinite and k == 0:
+                grad = torch.full_like(grad, math.inf)
+            grad = grad.to(p)
+            p.grad = grad.to_sparse(1) if self._attempt.sparse and p.ndim else grad
+
+    def _result(self) -> _Result:
+        values = [p.detach().clone() for p in self._parameters]
+        of = {id(p): own for own in self._copies for p in parameters_of(own)}
+        states = [copy.deepcopy(dict(of[id(p)].state.get(p, {}))) for p in self._parameters]
+        heard = [self._leader] if self._leads else self._copies
+        common = [
+            (hyperparameters(own), {k: s for k, s in own.state.items() if not isinstance(k, Tensor)}) for own in heard
+        ]
+        changes = [v - s for v, s in zip(values, self._start, strict=True)]
+        return _Result(changes, values, states, copy.deepcopy(common))
+
+
+def _small_parameters(sample: Sequence[Tensor]) -> list[Tensor]:
+    """Random ones of the same numbers of dimensions, types and devices; the same at each call."""
+    generator = torch.Generator().manual_seed(0)
+    made: list[Tensor] = []
+    for p in sample:
+        shape = [min(size, _ELEMENTS) for size in p.shape]
+        value = torch.randn(shape, generator=generator).to(p.dtype).to("cpu" if p.is_meta else p.device)
+        small = nn.Parameter(value)
+        vars(small).update({name: own for name, own in vars(p).items() if not isinstance(own, Tensor)})
+        made.append(small)
+    return made
+
+
+def _small_copy(
+    optimizer: Optimizer, small: Mapping[int, Tensor], share: Sequence[Tensor], attempt: _Attempt
+) -> Optimizer:
+    """The optimizer over some of the small parameters."""
+    cls, attributes = taken_apart(optimizer)
+    kept = {id(p) for p in share}
+    # What refers to a parameter gets the small one, or one that is never stepped.
+    memo: dict[int, Any] = {id(p): small.get(id(p), nn.Parameter(torch.zeros(1))) for p in parameters_of(optimizer)}
+    state = copy.copy(optimizer.state)
+    state.clear()
+    new = {name: _copied(value, memo) for name, value in attributes.items() if name not in ("param_groups", "state")}
+    new["param_groups"] = [
+        {
+            **{name: _copied(value, memo) for name, value in group.items() if name != "params"},
+            "params": [small[id(p)] for p in group["params"] if id(p) in kept and id(p) in small],
+        }
+        for group in optimizer.param_groups
+    ]
+    if attempt.with_state:
+        for key, value in optimizer.state.items():
+            if not isinstance(key, Tensor):
+                state[key] = _copied(value, memo)
+            elif id(key) in kept:
+                like = small[id(key)]
+                state[like] = {name: _small_state(own, key, like, memo) for name, own in value.items()}
+    new["state"] = state
+    return put_together(cls, new)
+
+
+def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
+    """A copy of what a step may change; what cannot be copied is shared."""
+    if isinstance(value, nn.Module):
+        return value
+    if isinstance(value, torch.Generator):
+        return value.clone_state()
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:  # of whatever kind the object's own methods raise
+        return value
+
+
+def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any]) -> Any:
+    """The part of a state that belongs to the first elements of its parameter."""
+    if isinstance(value, list | tuple):
+        return type(value)([_small_state(item, original, small, memo) for item in value])
+    if not isinstance(value, Tensor):
+        return _copied(value, memo)
+    if value.is_meta:
+        value = torch.zeros_like(value, device="cpu")
+    if value.ndim == 1 and original.ndim != 1 and value.numel() == original.numel():  # flattened
+        return value.detach()[: small.numel()].clone()
+    return value.detach()[tuple(slice(_ELEMENTS) for _ in value.shape)].clone()
+
+
+def _takes_nothing(method: Callable[..., Any]) -> bool:
+    _, *others = inspect.signature(method).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others)
+
+
+@contextmanager
+def _undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Leaves random states as they were, and says nothing of what optimizers warn of."""
+    python, numbers, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
+    gpus = {p.device.index for p in parameters if p.is_cuda}
+    with torch.random.fork_rng(devices=sorted(gpus)), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)  # for so few elements more are slower
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            random.setstate(python)
+            np.random.set_state(numbers)
+
+
+def _difference(one: _Result, several: _Result) -> str:
+    """What differs between the results of one process and of several, in words; empty if nothing does."""
+    for k, (change, other) in enumerate(zip(one.changes, several.changes, strict=True)):
+        finite = change[change.isfinite()]
+        rounding = 8 * torch.finfo(change.dtype).eps * _largest(one.values[k])
+        if not _close(change, other, atol=_TOLERANCE * _largest(finite) + rounding):
+            return "the values of a parameter"
+    for state, other in zip(one.states, several.states, strict=True):
+        if where := _differing(state, other):
+            return f"the state {where} of a parameter"
+    for groups, states in several.common:
+        for number, (group, other) in enumerate(zip(one.common[0][0], groups, strict=True)):
+            if where := _differing(group, other):
+                return f"{where} of parameter group {number}"
+        if where := _differing(one.common[0][1], states):
+            return f"the state {where}"
+    return ""
+
+
+def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str:
+    """The key of the first value that differs."""
+    for key in (*one, *(key for key in other if key not in one)):
+        if key not in one or key not in other or not _alike(one[key], other[key]):
+            return repr(key)
+    return ""
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
+            return one.shape == other.shape and torch.equal(one, other)
+        return _close(one, other, atol=_TOLERANCE * _largest(one))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return not _differing(one, other)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float | int) and isinstance(other, float | int):
+        return math.isclose(one, other, rel_tol=_TOLERANCE) or (math.isnan(one) and math.isnan(other))
+    return type(one) is type(other) and (not isinstance(one, str | bool) or one == other)
+
+
+def _close(one: Tensor, other: Tensor, *, atol: float) -> bool:
+    return torch.allclose(one, other, rtol=_TOLERANCE, atol=atol, equal_nan=True)
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0

@@ -1,0 +1,115 @@
+"""Finds the stage that hangs, among those that only wait for it.
+
+A stage is alive while its counter moves, its process computes (a long layer, an import, a compilation), or its Python
+stack changes. One that does nothing of this hangs, unless it waits for a neighbour or for the driver.
+"""
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from strategies.common.activity import Progress
+from strategies.launch.session import PATIENCE
+from strategies.pipeline.control.client import RemoteStage
+
+_LOOKS = 10
+"""How often within the time-out each stage is asked. Only answers count, so that a suspended machine is no hang."""
+
+_LATE_LOOK_SECONDS = 0.5
+"""The same after a failure or Ctrl-C, when a stage is only asked for what it holds."""
+
+_BUSY_SHARE = 0.05
+"""What a stage's process must compute of the time, to count as busy."""
+
+
+class Watch:
+    """A thread that asks the stages from time to time how far they are, and gives up those that hang.
+
+    Args:
+        remotes: The stages.
+        timeout_seconds: How long a stage may sleep. It may be busy with one thing for ten times as long.
+    """
+
+    def __init__(self, remotes: Sequence[RemoteStage], timeout_seconds: float) -> None:
+        self._watched = [_Watched(remote, timeout_seconds) for remote in remotes]
+        self._seconds, self._ended = timeout_seconds / _LOOKS, threading.Event()
+        self._thread = threading.Thread(target=self._work, name="relay-watch", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._ended.wait(self._seconds):
+            for watched in self._watched:
+                watched.look()
+                if watched.remote.failures.any:
+                    self._seconds = min(self._seconds, _LATE_LOOK_SECONDS)
+
+
+class _Watched:
+    """What is known of one stage."""
+
+    def __init__(self, remote: RemoteStage, timeout_seconds: float) -> None:
+        self.remote, self._timeout_seconds = remote, timeout_seconds
+        self._asked: Any = None
+        self._last: Progress | None = None
+        self._answered_at = 0.0
+        self._silent = self._asleep = self._at_one_thing = 0  # in looks
+        self._waits_since: float | None = None
+        self._has_gone = False
+
+    def look(self) -> None:
+        """Takes the answer to the last question, if it is there, and asks again."""
+        if self.remote.is_lost or self._has_gone:
+            return
+        if self._asked is not None and not self._asked.done():
+            self._silent += 1
+            if self._silent >= _LOOKS:
+                self._give_up("does not answer", "Its process is stopped, or a library in it holds Python's lock.")
+            return
+        answer = None
+        if self._asked is not None:
+            answer = self._answer()
+        if self._has_gone:
+            return
+        self._silent, self._asked = 0, self.remote.ask_for_progress()
+        if answer is not None:
+            self._judge(answer)
+
+    def _answer(self) -> Progress | None:
+        try:
+            answer: Progress = self._asked.wait()
+        except Exception:  # which the call tells that it is to answer, or the next one
+            self._has_gone = True
+            return None
+        return answer
+
+    def _judge(self, now: Progress) -> None:
+        before, self._last = self._last, now
+        elapsed, self._answered_at = time.monotonic() - self._answered_at, time.monotonic()
+        got_on = before is None or now.waits or now.idle or now.num_done != before.num_done
+        self._at_one_thing = 0 if got_on else self._at_one_thing + 1
+        busy = before is not None and abs(now.busy_seconds - before.busy_seconds) > _BUSY_SHARE * elapsed
+        self._asleep = 0 if got_on or busy or (before and now.stack != before.stack) else self._asleep + 1
+        in_vain = now.waits and self.remote.failures.any  # what it waits for may never come
+        if not in_vain:
+            self._waits_since = None
+        elif self._waits_since is None:
+            self._waits_since = time.monotonic()
+        elif time.monotonic() - self._waits_since > self._timeout_seconds:
+            self._give_up("waits in vain", f"Its stack:\n{now.stack}")
+        if self._asleep >= _LOOKS:
+            self._give_up("hangs", f"Its stack:\n{now.stack}")
+        elif self._at_one_thing >= _LOOKS * PATIENCE:
+            self._give_up("is busy with one thing", f"Its stack:\n{now.stack}", times=PATIENCE)
+
+    def _give_up(self, how: str, more: str, *, times: int = 1) -> None:
+        seconds = times * self._timeout_seconds
+        self.remote.give_up(
+            f"{how}: it has stood still {self.remote.doing()} for {seconds:g} s. If it only takes its time, raise "
+            f"rpc_timeout_sec. {more}"
+        )

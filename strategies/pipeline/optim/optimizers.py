@@ -1,0 +1,267 @@
+"""The user's optimizers over all stages: steps, gradients and state, as if every parameter were on the driver.
+
+The optimizer objects are those that the user made; they step what lives on the driver. Each worker holds the same
+optimizers restricted to its own parameters.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.common.trees import with_meta_tensors
+from strategies.optim.restricted import (
+    check_optimizer_state,
+    check_same_result,
+    hyperparameters,
+    in_order,
+    narrowed,
+    norms_of_gradients,
+    parameters_of,
+    part_of,
+)
+from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.optim.replicas import Averaging
+from strategies.pipeline.optim.shared_steps import SharedSteps
+from strategies.pipeline.stage.context import PassContext
+
+
+class PipelineOptimizers:
+    """Carries what happens to the user's optimizers to the stages.
+
+    Args:
+        optimizers: The optimizers that were shipped.
+        remotes: The stages on workers.
+        locate: Names a parameter and the stage that holds it.
+        complete: Called before gradients are used; afterwards they are what they are to be on every stage.
+    """
+
+    def __init__(
+        self,
+        optimizers: list[Optimizer],
+        remotes: list[RemoteStage],
+        locate: Callable[[Tensor], str],
+        complete: Callable[[], None],
+    ) -> None:
+        self.optimizers, self._remotes, self._locate, self._complete = optimizers, remotes, locate, complete
+        self.num_steps = 0
+        """How often steps and other methods of optimizers have changed parameters."""
+        self.skips_infinite_steps = False
+        """Whether a gradient scaler looks for infinite gradients and leaves out a step that has some."""
+        self.numbers: list[list[list[int]]] = []
+        """For each stage on a worker and each optimizer, the numbers of the parameters that live there."""
+        self._shipped = [_group_sizes(optimizer) for optimizer in optimizers]
+        self._shared_steps: SharedSteps | None = None
+
+    def drop_shipped_states(self) -> None:
+        """Lets go of the states that the workers have by now; here they would only take memory."""
+        for optimizer in self.optimizers:
+            for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
+                del optimizer.state[parameter]
+
+    def divide(self, averaging: Averaging) -> None:
+        """From now on the replicas of each stage divide states and steps among them."""
+        self._shared_steps = SharedSteps(self.optimizers, averaging)
+
+    def end(self) -> None:
+        """Leaves the optimizers whole, but for states that replicas have divided."""
+        if self._shared_steps is not None:
+            self._shared_steps.close()
+            self._shared_steps = None
+
+    def add(self, optimizer: Optimizer, numbers: list[list[int]]) -> None:
+        """Adds one that was made after the start, with the numbers of its parameters on each worker's stage."""
+        self.optimizers.append(optimizer)
+        self._shipped.append(_group_sizes(optimizer))
+        for own, new in zip(self.numbers, numbers, strict=True):
+            own.append(new)
+
+    def step_remotes(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> None:
+        """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting.
+
+        Args:
+            optimizer: Which one.
+            arguments: Those of its ``step``, but for a closure.
+
+        Raises:
+            RuntimeError: If the optimizer has got other parameters since the start.
+        """
+        k = self._number_of(optimizer)
+        if _group_sizes(optimizer) != self._shipped[k]:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} has parameter groups of {_group_sizes(optimizer)} parameters, but the "
+                f"pipeline started with {self._shipped[k]}; groups cannot be added while it runs (add_param_group). "
+                "Give all parameters to the optimizer from the start and freeze those that are not to be trained yet."
+            )
+        self._complete()
+        values = hyperparameters(optimizer)
+        scaling = {name: vars(optimizer)[name].cpu() for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+        self.num_steps += 1
+        for remote in self._remotes:
+            remote.start("step", k, values, scaling, torch.get_default_dtype(), arguments)
+        if self._shared_steps is not None:
+            self._shared_steps.before_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """To be called after each step of what lives on the driver."""
+        if self._shared_steps is not None:
+            self._shared_steps.after_step(optimizer)
+
+    def call_method(
+        self,
+        optimizer: Optimizer,
+        name: str,
+        method: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls a method of an optimizer on every stage, such as the switch between training and evaluation weights.
+
+        The workers call it before whatever they do next, with the hyperparameters that the optimizer has now.
+
+        Raises:
+            RuntimeError: If it returns something, and not the same on every stage.
+        """
+        k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
+        device = here[0].device.type if here else "cpu"
+        call = name, args, kwargs, hyperparameters(optimizer), PassContext.capture(device), torch.is_grad_enabled()
+        self.num_steps += 1
+        with narrowed(optimizer, here):
+            if self._shared_steps is not None:
+                self._shared_steps.before_step(optimizer)
+            result = method(*args, **kwargs)
+            if self._shared_steps is not None:
+                self._shared_steps.after_step(optimizer)
+        if result is None or result is optimizer:
+            for remote in self._remotes:
+                remote.later("call_method", k, *call)
+            return result
+        words = f"{type(optimizer).__name__}.{name}"
+        check_same_result(words, result, {})
+        replies = [(remote, remote.start("call_method", k, *call)) for remote in self._remotes]
+        check_same_result(words, result, {remote.description: remote.result(reply) for remote, reply in replies})
+        return result
+
+    def _number_of(self, optimizer: Optimizer) -> int:
+        numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]
+        if not numbers:
+            raise ValueError(
+                f"this {type(optimizer).__name__} is not one of those with which the pipeline started; they are what "
+                "configure_optimizers returned"
+            )
+        return numbers[0]
+
+    def start_unscaling(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> list[Callable[[], float]]:
+        """Divides the workers' gradients by the loss scale.
+
+        Returns:
+            For each worker what waits for it, and then tells zero if all of its gradients are finite.
+        """
+        k = self._number_of(optimizer)
+        self._complete()
+        replies = [(remote, remote.start("unscale_grads", k, inv_scale, allow_fp16)) for remote in self._remotes]
+        return [partial(remote.result, reply) for remote, reply in replies]
+
+    def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
+        """Clears the workers' gradients before whatever they do next."""
+        for remote in self._remotes:
+            remote.later("zero_grad", self._number_of(optimizer), set_to_none)
+
+    def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scales the gradients of all stages so that their common norm is at most ``max_norm``.
+
+        The norm is put together from the norms of single parameters in the order of ``torch.nn.utils.clip_grad_norm_``.
+
+        Returns:
+            The total norm before, a scalar.
+        """
+        k, own = self._number_of(optimizer), parameters_of(optimizer)
+        self._complete()
+        replies = [remote.start("grad_norms", k, norm_type) for remote in self._remotes]
+        norms = {number: n for number, n in enumerate(norms_of_gradients(own, norm_type)) if n is not None}
+        for remote, reply in zip(self._remotes, replies, strict=True):
+            norms.update(remote.result(reply))
+        if not norms:
+            return torch.zeros(())
+        device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
+        total = torch.linalg.vector_norm(torch.stack([norms[n].to(device) for n in sorted(norms)]), norm_type)
+        if not (self.skips_infinite_steps or total.isfinite()):
+            self._warn(total, [own[number] for number in sorted(norms) if not norms[number].isfinite()])
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in own:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor.to(parameter.grad.device))
+        for remote in self._remotes:
+            remote.later("scale_grads", k, factor.cpu())
+        return total
+
+    def _warn(self, total: Tensor, culprits: list[Tensor]) -> None:
+        listed = [self._locate(parameter) for parameter in culprits[:3]]
+        more = f" and {len(culprits) - 3} more" if len(culprits) > 3 else ""
+        warnings.warn(
+            f"the norm of the gradients is {total.item()}: not finite are those of {'; '.join(listed)}{more}",
+            stacklevel=3,
+        )
+
+    def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
+        """Clamps every element of the gradients of all stages to ``[-limit, limit]``."""
+        self._complete()
+        torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
+        for remote in self._remotes:
+            remote.later("clip_grad_values", self._number_of(optimizer), limit)
+
+    def state_dict(self, optimizer: Optimizer, *, values: bool = True) -> dict[str, Any]:
+        """The state dict that the optimizer would have if every parameter were here, gathered stage by stage.
+
+        Without ``values`` the tensors of other stages are on the ``meta`` device.
+        """
+        k = self._number_of(optimizer)
+        state = type(optimizer).state_dict(optimizer)  # the instance's is this one
+        if self._shared_steps is not None:
+            state["state"] = self._shared_steps.gathered(state["state"])
+        for remote, numbers in zip(self._remotes, self.numbers, strict=True):
+            given = with_meta_tensors(remote.call("whole_optimizer_states" if values else "optimizer_layouts", k))
+            if foreign := sorted(given.keys() - set(numbers[k])):
+                raise RuntimeError(
+                    f"{remote.description} gave a state of optimizer {k} that is not that of its parameters: "
+                    f"unexpected {foreign}. No checkpoint can be made of it."
+                )
+            state["state"].update(given)
+        state["state"] = in_order(state["state"])
+        return state
+
+    def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads a whole state dict: each stage gets the states of its parameters, and of no others.
+
+        Raises:
+            ValueError: If the state is that of other parameters; nothing has been loaded then.
+        """
+        k = self._number_of(optimizer)
+        check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
+        here = [number for number, p in enumerate(parameters_of(optimizer)) if not p.is_meta]
+        self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
+        for remote, numbers in zip(self._remotes, self.numbers, strict=True):
+            remote.call("load_optimizer_states", k, part_of(state["state"], numbers[k]))
+
+    def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loads the states of what lives on the driver."""
+        if self._shared_steps is not None:
+            state = {**state, "state": self._shared_steps.own_part(optimizer, state["state"])}
+        type(optimizer).load_state_dict(optimizer, state)
+
+    def fetch(self, remote: RemoteStage) -> None:
+        """Puts a worker's states into the user's optimizers; called once its parameters are here again."""
+        for k, optimizer in enumerate(self.optimizers):
+            parameters = parameters_of(optimizer)
+            states = remote.rescue("optimizer_states", k)
+            optimizer.state.update({parameters[number]: state for number, state in states.items()})
+            for parameter in [p for p in parameters if p in optimizer.state]:  # in the order of one process
+                optimizer.state[parameter] = optimizer.state.pop(parameter)
+
+
+def _group_sizes(optimizer: Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]

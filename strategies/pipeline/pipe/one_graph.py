@@ -1,0 +1,173 @@
+"""A ``Pipe`` whose partitions all live in this process: micro-batches go through them in one autograd graph.
+
+    cycle          0    1    2    3          m.i: micro-batch m in partition i
+    partition 0   0.0  1.0  2.0
+    partition 1        0.1  1.1  2.1         one thread; GPUs overlap because their kernels are launched ahead
+
+So what holds for a plain ``nn.Sequential`` holds here: ``retain_graph``, ``torch.autograd.grad``, hooks of parameters,
+and ``DistributedDataParallel``, which sees each parameter's gradient once in a backward pass, whatever is recomputed.
+
+Index letters: ``m`` micro-batch, ``i`` partition.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from strategies.pipeline.microbatch.chunks import has_tensor
+from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
+from strategies.pipeline.pipe.with_device import Partition
+from strategies.pipeline.stage.calling import call_partition
+from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import Layers
+from strategies.pipeline.stage.randomness import preserved_random_state
+from strategies.pipeline.stage.recompute import Flags
+from strategies.pipeline.stage.skip import Key, skips_of
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """One forward pass of a ``Pipe``.
+
+    Attributes:
+        seed: Base of the random seeds of the layers.
+        recomputed: How many of the first micro-batches are recomputed in the backward pass.
+        context: The caller's autocast, default dtype and so on.
+    """
+
+    seed: int
+    recomputed: int
+    context: PassContext
+
+
+class OneGraph:
+    """Runs the partitions.
+
+    Args:
+        partitions: All of them, each on a device of this process.
+        deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
+    """
+
+    def __init__(self, partitions: Sequence[Partition], *, deferred_batch_norm: bool) -> None:
+        self._partitions = [
+            _LocalPartition(partition, partition.describe(i), deferred_batch_norm)
+            for i, partition in enumerate(partitions)
+        ]
+
+    def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
+        """Takes the inputs of the micro-batches; returns their outputs."""
+        values: list[Any] = list(parts) if len(parts) == 1 else [unpack_objects(pack_objects(part)) for part in parts]
+        if torch.is_grad_enabled():  # what a layer changes in place must not count as a change of other micro-batches
+            values = tree_map_only(Tensor, torch.clone, values)
+        skips: list[dict[Key, Tensor | None]] = [{} for _ in parts]
+        for m, i in clock_cycles(len(parts), len(self._partitions)):
+            values[m] = self._partitions[i].run(values[m], skips[m], m, this)
+            if m == len(parts) - 1:
+                self._partitions[i].end_forward()
+        return values
+
+
+def clock_cycles(microbatches: int, partitions: int) -> Iterator[tuple[int, int]]:
+    """What runs when, as drawn above: ``(m, i)``, cycle by cycle."""
+    for cycle in range(microbatches + partitions - 1):
+        for i in range(max(0, cycle - microbatches + 1), min(cycle + 1, partitions)):
+            yield cycle - i, i
+
+
+def check_output(value: Any, description: str) -> None:
+    """Checks what a partition gives to the next one.
+
+    Raises:
+        TypeError: If there is no tensor in it.
+    """
+    if not has_tensor(value if isinstance(value, tuple | list) else (value,)):
+        raise TypeError(
+            f"{description} returned {type(value).__name__} without a tensor; a partition returns at least one"
+        )
+
+
+class _LocalPartition:
+    def __init__(self, partition: Partition, description: str, deferred_batch_norm: bool) -> None:
+        self._description, self._device = description, partition.place.device
+        self._layers = Layers(
+            partition.layers,
+            partition.first_layer,
+            self._device,
+            deferred_batch_norm=deferred_batch_norm,
+            call=call_partition,
+        )
+        self._popped = skips_of(partition.layers)[1]
+        self._writes_input: bool | None = None
+
+    def end_forward(self) -> None:
+        self._layers.end_forward()
+
+    def run(self, value: Any, skips: dict[Key, Tensor | None], m: int, this: ForwardPass) -> Any:
+        """Takes a micro-batch through the layers; takes what they pop out of ``skips``, and puts in what they stash."""
+        carried = _on(self._device, (value, {key: skips.pop(key) for key in self._popped if key in skips}))
+        run = self._run_recomputed if m < this.recomputed else self._run_once
+        output, stashed = run(carried, m, this)
+        check_output(output, self._description)
+        skips.update(stashed)
+        return output
+
+    def _run_once(self, carried: Any, m: int, this: ForwardPass, recomputing: bool = False) -> Any:
+        with preserved_random_state(self._device):
+            grad = torch.is_grad_enabled()
+            return self._layers.run(
+                carried,
+                m,
+                this.seed,
+                this.context,
+                grad=grad,
+                checkpointing=m < this.recomputed and not recomputing,
+                recomputing=recomputing,
+            )
+
+    def _run_recomputed(self, carried: Any, m: int, this: ForwardPass) -> Any:
+        flags, recomputing = Flags.of(self._layers.layers), False
+        leaves, spec = tree_flatten(pack_objects(carried))
+        del carried
+
+        def run(*leaves: Any) -> Any:
+            nonlocal recomputing
+            again, recomputing = recomputing, True
+            x = tree_unflatten(list(leaves), spec)
+            if self._writes_input is not False:  # the next time has to start from the same values
+                x = tree_map_only(Tensor, torch.clone, x)
+            before = _versions(x)
+            with flags.entered(self._layers.layers):
+                y = pack_objects(self._run_once(unpack_objects(x), m, this, again))
+            self._writes_input = bool(self._writes_input) or before != _versions(x)
+            return unpack_objects(tree_map_only(Tensor, _Recomputed.apply, y))
+
+        with set_checkpoint_early_stop(False):
+            return checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False)
+
+
+class _Recomputed(torch.autograd.Function):
+    """The identity, which has torch recompute in the backward pass also what kept nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        ctx.save_for_backward(output.new_empty(0))
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _ = ctx.saved_tensors
+        return grads[0]
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    ahead = device.type == "cuda"  # to the host, nobody would wait for the copy
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=ahead), value)
+
+
+def _versions(value: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

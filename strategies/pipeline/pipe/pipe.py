@@ -1,0 +1,359 @@
+"""``Pipe``: an ``nn.Sequential`` as a pipeline in a hand-written training loop.
+
+    inputs ──split──▶ partition 0 ──▶ partition 1 ──▶ ... ──join──▶ RRef(output)
+
+A drop-in for ``torch.distributed.pipeline.sync.Pipe``, which PyTorch removed in 2.4.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, overload
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.optim import Optimizer
+
+from strategies.common.names import did_you_mean
+from strategies.launch.private_rpc import PrivateRpc
+from strategies.launch.session import Session
+from strategies.optim.restricted import parameters_of
+from strategies.pipeline.microbatch.chunks import gather, scatter
+from strategies.pipeline.pipe.one_graph import ForwardPass, OneGraph
+from strategies.pipeline.pipe.placed import Placed
+from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
+from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.recompute import RECOMPUTE_MODES, num_recomputed
+from strategies.pipeline.stage.skip import verify_skippables
+
+
+class Pipe(nn.Module):
+    """Runs an ``nn.Sequential`` in micro-batches over several devices and processes.
+
+    Layers run where their parameters are, those without parameters on the CPU; :class:`WithDevice` says otherwise. A
+    layer that returns a tuple gives the next one several arguments, also within an inner ``nn.Sequential``; see
+    :mod:`~strategies.pipeline.stage.calling` for lists and for layers that take the tuple as one.
+
+    Names in ``state_dict`` are those of ``module``. ``load_state_dict`` also takes what the original wrote
+    (``partitions.0.1.weight``), however that was divided; what ``state_dict`` gives then loads into ``module`` itself.
+
+    Random numbers of layers are seeded by (pass, micro-batch, layer) from the process's generator, so dropout is the
+    same for any placement and when recomputed.
+
+    Args:
+        module: The layers.
+        chunks: How many micro-batches a batch is split into at most.
+        checkpoint: Which micro-batches keep only the inputs of partitions, and are computed again in the backward pass:
+            ``"always"``, ``"except_last"`` or ``"never"``. In ``eval()`` mode none does.
+        deferred_batch_norm: Update running statistics once per batch instead of once per micro-batch.
+
+    Raises:
+        TypeError: If ``module`` is no ``nn.Sequential``, its skip connections do not match, or an argument is of
+            another type.
+        ValueError: If a layer is there twice or on several devices, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.partitions: nn.ModuleList
+        self.chunks, self.checkpoint = _checked_chunks(chunks), _checked_mode(checkpoint)
+        if not isinstance(deferred_batch_norm, bool):
+            raise TypeError(f"deferred_batch_norm must be True or False, got {deferred_batch_norm!r}")
+        self.deferred_batch_norm = deferred_batch_norm
+        _check_module(module)
+        verify_skippables(module)
+        _check_workers(module)
+        self._rpc = PrivateRpc.needed()
+        partitions = partitions_of(module, rpc.get_worker_info().name)
+        self._places = [partition.place for partition in partitions]
+        # Not a submodule, so that names are those of the whole module.
+        vars(self)["partitions"] = nn.ModuleList(partition.layers for partition in partitions)
+        """The layers of each partition, an ``nn.Sequential`` that is named as in the whole module; hooks on those of
+        this process run for each micro-batch, with what goes in and out of the partition."""
+        self.devices = [partition.place.device for partition in partitions]
+        """The device of each partition."""
+        # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
+        self._modules.update(layers_of(partitions))
+        self._built_of = self._parts()
+        self._engine: OneGraph | Placed
+        if any(partition.place.worker for partition in partitions):
+            self._engine = Placed(self, partitions, deferred_batch_norm=deferred_batch_norm)
+        else:
+            self._engine = OneGraph(partitions, deferred_batch_norm=deferred_batch_norm)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Runs one batch.
+
+        Args:
+            inputs: What the first layer takes: tensors ``[batch, ...]``, which are split, and others, also
+                :class:`NoChunk`, which every micro-batch gets whole. With fewer rows than ``chunks`` there are fewer
+                micro-batches. Sizes are those of ``Tensor.chunk``.
+
+        Returns:
+            An ``RRef``, owned by this process, to what the last layer returns: tensors joined by their rows, others as
+            a list with one entry a micro-batch.
+
+        Raises:
+            TypeError: If no input is a tensor, or a partition returns none.
+            RuntimeError: If the inputs give different numbers of micro-batches.
+            ValueError: If an input cannot be split, or is not on the first partition's device.
+        """
+        if self._parts() != self._built_of:
+            raise RuntimeError("a layer of Pipe has been replaced, added or removed; make a new Pipe of the new layers")
+        parts = scatter(inputs, self.chunks)
+        self._check_devices(inputs)
+        if not self.partitions:
+            return self._reference(inputs[0] if len(inputs) == 1 else inputs)
+        recomputed = torch.is_grad_enabled() and self.training
+        this = ForwardPass(
+            seed=int(torch.randint(2**62, (), device="cpu")),
+            recomputed=num_recomputed(self.checkpoint, len(parts)) if recomputed else 0,
+            context=PassContext.capture(max((device.type for device in self.devices), key=lambda kind: kind != "cpu")),
+        )
+        return self._reference(gather(self._engine.run(parts, this)))
+
+    def train(self, mode: bool = True) -> "Pipe":
+        """Sets the mode of all layers and partitions."""
+        super().train(mode)
+        for module in (self.partitions, *self.partitions):
+            module.training = mode
+        return self
+
+    def follow(self, optimizer: Optimizer) -> Optimizer:
+        """Lets the processes in which layers live follow an optimizer over :meth:`parameters`.
+
+        Parameters of layers elsewhere are stand-ins here. From now on ``step``, ``zero_grad``, ``state_dict`` and
+        ``load_state_dict`` of the optimizer reach every process; schedulers are used as always.
+
+        Returns:
+            The same optimizer; where all layers live here there is nothing to do.
+
+        Raises:
+            ValueError: If it has stepped before, cannot be divided over processes, or if this follows it already.
+        """
+        if isinstance(self._engine, Placed):
+            self._engine.followed.follow(optimizer)
+        return optimizer
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clips the gradients of all parameters of an optimizer that this follows by their common norm.
+
+        Returns:
+            The norm before, a scalar.
+        """
+        if isinstance(self._engine, Placed):
+            return self._engine.followed.optimizers.clip_grad_norm(optimizer, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
+
+    def _parts(self) -> list[Any]:
+        """The layers, and the partitions with theirs; modules are equal if they are the same."""
+        partitions = [(partition, *partition.children()) for partition in self.partitions]
+        return [*self._modules.values(), *partitions]
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Gives what the original ``Pipe`` wrote the names of the whole module first."""
+        theirs = [key[len(prefix) :] for key in state_dict if key.startswith(f"{prefix}partitions.")]
+        if theirs and "partitions" not in self._modules:
+            own = _own_names(theirs, self._modules)
+            if own is None:
+                error_msgs.append(
+                    "the keys partitions.… are those of torch's original Pipe or of torchgpipe, but the layers that "
+                    "were saved are not those of this Pipe: parameters or buffers differ in number or name"
+                )
+            else:
+                values = {key: state_dict.pop(prefix + key) for key in theirs}
+                state_dict.update({prefix + name: values[key] for key, name in own.items()})
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _reference(self, output: Any) -> Any:
+        reference: Any = rpc.RRef(output)
+        reference._relay_rpc = self._rpc  # a private RPC lives as long as somebody may ask for this output
+        return reference
+
+    def _check_devices(self, inputs: tuple[Any, ...]) -> None:
+        for place, value in enumerate(inputs):
+            here = bool(self._places) and self._places[0].worker is None
+            if here and isinstance(value, Tensor) and value.device != self.devices[0]:
+                raise ValueError(
+                    f"input {place} is on {value.device}, but the first layer is on {self.devices[0]}: move it there"
+                )
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> nn.Sequential: ...
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        return nn.Sequential(OrderedDict(self.named_children()))[index]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(module for module in self._modules.values() if module is not None)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Refused: each layer has its place.
+
+        Raises:
+            TypeError: Always.
+        """
+        raise _moved("cuda")
+
+    def cpu(self) -> NoReturn:
+        """Refused as well; see :meth:`cuda`."""
+        raise _moved("cpu")
+
+    def to(self, *args: Any, **kwargs: Any) -> "Pipe":
+        """Casts the layers to another dtype.
+
+        Raises:
+            TypeError: If a device is given, or a tensor whose device would be taken.
+        """
+        if "device" in kwargs or "tensor" in kwargs or isinstance(args[0] if args else None, str | int | Tensor):
+            raise _moved("to")
+        if args and isinstance(args[0], torch.device):
+            raise _moved("to")
+        super().to(*args, **kwargs)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "Pipe":
+        for place in self._places:  # a module around this one may be moved
+            if place.worker is not None:
+                raise TypeError(
+                    f"this would change layers on {place}, which only load_state_dict and optimizers can; convert them "
+                    "before they go into Pipe"
+                )
+            if fn(torch.empty(0, device=place.device)).device != place.device:
+                raise _moved("the call")
+        super()._apply(fn, recurse)
+        return self
+
+
+def _checked_chunks(chunks: Any) -> int:
+    try:
+        number = int(chunks)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"chunks must be a whole number, got {chunks!r}") from error
+    if number != chunks:
+        raise TypeError(f"chunks must be a whole number, got {chunks!r}")
+    if number < 1:
+        raise ValueError(f"chunks must be at least 1, got {chunks}")
+    return number
+
+
+def _checked_mode(checkpoint: Any) -> str:
+    mode = str(checkpoint)
+    if mode not in RECOMPUTE_MODES:
+        raise ValueError(f"Unknown checkpoint {mode!r}{did_you_mean(mode, RECOMPUTE_MODES)}")
+    return mode
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"Pipe takes an nn.Sequential, whose layers it can spread, got {type(module).__name__}")
+    layers = list(module)
+    if len(set(layers)) < len(layers):
+        twice = next(name for name, layer in module._modules.items() if layers.count(layer) > 1)
+        raise ValueError(f"layer {twice} is in the nn.Sequential twice; each layer of Pipe has one place")
+
+
+def _check_workers(module: nn.Sequential) -> None:
+    """Checks that the workers exist which ``WithDevice`` names."""
+    named = {layer.worker for layer in module if isinstance(layer, WithDevice) and layer.worker is not None}
+    if not named:
+        return
+    if not rpc.api._is_current_rpc_agent_set():
+        raise RuntimeError(
+            f"layers are placed on {', '.join(sorted(named))}, but RPC has not been initialised; call "
+            "torch.distributed.rpc.init_rpc in every process first"
+        )
+    if PrivateRpc.has_been or Session.has_been or rpc._init_counter > 1:
+        raise RuntimeError(
+            f"layers are placed on {', '.join(sorted(named))}, but this process has had another RPC session before "
+            "this one, and torch keeps the first for what other processes hold (RRef); call init_rpc before the first "
+            "Pipe of a process, and once"
+        )
+    known = {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
+    if unknown := sorted(named - known):
+        raise ValueError(f"WithDevice names {', '.join(unknown)}, but the RPC workers are {', '.join(sorted(known))}")
+
+
+def _own_names(keys: Sequence[str], layers: Mapping[str, nn.Module | None]) -> dict[str, str] | None:
+    """The names that the tensors in a checkpoint of the original ``Pipe`` have in the whole module.
+
+    torchgpipe and fairscale wrote ``partitions.<partition>.<name in the whole module>``; torch wrote the place in the
+    partition instead, where each layer of an inner ``nn.Sequential`` counts. Wherever partitions begin, the layers that
+    have tensors come in the same order.
+
+    Args:
+        keys: The names in the checkpoint.
+        layers: The layers of the whole module, by name.
+
+    Returns:
+        The name for each key; ``None`` if the layers are others. Left out are the two buffers that deferred
+        normalisation had there, sums over the current batch.
+    """
+    sums = [key for key in keys if key.endswith((".sum", ".sum_squares")) and _sibling(key, "running_mean") in keys]
+    for left_out in ([], sums):
+        kept = [key for key in keys if key not in left_out]
+        by_name = {key: key.split(".", 2)[-1] for key in kept}
+        names = [f"{path}.{name}" for path, layer in layers.items() if layer is not None for name in layer.state_dict()]
+        if sorted(by_name.values()) == sorted(names):
+            return by_name
+        saved, own = _by_place(kept), _by_layer(layers)
+        if [set(tensors) for tensors in saved] == [set(tensors) for tensors in own]:
+            return {saved[k][name]: own[k][name] for k in range(len(own)) for name in own[k]}
+    return None
+
+
+def _sibling(key: str, name: str) -> str:
+    return f"{key.rpartition('.')[0]}.{name}"
+
+
+def _by_place(keys: Iterable[str]) -> list[dict[str, str]]:
+    """For each layer of torch's original that has tensors, in their order, the key of each by its name in the layer."""
+    found: dict[tuple[int, int], dict[str, str]] = {}
+    for key in keys:
+        partition, place, name = [*key.split(".", 3)[1:], "", ""][:3]
+        if not (partition.isdecimal() and place.isdecimal()):
+            return []
+        found.setdefault((int(partition), int(place)), {})[name] = key
+    return [found[place] for place in sorted(found)]
+
+
+def _by_layer(layers: Mapping[str, nn.Module | None]) -> list[dict[str, str]]:
+    """For each layer that has tensors, the name of each of them in the whole module by its name in the layer."""
+    parts: dict[str, nn.Module] = {}
+    for path, layer in layers.items():
+        if isinstance(layer, nn.Sequential):
+            parts.update({f"{path}.{name}": inner for name, inner in layer.named_children()})
+        elif layer is not None:
+            parts[path] = layer
+    named = [{name: f"{path}.{name}" for name in part.state_dict()} for path, part in parts.items()]
+    return [tensors for tensors in named if tensors]
+
+
+def _moved(what: str) -> TypeError:
+    return TypeError(
+        f"{what} would move layers that have their places in the pipeline; place them before they go into Pipe, by "
+        "their own .to(device) or by WithDevice"
+    )

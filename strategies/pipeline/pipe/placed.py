@@ -1,0 +1,304 @@
+"""A ``Pipe`` with partitions on other RPC workers: the user's process leads them through passes.
+
+              one RPC a pass and partition: what to do                    (control, as in the strategy)
+    user's process ─────────────┬──────────────────────┐
+      inputs ──▶ partition 0 ──▶ partition 1 ──▶ partition 2 ──▶ outputs  (data: from inbox to inbox)
+
+Partitions of this process run on the calling thread, in the order of the clock cycles; those elsewhere on a thread of
+their own each, so that micro-batches in different processes overlap. An output is one node of autograd, in whose
+backward part every partition runs its own.
+
+Index letters: ``m`` micro-batch, ``i`` partition.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from strategies.common.activity import Activity
+from strategies.common.autograd import with_backward
+from strategies.common.errors import is_consequence
+from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
+from strategies.pipeline.control.watch import Watch
+from strategies.pipeline.executor.run import Run
+from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
+from strategies.pipeline.pipe.inbox import Inbox, Place, Post, Router, Routes, give_up
+from strategies.pipeline.pipe.one_graph import ForwardPass, clock_cycles
+from strategies.pipeline.pipe.optimizers import Followed
+from strategies.pipeline.pipe.with_device import Partition
+from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.calling import call_partition
+from strategies.pipeline.stage.skip import Key, skips_of
+from strategies.pipeline.stage.stage import Pass, Stage
+from strategies.pipeline.state.mirror import Mirror
+from strategies.pipeline.state.placement import move_to_meta, pickled
+from strategies.pipeline.state.state_dict import StateOfStages
+from strategies.pipeline.worker.hosted import unpack
+from strategies.pipeline.worker.payload import Cargo
+from strategies.pipeline.worker.process import Host
+from strategies.pipeline.worker.wiring import Wiring
+
+
+class Placed(NotCopied):
+    """Leads the partitions.
+
+    Args:
+        module: The ``Pipe``, whose layers are those of the partitions.
+        partitions: All of them.
+        deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
+
+    Raises:
+        ValueError: If a layer cannot be sent to its worker.
+    """
+
+    def __init__(self, module: nn.Module, partitions: Sequence[Partition], *, deferred_batch_norm: bool) -> None:
+        self._module = weakref.ref(module)
+        self._descriptions = [partition.describe(i) for i, partition in enumerate(partitions)]
+        blobs = [_blob(i, partition, deferred_batch_norm) for i, partition in enumerate(partitions)]
+        self._num_passes, self._current, self._post = 0, -1, Post()
+        self._desk = Inbox()
+        inboxes: list[Any] = [
+            rpc.RRef(Inbox()) if p.place.worker is None else rpc.remote(p.place.worker, Inbox) for p in partitions
+        ]
+        desk: Any = rpc.RRef(self._desk)
+        self._first, self._last, self._inboxes = inboxes[0], inboxes[-1], inboxes
+        self._failures = self._no_failures()
+        self._routers: dict[int, Router] = {}
+        self._stages: dict[int, Stage] = {}
+        self.remotes: dict[int, RemoteStage] = {}
+        """The partitions that live elsewhere, by number."""
+        hosts = []
+        for i, (p, routes) in enumerate(
+            zip(partitions, _routes(partitions, inboxes, desk, self._descriptions), strict=True)
+        ):
+            if p.place.worker is None:
+                self._add_local(i, p, routes, deferred_batch_norm)
+            else:
+                hosts.append(rpc.remote(p.place.worker, host_partition, args=(blobs[i], routes)))
+                self.remotes[i] = self._remote(p.place.worker, hosts[-1], self._descriptions[i])
+        weakref.finalize(self, _close, hosts)
+        if timeout_seconds := rpc.get_rpc_timeout():  # zero is none
+            watch = Watch(list(self.remotes.values()), timeout_seconds)
+            weakref.finalize(self, watch.end)
+        for remote in self.remotes.values():
+            remote.call("num_kept")  # raises what went wrong in unpacking
+        for i in self.remotes:
+            move_to_meta(partitions[i].layers, module, [], stage=self.remotes[i])
+        self.followed = Followed([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
+        self._mirrors = {i: Mirror(partitions[i].layers, self._descriptions[i]) for i in self.remotes}
+        self.state = StateOfStages(
+            module, [p.layers for p in partitions], [self.remotes.get(i) for i in range(len(partitions))]
+        )
+
+    def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
+        """Takes the inputs of the micro-batches; returns their outputs."""
+        parts = [pack_objects(part) for part in parts]
+        given = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]
+        module = self._module()
+        assert module is not None
+        trained = any(p.requires_grad for p in module.parameters())
+        grad = torch.is_grad_enabled() and (trained or any(t.requires_grad for t in given))
+        inputs = [t for t in given if grad and t.requires_grad]
+        number, self._num_passes = self._num_passes, self._num_passes + 1
+        todo = Pass(number, len(parts), grad, this.recomputed if grad else 0, False, this.seed, this.context)
+        run = Run(todo, self)
+        with torch.no_grad(), self._explained(number):
+            results = self._forward(parts, todo)
+        leaves, spec = tree_flatten([value for value, _ in results])
+        wanted = [flag for _, flags in results for flag in flags]
+        run.flags = [flags for _, flags in results]
+        if any(wanted):
+            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            outputs = with_backward([leaves[place] for place in places], wanted, inputs, run.backward)
+            for place, tensor in zip(places, outputs, strict=True):
+                leaves[place] = tensor
+        return [unpack_objects(value) for value in tree_unflatten(leaves, spec)]
+
+    def _forward(self, parts: Sequence[Any], this: Pass) -> list[tuple[Any, list[bool]]]:
+        num, last = len(parts), len(self._inboxes) - 1
+        for i, remote in self.remotes.items():
+            self._carry_changes(i)
+            forward = [Action("F", m, i) for m in range(num)]
+            remote.start("forward", this, forward, [Action("B", m, i) for m in reversed(range(num))])
+        for m, part in enumerate(parts):
+            flags = [this.grad and leaf.requires_grad for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+            own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), part)  # a layer may change it in place
+            self._post.send(self._first, Place("F", this.number, m, None), (own, flags))
+        for m, i in clock_cycles(num, last + 1):
+            if i in self._stages:
+                self._stages[i].run([Action("F", m, i)], this)
+        self._settle()
+        return [self._desk.take(Place("F", this.number, m, None)) for m in range(num)]
+
+    def backward(
+        self, run: "Run[Placed]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Runs the backward part of a pass on every partition, and waits for all.
+
+        Args:
+            run: The pass.
+            grads: The gradient of each output of each micro-batch that wants one.
+            inputs: What the first partition got and wants a gradient.
+
+        Returns:
+            The gradients of ``inputs``.
+        """
+        this, ahead = run.this, iter(grads)
+        with self._explained(this.number):
+            for m, flags in enumerate(run.flags):
+                if any(flags):
+                    part = [next(ahead) for flag in flags if flag]
+                    self._post.send(self._last, Place("B", this.number, m, None), part)
+            started = []
+            for i, remote in self.remotes.items():
+                self._carry_changes(i)  # autograd leaves out what wants no gradient by now
+                started.append((remote, remote.start("backward", this.number)))
+            for m, i in reversed(list(clock_cycles(this.microbatches, len(self._inboxes)))):
+                if i in self._stages:
+                    self._stages[i].run([Action("B", m, i)], this)
+            self._settle()
+            for remote, answer in started:
+                remote.result(answer)
+            if not inputs:
+                return []
+            return [
+                grad for m in range(this.microbatches) for grad in self._desk.take(Place("B", this.number, m, None))
+            ]
+
+    def forget(self, number: int) -> None:
+        """Has every partition forget a pass whose backward part can no longer come."""
+        for i, stage in self._stages.items():
+            stage.discard(number)
+            self._routers[i].forget(number)
+        self._desk.forget(number)
+        for remote in self.remotes.values():
+            remote.later("discard", number)
+
+    def _settle(self) -> None:
+        self._post.flush()
+        for router in self._routers.values():
+            router.settle()
+
+    def _carry_changes(self, i: int) -> None:
+        self._mirrors[i].carry(self.remotes[i].later)
+
+    @contextmanager
+    def _explained(self, number: int) -> Iterator[None]:
+        """Raises the cause of a failure instead of its consequences; what is under way of the pass ends, too."""
+        self._current, failures = number, self._failures
+        try:
+            if failures.any:  # such as in the last step of an optimizer
+                failures.raise_cause()
+            with in_pass(self.remotes.values()):
+                yield
+        except BaseException as error:
+            failures.add(error, consequence=is_consequence(error))
+            self._failures = self._no_failures()  # the next pass starts with none
+            for i, remote in self.remotes.items():
+                remote.failures = self._failures
+                with suppress(RuntimeError):  # it has gone
+                    rpc.rpc_async(self._inboxes[i].owner(), give_up, args=(self._inboxes[i], number), timeout=0)
+            self.forget(number)
+            failures.raise_cause()
+
+    def _no_failures(self) -> Failures:
+        """Those of the passes to come; the first one ends what this process waits for."""
+        failures, me = Failures(), weakref.ref(self)
+
+        def wake(_: Any) -> None:
+            if (placed := me()) is not None:
+                for inbox in (placed._desk, *(placed._inboxes[i].local_value() for i in placed._stages)):
+                    inbox.give_up(placed._current)
+
+        failures.first.add_done_callback(wake)
+        return failures
+
+    def _add_local(self, i: int, partition: Partition, routes: Routes, deferred_batch_norm: bool) -> None:
+        router = self._routers[i] = Router(routes, partition.place.device)
+        wiring = router.wiring()
+        self._stages[i] = Stage(
+            partition.layers,
+            partition.first_layer,
+            partition.place.device,
+            inputs=wiring.inputs,
+            outputs=wiring.outputs,
+            output_grads=wiring.output_grads,
+            input_grads=wiring.input_grads,
+            deferred_batch_norm=deferred_batch_norm,
+            call=call_partition,
+        )
+
+    def _remote(self, worker: str, host: Any, description: str) -> RemoteStage:
+        return RemoteStage(
+            worker,
+            host,
+            description,
+            process=f"RPC worker {worker}",
+            ended=lambda: None,
+            doing=lambda: "",
+            kill=lambda: None,  # it is the user's
+            failures=self._failures,
+        )
+
+
+def host_partition(blob: bytes, routes: Routes) -> Host:
+    """Takes a partition in; called by ``rpc.remote`` on the worker where it is to live."""
+    activity = Activity()
+
+    def wire(cargo: Cargo) -> Wiring:
+        return Router(routes, torch.device(cargo.device), activity.wait).wiring()
+
+    return Host(partial(unpack, blob, wire), routes.description, activity)
+
+
+def close(host: Any) -> None:
+    """Ends the thread of the host behind the ``RRef``."""
+    host.local_value().close()
+
+
+def _close(hosts: Sequence[Any]) -> None:
+    if rpc.api._is_current_rpc_agent_set():
+        for host in hosts:
+            with suppress(RuntimeError):  # the worker has gone, and its threads with it
+                rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)
+
+
+def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
+    if partition.place.worker is None:
+        return b""
+    cargo = Cargo(
+        index=i,
+        layers=partition.layers,
+        first_layer=partition.first_layer,
+        device=str(partition.place.device),
+        deferred_batch_norm=deferred_batch_norm,
+        call=call_partition,
+    )
+    return pickled(cargo, partition.layers, None)
+
+
+def _routes(
+    partitions: Sequence[Partition], inboxes: Sequence[Any], desk: Any, descriptions: Sequence[str]
+) -> list[Routes]:
+    """Who sends what to whom: each to the next one, and skips straight from where they are stashed to where popped."""
+    stashed_by: dict[Key, int] = {}
+    sources: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (desk, *inboxes[:-1])]
+    targets: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (*inboxes[1:], desk)]
+    for i, partition in enumerate(partitions):
+        stashed, popped = skips_of(partition.layers)
+        stashed_by.update(dict.fromkeys(stashed, i))
+        for key in popped:
+            if (origin := stashed_by[key]) != i:
+                sources[i][key] = inboxes[origin]
+                targets[origin][key] = inboxes[i]
+    return [
+        Routes(own, *ends, description)
+        for own, ends, description in zip(inboxes, zip(sources, targets, strict=True), descriptions, strict=True)
+    ]

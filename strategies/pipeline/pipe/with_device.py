@@ -1,0 +1,163 @@
+"""Where each layer of a ``Pipe`` runs, and which layers form a partition.
+
+layer on       cuda:0  cuda:0  cuda:1  cpu  cpu  worker1/cpu  worker1/cpu
+partition      └─── 0 ──────┘  └ 1 ─┘  2    3    └────────── 4 ─────────┘
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.remote_device import _remote_device
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, and the RPC worker that it is on; ``None`` is the process that runs the ``Pipe``."""
+
+    worker: str | None
+    device: torch.device
+
+    def __str__(self) -> str:
+        return str(self.device) if self.worker is None else f"{self.worker}/{self.device}"
+
+
+class WithDevice(nn.Module):
+    """Says where a layer of a :class:`~strategies.pipeline.pipe.pipe.Pipe` is to run.
+
+    ``Pipe`` moves the layer there and uses it without this wrapper, which does not show in names.
+
+    Args:
+        module: The layer.
+        device: A device of this process (``"cuda:1"``), or one of another RPC worker (``"worker1/cuda:0"``).
+
+    Raises:
+        TypeError: If ``module`` is no module.
+        ValueError: If ``device`` cannot be read.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device | str | int) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"WithDevice takes a module, got {type(module).__name__}")
+        self._module = module
+        self._place = _place(device)
+
+    @property
+    def module(self) -> nn.Module:
+        """The layer."""
+        return self._module
+
+    @property
+    def device(self) -> torch.device:
+        """The device, in the process of :attr:`worker`."""
+        return self._place.device
+
+    @property
+    def worker(self) -> str | None:
+        """The name of the RPC worker; ``None`` is this process."""
+        return self._place.worker
+
+    @property
+    def place(self) -> Place:
+        """Both."""
+        return self._place
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        """Runs the layer."""
+        return self._module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Consecutive layers at one place.
+
+    Attributes:
+        layers: The layers, named as in the whole module.
+        first_layer: The first one's place in the whole module.
+        place: Where they run.
+    """
+
+    layers: nn.Sequential
+    first_layer: int
+    place: Place
+
+    def describe(self, number: int) -> str:
+        """``partition 1 on worker1/cpu (layers 3 to 5: Block, Block, Linear)``."""
+        kinds = ", ".join(type(layer).__name__ for layer in self.layers)
+        last = self.first_layer + len(self.layers) - 1
+        return f"partition {number} on {self.place} (layers {self.first_layer} to {last}: {kinds})"
+
+
+def partitions_of(module: nn.Sequential, here: str | None) -> list[Partition]:
+    """Moves layers to the devices of this process that their ``WithDevice`` names, and finds the partitions.
+
+    Layers that follow each other at one place form a partition, but on this process's CPU each layer is one, as it was
+    in the original.
+
+    Args:
+        module: The layers.
+        here: The RPC name of this process, if it has one.
+
+    Raises:
+        ValueError: If a layer's parameters are on several devices, or two partitions share one.
+    """
+    partitions: list[Partition] = []
+    for number, (name, child) in enumerate(module._modules.items()):
+        assert child is not None
+        layer, place = (child.module, child.place) if isinstance(child, WithDevice) else (child, _place_of(name, child))
+        if place.worker is None or place.worker == here:
+            place = Place(None, place.device)
+            layer.to(place.device)
+        joins = partitions and partitions[-1].place == place and place != Place(None, torch.device("cpu"))
+        if not joins:
+            partitions.append(Partition(nn.Sequential(), number, place))
+        partitions[-1].layers.add_module(name, layer)
+    _check_shared(partitions)
+    return partitions
+
+
+def _place(device: torch.device | str | int) -> Place:
+    if isinstance(device, int):
+        return Place(None, torch.device(device))
+    try:
+        parsed = _remote_device(device)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"device must be like 'cuda:1' or 'worker1/cuda:0', got {device!r}: {error}") from error
+    if parsed.rank() is not None:
+        raise ValueError(f"device {device!r} gives a rank; give the RPC name of the worker, as in 'worker1/cpu'")
+    place = Place(parsed.worker_name(), parsed.device())
+    if place.device.type == "cuda" and place.device.index is None and place.worker is None:
+        return Place(None, torch.device("cuda", torch.cuda.current_device()))
+    return place
+
+
+def _place_of(name: str, layer: nn.Module) -> Place:
+    for tensors in (list(layer.parameters()), list(layer.buffers())):
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        if len(devices) > 1:
+            raise ValueError(
+                f"layer {name}, a {type(layer).__name__}, has tensors on {', '.join(devices)}, but a layer of Pipe "
+                "runs on one device: move it with .to(device), or make it several layers"
+            )
+        if devices:
+            return Place(None, tensors[0].device)
+    return Place(None, torch.device("cpu"))
+
+
+def _check_shared(partitions: list[Partition]) -> None:
+    owners: dict[nn.Parameter, int] = {}
+    for number, partition in enumerate(partitions):
+        for name, parameter in partition.layers.named_parameters(remove_duplicate=False):
+            other = owners.setdefault(parameter, number)
+            place = partitions[other].place
+            if other != number and not (place == partition.place and place.worker is None):
+                raise ValueError(
+                    f"parameter {name} is shared by layers on {place} and on {partition.place}; each would train a "
+                    "copy of its own. Put them on one device of this process, or let one partition hold both"
+                )
+
+
+def layers_of(partitions: list[Partition]) -> dict[str, nn.Module]:
+    """All layers by name, without their ``WithDevice``."""
+    return {name: layer for partition in partitions for name, layer in partition.layers.named_children()}

@@ -1,0 +1,292 @@
+"""Side outputs: tensors that a layer leaves in its attributes in its forward pass, instead of returning them.
+
+    self.aux_loss = ...     self.losses.append(...)     self.stats["entropy"] = ...
+
+On a worker they stay there, one for each micro-batch, with a graph that the driver's loss cannot reach. Each stage
+looks for them with the first and the last micro-batch of a pass, and says which attributes they are together with its
+output, so that the driver knows before its code goes on:
+
+    stage 0 ── (y, its attributes) ──▶ stage 1 ── (y, those of both) ──▶ driver: a mark in place of each attribute
+
+Whoever uses a mark gets an error that says what to do. On the driver's own stage an attribute is as the layer has left
+it, where that is right: for a single micro-batch, and where ``training_step`` runs once per micro-batch.
+
+Index letters: ``m`` micro-batch, ``i`` stage, ``k`` place of a module in ``modules()``.
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor, nn
+
+from strategies.common.formatting import describe
+
+_MAX_ITEMS = 1000
+"""How much of a list or dict is looked at."""
+
+_PLAIN = frozenset([bool, int, float, str, type(None)])
+
+_OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""What every module has."""
+
+_CONTAINERS = (dict, list, tuple, set, deque)
+
+_MISSING = object()
+
+
+class Attribute(NamedTuple):
+    """An attribute of a module of a stage."""
+
+    stage: int
+    module: int
+    name: str
+
+
+class Noted(NamedTuple):
+    """What a stage gives to the next one, if layers have side outputs."""
+
+    value: Any
+    attributes: tuple[Attribute, ...]
+
+
+class SideOutputs:
+    """Finds the side outputs of the layers of one stage.
+
+    Layers of ``torch.nn`` have none, so only those of other classes, and those with hooks, are looked at.
+
+    Args:
+        index: The stage's number.
+        layers: Its layers, as they are before their first pass.
+    """
+
+    def __init__(self, index: int, layers: nn.Module) -> None:
+        self._index = index
+        self._watched = [_Watched(k, vars(module)) for k, module in enumerate(layers.modules()) if _may_have(module)]
+
+    def find(self) -> tuple[Attribute, ...]:
+        """The attributes that have become side outputs since the last time."""
+        return tuple(Attribute(self._index, each.module, name) for each in self._watched for name in each.new())
+
+
+class _Watched:
+    """The attributes of one module; most have not changed, which is seen at a glance."""
+
+    def __init__(self, module: int, own: dict[str, Any]) -> None:
+        self.module, self._own = module, own
+        self._found: set[str] = set()
+        self._constants = dict(self._tensors())
+        self._look()
+
+    def new(self) -> list[str]:
+        """The side outputs that were none the last time."""
+        if not self._may_change_in_place and [*map(id, self._own.values())] == self._ids:
+            return []
+        new = [name for name, held in self._tensors() if not _unchanged(held, self._constants.get(name, ()))]
+        self._found.update(new)
+        self._look()
+        return new
+
+    def _look(self) -> None:
+        self._ids = [*map(id, self._own.values())]
+        self._may_change_in_place = any(_may_change_in_place(value) for _, value in self._others())
+
+    def _others(self) -> Iterator[tuple[str, Any]]:
+        """The attributes that other modules do not have, and that are not known to be side outputs."""
+        for name, value in list(self._own.items()):
+            if type(value) not in _PLAIN and name not in _OWN_ATTRIBUTES and name not in self._found:
+                yield name, value
+
+    def _tensors(self) -> Iterator[tuple[str, list[tuple[Tensor, int]]]]:
+        """Those of them that hold tensors, and how often each tensor has been changed in place."""
+        for name, value in self._others():
+            if held := list(_tensors_in(value)):
+                yield name, [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in held]
+
+
+class Mark:
+    """Stands for the value of a side output that is not here, or not right. A copy of it is what was there before."""
+
+    def __init__(self, message: str, before: Any) -> None:
+        vars(self).update(_message=message, _before=before)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # what Python itself looks for is not there
+            raise AttributeError(name)
+        raise RuntimeError(self._message)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> NoReturn:
+        mark = next(_marks_in((*args, *(kwargs or {}).values())))
+        raise RuntimeError(vars(mark)["_message"])
+
+    def __repr__(self) -> str:
+        return f"<{vars(self)['_message']}>"
+
+    def __format__(self, spec: str) -> str:
+        return repr(self) if not spec else self._use()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        before = vars(self)["_before"]
+        return copy.copy, (None if before is _MISSING else before,)
+
+    def _use(self, *_: Any) -> NoReturn:
+        raise RuntimeError(vars(self)["_message"])
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __setitem__ = __delitem__ = __contains__ = __call__ = _use
+    __float__ = __int__ = __index__ = __complex__ = __array__ = __neg__ = __pos__ = __abs__ = __invert__ = _use
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _use
+    __add__ = __radd__ = __iadd__ = __sub__ = __rsub__ = __isub__ = __mul__ = __rmul__ = __imul__ = _use
+    __truediv__ = __rtruediv__ = __itruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _use
+    __hash__ = object.__hash__
+
+
+class Marks:
+    """The driver's side: puts marks in place of side outputs.
+
+    Args:
+        stages: The layers of each stage, as the driver knows them; the last stage is its own.
+    """
+
+    def __init__(self, stages: Sequence[nn.Sequential]) -> None:
+        self._stages, self._own = stages, len(stages) - 1
+        self._marks: dict[Attribute, tuple[dict[str, Any], Mark]] = {}
+        self._hidden: dict[Attribute, Any] = {}
+        """The values of those of the own stage that have a mark now."""
+
+    def taken(self, value: Any) -> Any:
+        """Takes note of the side outputs that come with an output; returns that."""
+        if not isinstance(value, Noted):
+            return value
+        for attribute in value.attributes:
+            self._add(Attribute(*attribute))
+        return value.value
+
+    def show(self, is_right: Callable[[Any], bool]) -> None:
+        """Puts the marks in place, but for side outputs of the own stage that are right as they are."""
+        for attribute, (own, mark) in self._marks.items():
+            if attribute.stage != self._own:
+                own[attribute.name] = mark
+            elif own.get(attribute.name) is not mark and not is_right(own.get(attribute.name)):
+                self._hide(attribute)
+
+    @contextmanager
+    def hidden_from_layers(self) -> Iterator[None]:
+        """Within this, the layers of the own stage have their attributes as they have left them."""
+        hidden = list(self._hidden.items())
+        self._hidden.clear()
+        for attribute, value in hidden:
+            own, mark = self._marks[attribute]
+            if own.get(attribute.name) is mark:  # the user may have set another value
+                _set(own, attribute.name, value)
+        try:
+            yield
+        finally:
+            for attribute, _ in hidden:
+                self._hide(attribute)
+
+    def reveal(self) -> None:
+        """Takes the marks of the own stage away; they come back where values are not right."""
+        for attribute, value in self._hidden.items():
+            own, mark = self._marks[attribute]
+            if own.get(attribute.name) is mark:
+                _set(own, attribute.name, value)
+        self._hidden.clear()
+
+    @property
+    def have_graphs(self) -> bool:
+        """Whether side outputs of the own stage that can be used have a graph, which a loss may share with outputs."""
+        own = [
+            values.get(a.name)
+            for a, (values, _) in self._marks.items()
+            if a.stage == self._own and a not in self._hidden
+        ]
+        return any(tensor.requires_grad for tensor in _tensors_in(own))
+
+    def end(self) -> None:
+        """Takes all marks away: layers of other stages have what they had before, the own ones what they left."""
+        self.reveal()
+        for attribute, (own, mark) in self._marks.items():
+            if own.get(attribute.name) is mark:
+                _set(own, attribute.name, vars(mark)["_before"])
+        self._marks.clear()
+
+    def _add(self, attribute: Attribute) -> None:
+        stage = self._stages[attribute.stage]
+        name, module = next(islice(stage.named_modules(), attribute.module, None))
+        what = f"the forward pass of layer {name}, a {type(module).__name__}, leaves tensors in its attribute"
+        first_layer = sum(len(before) for before in self._stages[: attribute.stage])
+        where = describe(attribute.stage, stage, first_layer)
+        if attribute.stage != self._own:
+            message = f"{what} {attribute.name!r} on {where}, in another process, so they are not here."
+        else:
+            message = (
+                f"{what} {attribute.name!r} on {where}, once for each micro-batch: it has those of the last one only, "
+                'and gradients do not go through them. With schedule="1f1b" and checkpoint="never", which runs '
+                "training_step once per micro-batch, it has those of that micro-batch (a list or dict only if it is "
+                "new)."
+            )
+        before = _MISSING if attribute.stage == self._own else vars(module).get(attribute.name, _MISSING)
+        mark = Mark(f"{message} Return them from the layer (as one more output of the module).", before)
+        self._marks[attribute] = vars(module), mark
+
+    def _hide(self, attribute: Attribute) -> None:
+        own, mark = self._marks[attribute]
+        self._hidden[attribute] = own.get(attribute.name, _MISSING)
+        own[attribute.name] = mark
+
+
+def is_fresh(value: Any) -> bool:
+    """Whether a layer has made this for the latest micro-batch, and did not add to what was there."""
+    return not isinstance(value, list | dict | set | deque)
+
+
+def with_graph(value: Any) -> bool:
+    """Whether a side output is part of autograd's graph."""
+    return any(tensor.requires_grad for tensor in _tensors_in(value))
+
+
+def _may_have(module: nn.Module) -> bool:
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return bool(hooked) or not type(module).__module__.startswith("torch.nn.")
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if not isinstance(value, nn.Parameter):  # optimizers change those
+            yield value
+    elif isinstance(value, _CONTAINERS) and depth:
+        items: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        for item in [item for item in islice(items, _MAX_ITEMS) if type(item) not in _PLAIN]:
+            yield from _tensors_in(item, depth - 1)
+
+
+def _may_change_in_place(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(map(_may_change_in_place, value[:_MAX_ITEMS]))
+    return isinstance(value, (Tensor, *_CONTAINERS))
+
+
+def _unchanged(now: Sequence[tuple[Tensor, int]], before: Sequence[tuple[Tensor, int]]) -> bool:
+    same = (a is b and version == known for (a, version), (b, known) in zip(now, before, strict=False))
+    return len(now) <= len(before) and all(same)
+
+
+def _set(own: dict[str, Any], name: str, value: Any) -> None:
+    if value is _MISSING:
+        own.pop(name, None)
+    else:
+        own[name] = value
+
+
+def _marks_in(values: Iterable[Any]) -> Iterator[Mark]:
+    for value in values:
+        if isinstance(value, Mark):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _marks_in(value)

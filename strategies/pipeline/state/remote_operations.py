@@ -1,0 +1,396 @@
+"""Operations on tensors whose values live on a worker: recorded here, carried out by the stage that holds the values.
+
+    driver    with OnStages():
+                  average.lerp_(weight, 0.1)      on stand-ins without values: shapes, types and errors
+    worker        aten.lerp_.Scalar(#7, #3, 0.1)  before the next command of the stage
+
+The driver does not wait. An operation is identified by the operator of ATen that runs, a tensor by its storage on the
+``meta`` device, so views and detached tensors are those of the value that they belong to.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
+
+_REMOTE = RemoteParameter | RemoteBuffer
+
+Key = int | tuple[int, str]
+"""A computed value by its number; a parameter or buffer by the number of the module of the stage and its name there."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the elements of a tensor are in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Layout":
+        """The layout of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A tensor of the worker, as the arguments of an operation name it.
+
+    Attributes:
+        key: Of the value.
+        base: Layout of the value as the driver knows it.
+        view: Layout of the tensor, if it is a view of the value.
+    """
+
+    key: Key
+    base: Layout
+    view: Layout | None
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operator of ATen with its arguments; references stand for tensors.
+
+    Attributes:
+        name: Namespace, name and overload, such as ``("aten", "lerp_", "Scalar")``.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        results: The numbers of the new values among the results, ``None`` for those that are not new.
+    """
+
+    name: tuple[str, str, str]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[int | None, ...]
+
+
+class RemoteValue:
+    """The values of a stand-in; the worker frees a computed one when nothing on the driver refers to it any more."""
+
+    def __init__(self, holder: "Holder", key: Key, stand_in: Tensor) -> None:
+        self.holder, self.key, self.layout = holder, key, Layout.of(stand_in)
+
+    def __del__(self) -> None:
+        if isinstance(self.key, int):
+            self.holder.later("free_value", self.key)
+
+    def reference(self, tensor: Tensor) -> Reference:
+        """How an operation names ``tensor``, which shares the storage of this value."""
+        layout = Layout.of(tensor)
+        return Reference(self.key, self.layout, None if layout == self.layout else layout)
+
+
+class Holder:
+    """The stage that holds some values, as the driver reaches it.
+
+    Args:
+        description: The stage in words.
+        later: Runs a command of the stage before whatever it does next.
+        call: Runs a command of the stage and returns its result.
+    """
+
+    def __init__(self, description: str, later: Callable[..., None], call: Callable[..., Any]) -> None:
+        self.description, self.later, self._call = description, later, call
+        self.num_writes = 0
+        """How many operations have changed values in place."""
+        self._numbers = itertools.count()
+        self._has_ended = False
+
+    def take(self, module: int, layers: nn.Module) -> None:
+        """Notes for the stand-ins in ``layers``, module number ``module`` of the stage, that their values are there."""
+        for name, tensor in (*layers.named_parameters(), *layers.named_buffers()):
+            if isinstance(tensor, _REMOTE) and tensor.relay_value is None:  # the first stage owns a tied one
+                tensor.relay_value = RemoteValue(self, (module, name), tensor)
+
+    def computed(self, stand_in: Tensor) -> RemoteValue:
+        """The value of what an operation has computed."""
+        return RemoteValue(self, next(self._numbers), stand_in)
+
+    def end(self) -> None:
+        """From now on there is no stage to carry anything to."""
+        self._has_ended = True
+
+    def run(self, operation: Operation, writes: bool) -> None:
+        """Runs an operation before whatever the stage does next."""
+        self._check()
+        self.num_writes += writes
+        self.later("compute", operation, torch.get_default_dtype())
+
+    def fetch(self, reference: Reference) -> Tensor:
+        """The values of a tensor of the stage, on the CPU."""
+        self._check()
+        value: Tensor = self._call("held_value", reference)
+        return value
+
+    def _check(self) -> None:
+        if self._has_ended:
+            raise RuntimeError(
+                f"{self.description} has ended, and with it the values that were computed there; keep what is "
+                "to outlast the run in a copy of the model's state_dict()"
+            )
+
+
+class OnStages(TorchFunctionMode):
+    """Within this, operations on stand-ins are carried out by the stages that hold the values, and results stay there.
+
+    Lists of tensors, as in ``torch._foreach_lerp_``, are divided among the stages. What needs values in this process,
+    such as ``item()``, fetches them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = (*args, *kwargs.values())
+        remotes = [t for t in _tensors_in(given) if isinstance(t, _REMOTE) and t.relay_value is not None]
+        if not remotes:
+            if func is Tensor.to and any(isinstance(v, torch.device) and v.type == "meta" for v in given[1:]):
+                return args[0]  # to be combined with a stand-in: it goes there as a value
+            return func(*args, **kwargs)
+        if _is_left_alone(func):
+            return func(*args, **kwargs)
+        values = {t.untyped_storage()._cdata: t.relay_value for t in remotes if t.relay_value is not None}
+        recorder = Recorder(values, loads=func is Tensor.copy_)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
+                return found  # a shape, for instance
+            try:
+                with recorder:
+                    result = func(*args, **kwargs)
+            except RuntimeError as error:
+                if isinstance(error, NotCarriedError) or recorder.writes or "meta" not in str(error).lower():
+                    raise
+                return func(  # with values, such as item()
+                    *(_mapped(Tensor, recorder.fetched, value) for value in args),
+                    **{name: _mapped(Tensor, recorder.fetched, value) for name, value in kwargs.items()},
+                )
+            recorder.commit()
+
+            def marked(tensor: Tensor) -> Tensor:
+                value = values.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+                if value is None or isinstance(tensor, _REMOTE):
+                    return tensor
+                made = tensor.as_subclass(RemoteBuffer)
+                made.relay_name, made.relay_value = f"what was computed from {remotes[0].relay_name}", value
+                made.relay_view = partial(_fetch, value.holder, value.reference(tensor))  # outside of this
+                return made
+
+            return _mapped(Tensor, marked, result)
+
+
+class NotCarriedError(RuntimeError):
+    """An operation that no stage can carry out."""
+
+
+class Recorder(TorchDispatchMode):
+    """Within this, operations on stand-ins are recorded; :meth:`commit` sends them to their stages.
+
+    Args:
+        values: The values of the stand-ins that are known, by their storages; those of results are added.
+        loads: Whether a tensor without values may be copied, as ``load_state_dict`` does when it has sent the values.
+    """
+
+    def __init__(self, values: dict[int, RemoteValue], *, loads: bool) -> None:
+        super().__init__()
+        self._values, self._loads = values, loads
+        self.writes = False
+        """Whether something was to be changed in place."""
+        self._recorded: list[tuple[Holder, Operation, bool]] = []
+        self._kept: list[Tensor] = []  # or else another storage could get the same address
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        written = _written(func, args, kwargs)
+        known = [t for t in _tensors_in((*args, *kwargs.values())) if self._value(t) is not None]
+        self.writes |= any(t.is_meta for t in written)
+        if known and any(not t.is_meta for t in written):
+            raise RuntimeError(f"{func} needs the values of meta tensors")
+        result = func(*args, **kwargs)
+        created = [t for t in _tensors_in((result,)) if t.is_meta and self._value(t) is None]
+        loaded = self._loads and len(args) > 1 and args[1].is_meta and self._value(args[1]) is None
+        if known and (written or created) and not loaded:
+            self._record(func, args, kwargs, result, bool(written))
+        return result
+
+    def fetched(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or its values if it is a stand-in."""
+        value = self._value(tensor)
+        return tensor if value is None else value.holder.fetch(value.reference(tensor)).to(tensor.dtype)
+
+    def commit(self) -> None:
+        """Sends what has been recorded."""
+        for holder, operation, writes in self._recorded:
+            holder.run(operation, writes)
+
+    def _value(self, tensor: Tensor) -> RemoteValue | None:
+        return self._values.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+
+    def _places(self, tensors: Sequence[Tensor]) -> str:
+        values = [value for t in tensors if (value := self._value(t)) is not None]
+        return " and ".join(dict.fromkeys(value.holder.description for value in values))
+
+    def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, writes: bool) -> None:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotCarriedError(f"{func} draws random numbers, which would be others on another stage")
+        tensors = _tensors_in((*args, *kwargs.values()))
+        lost = [t for t in tensors if t.is_meta and self._value(t) is None]
+        if lost:
+            raise NotCarriedError(f"{func} takes a tensor without values")
+        divisible = func._schema.name.startswith("aten::_foreach_") and all(isinstance(t, Tensor) for t in args[0])
+        lengths = {len(args[0])} if divisible else set()
+        holders = {value.holder: None for t in tensors if (value := self._value(t)) is not None}
+        if not divisible and len(holders) > 1:
+            raise NotCarriedError(f"{func} combines values of {self._places(tensors)}")
+        if not divisible:
+            self._add(next(iter(holders)), func, args, kwargs, _listed(result), writes)
+            return
+        results = list(result) if isinstance(result, list | tuple) else []
+        owners = [self._value(t) for t in args[0]]
+        for holder in holders:
+            places = [place for place, value in enumerate(owners) if value is not None and value.holder is holder]
+
+            def part(argument: Any, places: list[int] = places) -> Any:
+                is_list = isinstance(argument, list | tuple) and len(argument) in lengths
+                return [argument[place] for place in places] if is_list else argument
+
+            own = part(args[0]), *map(part, args[1:])
+            if any((v := self._value(t)) is not None and v.holder is not holder for t in _tensors_in(own)):
+                raise NotCarriedError(f"{func} combines values of {self._places(tensors)}")
+            chosen = {name: part(value) for name, value in kwargs.items()}
+            self._add(holder, func, own, chosen, part(results), writes)
+
+    def _add(
+        self,
+        holder: Holder,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        results: Sequence[Any],
+        writes: bool,
+    ) -> None:
+        named_args = tuple(_mapped(Tensor, self._reference, value) for value in args)
+        named_kwargs = {name: _mapped(Tensor, self._reference, value) for name, value in kwargs.items()}
+        numbers: list[int | None] = []
+        for result in results:
+            number = None
+            if isinstance(result, Tensor) and result.is_meta and self._value(result) is None:
+                value = self._values[result.untyped_storage()._cdata] = holder.computed(result)
+                self._kept.append(result)
+                assert isinstance(value.key, int)
+                number = value.key
+            numbers.append(number)
+        name = func.namespace, func._schema.name.rpartition("::")[2], func._overloadname
+        self._recorded.append((holder, Operation(name, named_args, named_kwargs, tuple(numbers)), writes))
+
+    def _reference(self, tensor: Tensor) -> Reference | Tensor:
+        value = self._value(tensor)
+        if value is not None:
+            return value.reference(tensor)
+        return tensor.detach().to("cpu", copy=True)  # it may be changed before it is sent
+
+
+class HeldValues:
+    """The worker's side: its parameters, buffers and computed values.
+
+    Args:
+        modules: The modules of the stage, by their numbers.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        self._computed: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def compute(self, operation: Operation) -> None:
+        """Carries out an operation and keeps its new values."""
+        namespace, name, overload = operation.name
+        func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        args = [_mapped(Reference, self.tensor, value) for value in operation.args]
+        kwargs = {name: _mapped(Reference, self.tensor, value) for name, value in operation.kwargs.items()}
+        written, tensors = _written(func, args, kwargs), _tensors_in((*args, *kwargs.values()))
+        if len({tensor.device for tensor in tensors}) > 1:
+            device = next((t.device for t in (*written, *tensors) if t.dim()), torch.device("cpu"))
+
+            def here(tensor: Tensor) -> Tensor:
+                return tensor if any(tensor is one for one in written) or not tensor.dim() else tensor.to(device)
+
+            args = [_mapped(Tensor, here, value) for value in args]
+            kwargs = {name: _mapped(Tensor, here, value) for name, value in kwargs.items()}
+        kwargs = {name: value for name, value in kwargs.items() if value != torch.device("meta")}
+        for number, result in zip(operation.results, _listed(func(*args, **kwargs)), strict=False):
+            if number is not None:
+                self._computed[number] = result
+
+    def tensor(self, reference: Reference) -> Tensor:
+        """The tensor that a reference names, without a gradient."""
+        key = reference.key
+        value = self._computed[key] if isinstance(key, int) else attrgetter(key[1])(self._modules[key[0]]).detach()
+        view, base = reference.view, reference.base
+        if value.dtype != base.dtype or value.shape != base.size:
+            raise RuntimeError(
+                f"{key} is a {value.dtype} of shape {list(value.shape)}, not as the driver has it: {base}"
+            )
+        if view is None:
+            return value
+        if value.stride() != base.stride or view.dtype != base.dtype:
+            raise RuntimeError(f"{key} has strides {value.stride()}, so that no view can be taken of it as of {base}")
+        return value.as_strided(view.size, view.stride, value.storage_offset() + view.offset - base.offset)
+
+    def free(self, number: int) -> None:
+        """Lets go of a computed value."""
+        self._computed.pop(number, None)
+
+
+def _fetch(holder: Holder, reference: Reference, read: Callable[..., Tensor]) -> Tensor:
+    """What stands for reading a computed value; ``read`` is for views of stand-ins, of which it is none."""
+    return holder.fetch(reference)
+
+
+def _is_left_alone(func: Any) -> bool:
+    """Whether a function reads a gradient, sets an attribute, or registers something."""
+    name = func.__name__
+    if name == "__get__":
+        return getattr(func, "__self__", None) is Tensor.grad
+    return name in ("__set__", "__delete__", "register_hook", "register_post_accumulate_grad_hook", "__reduce_ex__")
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments or results of an operator, also those in lists."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors_in(value)
+    return found
+
+
+def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
+    """The argument with everything of a kind replaced, also in lists."""
+    if isinstance(value, kind):
+        return function(value)
+    return [_mapped(kind, function, each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _listed(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, list | tuple) else [result]
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The arguments that an operator changes in place."""
+    declared = func._schema.arguments
+    given = [*zip(declared, args, strict=False), *((d, kwargs[d.name]) for d in declared if d.name in kwargs)]
+    return _tensors_in([value for d, value in given if d.alias_info is not None and d.alias_info.is_write])

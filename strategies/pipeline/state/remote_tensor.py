@@ -1,0 +1,487 @@
+"""What stands on the driver for a parameter or a buffer whose values live on a worker.
+
+Facts (name, shape, type, ``requires_grad``) are known here. Values are fetched when they are read, by one message to
+the stage, and never otherwise:
+
+    parameter.detach(), .data, [0], .t()   a view: a stand-in too, whose values are those at the moment when it is read
+    parameter.norm(), .clone(), .cpu()     computed from the values that the stage has now
+    parameter.grad                         the gradient that the stage has now, or ``None``; a :class:`FetchedTensor`
+    zero_grad(), parameter.grad = None     clears the gradient on the stage, ahead of whatever that does next
+    parameter.mul_(2), .grad.mul_(2)       an error: the change would not reach the stage
+    loss + parameter.norm()                a value, whose backward pass adds to the gradient on the stage
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn, Protocol, cast
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+_HARMLESS = ("requires_grad_", "rename_")
+"""Methods that end in an underscore and change no value."""
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__i{name}__"
+    for name in (
+        *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+        *("lshift", "rshift", "and", "or", "xor"),
+    )
+)
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
+
+_LIKE = frozenset(f"{name}_like" for name in ("empty", "zeros", "ones", "full", "rand", "randn", "randint"))
+"""Functions for which the shape is enough. Tensors' own ``new_...`` methods are such functions too."""
+
+_FACTS = frozenset(
+    [
+        *(getattr(Tensor, name).__get__ for name in ("requires_grad", "shape", "dtype", "is_meta", "is_leaf", "ndim")),
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
+    ]
+)
+"""What is known of a stand-in and of a fetched tensor without its values."""
+
+_FIND_NO_GRADIENT = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "torch.utils.", "torch._", "strategies.")
+"""Modules that find that such a tensor has no gradient, and leave it to its stage. For others it is fetched."""
+
+
+class StageReader(Protocol):
+    """Where values come from; a :class:`~strategies.pipeline.control.client.RemoteStage`.
+
+    Attributes:
+        description: The stage in words.
+        version: Another number whenever the stage may have changed a parameter, a buffer or a gradient.
+    """
+
+    description: str
+
+    @property
+    def version(self) -> int: ...
+
+    def read(self, command: str, *arguments: Any) -> Any:
+        """Runs a command that changes nothing, and returns its result."""
+        ...
+
+    def zero_grad_later(self, name: str, set_to_none: bool, module: int = 0) -> None:
+        """Clears the gradient of a parameter before whatever the stage does next."""
+        ...
+
+    def later(self, command: str, *arguments: Any) -> None:
+        """Runs a command just before that of the next call."""
+        ...
+
+
+@dataclass
+class Source:
+    """Where the values of a stand-in are.
+
+    Attributes:
+        stage: The stage.
+        name: The tensor's name there.
+        device: Where values are put when they have been fetched.
+        module: The number that the stage gives to the module: zero, or that of a copy of the model.
+    """
+
+    stage: StageReader
+    name: str
+    device: torch.device
+    module: int = 0
+    _gradient: tuple[int, Tensor | None] = (-1, None)
+
+    def value(self, described: str) -> Tensor:
+        """The values now, a copy.
+
+        Raises:
+            RuntimeError: If there are none, or if they are a result of the forward pass that wants a gradient.
+        """
+        value, requires_grad = self.stage.read("value", self.name, self.module)
+        if value is None:
+            raise RuntimeError(f"{described} on {self.stage.description} has no values: its layer has dropped it.")
+        if requires_grad:
+            raise RuntimeError(
+                f"{described} on {self.stage.description} is a result of the layer's forward pass that wants a "
+                "gradient, which cannot reach that stage from here. Return it from the layer."
+            )
+        return cast(Tensor, value).to(self.device)
+
+    def add_gradient(self, grad: Tensor) -> None:
+        """Adds to the gradient on the stage, ahead of whatever it is told next."""
+        self.stage.later("add_gradient", self.name, grad.detach().cpu(), self.module)
+
+    def gradient(self) -> Tensor | None:
+        """The gradient now; asked for twice in a row it is fetched once."""
+        if self._gradient[0] != self.stage.version:
+            grad = self.stage.read("gradient", self.name, self.module)
+            self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
+        return self._gradient[1]
+
+    def clear_gradient(self, set_to_none: bool) -> None:
+        """Does what ``zero_grad`` of a module does to each parameter."""
+        self.stage.zero_grad_later(self.name, set_to_none, self.module)
+
+
+class _Remote:
+    """Fetches the values for what reads them, and makes an error of what would silently do nothing.
+
+    The latter is changing values in place, setting a gradient, registering hooks, and using a copy that is
+    outdated.
+    """
+
+    relay_name: str
+    """Which tensor this is, or was computed from."""
+
+    relay_source: Source | None = None
+    """Where the values are, if they can be fetched."""
+
+    relay_view: "Callable[[Callable[[_Remote], Tensor]], Tensor] | None" = None
+    """Gives the values of a view of a stand-in, told how to read what it is a view of."""
+
+    relay_advice: str = (
+        "For gradients of all stages set the Trainer's gradient_clip_val, or call self.clip_gradients(...) or "
+        "trainer.strategy.clip_grad_norm_(...), which returns their norm and with max_norm=inf leaves them as they "
+        "are; to clear them call zero_grad() of the optimizer or of the model."
+    )
+    """What to do about gradients."""
+
+    relay_is_followed: bool = True
+    """Whether what an optimizer does to this reaches the worker; otherwise it may not read the gradient either."""
+
+    relay_value: Any = None
+    """Where the values are, for :class:`~strategies.pipeline.state.remote_operations.OnStages`."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _FACTS:  # read of all parameters in each pass
+                return func(*args, **kwargs)
+            descriptor, name = _descriptor(func), func.__name__
+            if name == "__get__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
+                return args[0]._gradient(sys._getframe(1))
+            if name == "__set__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
+                return args[0]._set_gradient(args[1])
+            if name == "__get__" and descriptor is Tensor.device and args[0].relay_source is not None:
+                return args[0].relay_source.device  # where values are, once they have been read
+            if (changed := _changed(func, args, kwargs)) is not None:
+                changed._refuse(getattr(descriptor, "__name__", name))
+            if any(type(t) in _WITHOUT_VALUES for t in _remotes_in((*args, *kwargs.values()))):
+                known, result = _without_values(func, args, kwargs)
+                if known:
+                    return result
+            return _with_values(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied: Tensor = self._value().detach().clone()
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, requires_grad=self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+    def _value(self) -> Tensor:
+        """The values, without a place in autograd's graph."""
+        if self.relay_view is not None:
+            with torch.no_grad():
+                return self.relay_view(lambda remote: remote._value())
+        if self.relay_source is None:
+            self._refuse("reading values")
+        return self.relay_source.value(self.relay_name)
+
+    def _tracked(self) -> Tensor:
+        """The values, from which gradients go to the stage, if the parameter wants them."""
+        if not cast(Tensor, self).requires_grad:
+            return self._value()
+        if self.relay_view is not None:
+            return self.relay_view(lambda remote: remote._tracked())
+        value = self._value()
+        assert self.relay_source is not None
+        return cast(Tensor, _Fetch.apply(torch.zeros((), requires_grad=True), value, self.relay_source))
+
+    def _gradient(self, frame: FrameType) -> Tensor | None:
+        module = frame.f_globals.get("__name__", "")
+        if module == "torch.nn.utils.clip_grad":
+            self._refuse_gradient("torch.nn.utils.clip_grad_norm_ or clip_grad_value_")
+        if frame.f_code is nn.Module.zero_grad.__code__:  # which leaves alone what has no gradient
+            self._clear_gradient(frame.f_locals["set_to_none"])
+            return None
+        if module.startswith(_FIND_NO_GRADIENT) or _is_within_an_optimizer(frame):
+            if not self.relay_is_followed:
+                self._refuse_gradient("an optimizer")
+            return None
+        if self.relay_source is None:
+            self._refuse_gradient("reading it")
+        if (grad := self.relay_source.gradient()) is None:
+            return None
+        return _fetched(grad, f"the gradient of {self.relay_name}", self.relay_source.stage, self.relay_advice)
+
+    def _set_gradient(self, grad: Tensor | None) -> None:
+        if grad is not None:
+            self._refuse_gradient("setting it")
+        self._clear_gradient(True)
+
+    def _clear_gradient(self, set_to_none: bool) -> None:
+        if self.relay_source is None:
+            self._refuse_gradient("clearing it")
+        self.relay_source.clear_gradient(set_to_none)
+
+    @property
+    def _stage(self) -> StageReader:
+        assert self.relay_source is not None
+        return self.relay_source.stage
+
+    @property
+    def _where(self) -> str:
+        return "another stage" if self.relay_source is None else f"{self.relay_source.stage.description}, another stage"
+
+    def _refuse_gradient(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of {self.relay_name} is on {self._where} of the pipeline, which {what} here would leave "
+            f"out. {self.relay_advice}"
+        )
+
+    def _refuse(self, what: str) -> NoReturn:
+        if what == "grad":
+            self._refuse_gradient("deleting it")
+        if what in _HOOKS:
+            raise RuntimeError(
+                f"`{what}` on {self.relay_name}, which lives on {self._where} of the pipeline: gradients are computed "
+                "there, so the hook would never be called. Read the parameter's .grad in on_before_optimizer_step, "
+                'which fetches it (for WandbLogger.watch pass log="parameters", and log gradients there).'
+            )
+        raise RuntimeError(
+            f"`{what}` on {self.relay_name}, which lives on {self._where} of the pipeline: its values are not in this "
+            "process. They can be read and copied here, but while the pipeline runs only layers and optimizers change "
+            "them, and load_state_dict() of the model."
+        )
+
+
+class RemoteParameter(_Remote, nn.Parameter):
+    """A parameter without values, which are fetched when they are read. ``requires_grad`` can also be set."""
+
+
+class RemoteBuffer(_Remote, Tensor):
+    """A buffer without values, or a view of a parameter or buffer without values."""
+
+
+class FetchedTensor(_Remote, Tensor):
+    """Values that have been fetched, as long as they are those of the stage. They can be read, not changed."""
+
+    relay_stage: StageReader
+    relay_version: int
+
+    @property
+    def _stage(self) -> StageReader:
+        return self.relay_stage
+
+    def _value(self) -> Tensor:
+        if self.relay_stage.version != self.relay_version:
+            raise RuntimeError(
+                f"{self.relay_name} of {self.relay_stage.description} was read before that stage went on, and may be "
+                "another one by now. Read it again, or keep a copy: .clone()."
+            )
+        return self.as_subclass(Tensor)
+
+    def _tracked(self) -> Tensor:
+        return self._value()
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise RuntimeError(
+            f"`{what}` on {self.relay_name}, which has been fetched from {self.relay_stage.description}: the change "
+            f"would not reach that stage. To compute with it, change a copy: .clone(). {self.relay_advice}"
+        )
+
+
+_WITHOUT_VALUES = (RemoteParameter, RemoteBuffer)
+
+
+def remote_parameter(name: str, parameter: nn.Parameter, source: Source | None = None) -> RemoteParameter:
+    """A stand-in with the shape, type and ``requires_grad`` of ``parameter``."""
+    empty = torch.empty_like(parameter, device="meta")
+    remote = cast(RemoteParameter, RemoteParameter(empty, requires_grad=parameter.requires_grad))
+    remote.relay_name, remote.relay_source = f"parameter {name} {list(parameter.shape)}", source
+    return remote
+
+
+def remote_buffer(name: str, buffer: Tensor, source: Source | None = None) -> RemoteBuffer:
+    """A stand-in with the shape and type of ``buffer``."""
+    remote = torch.empty_like(buffer, device="meta").as_subclass(RemoteBuffer)
+    remote.relay_name, remote.relay_source = f"buffer {name} {list(buffer.shape)}", source
+    return remote
+
+
+class _Fetch(torch.autograd.Function):
+    """From a parameter on its stage to its values here; a gradient goes back to the stage with the next command."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, source: Source) -> Tensor:
+        ctx.source = source
+        return value.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.source.add_gradient(grads[0])
+        return None, None, None
+
+
+def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
+    """Whether shapes and types are enough for a function, and its result if so."""
+    name, remotes = func.__name__, list(_remotes_in((*args, *kwargs.values())))
+    if func is torch.autograd.grad or name == "backward":
+        remotes[0]._refuse(f"{name} (a backward pass)")
+    if name in _HARMLESS or name == "__set__" or _loads(func, args):
+        return True, func(*args, **kwargs)
+    if _is_in_place(func, kwargs) or kwargs.get("out") is not None:
+        return False, None  # what is changed has values
+    if name in _LIKE or name.startswith("new_"):
+        return True, func(*_mapped(_empty, args), **_mapped(_empty, kwargs))
+    try:
+        result = func(*args, **kwargs)
+    except Exception:  # the values may help; if not, the error is that of the values
+        return False, None
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    origins = {_storage(t): t for t in remotes if type(t) in _WITHOUT_VALUES}
+    if not all(_storage(t) in origins for t in tensors):
+        return False, None
+    places = iter(range(len(tensors)))
+
+    def marked(leaf: Any) -> Any:
+        place = next(places) if isinstance(leaf, Tensor) else 0
+        if not isinstance(leaf, Tensor) or isinstance(leaf, _Remote):
+            return leaf
+        return _view(leaf, origins[_storage(leaf)], func, args, kwargs, place)
+
+    return True, tree_map(marked, result) if tensors else result
+
+
+def _view(
+    empty: Tensor, origin: _Remote, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], place: int
+) -> RemoteBuffer:
+    """A stand-in for the tensor at a place in the result of a function that returns views."""
+    view = empty.as_subclass(RemoteBuffer)
+    view.relay_name, view.relay_source = origin.relay_name, origin.relay_source
+    vars(view)["relay_advice"] = origin.relay_advice
+
+    def values(read: Callable[[_Remote], Tensor]) -> Tensor:
+        result = func(*_mapped(read, args), **_mapped(read, kwargs))
+        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)][place]
+
+    view.relay_view = values
+    return view
+
+
+def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function with values; what shares memory with them can only be read."""
+    fetched: dict[int, _Remote] = {}
+
+    def with_value(remote: _Remote) -> Tensor:
+        value = remote._tracked() if torch.is_grad_enabled() else remote._value()
+        if (storage := _storage(value)) is not None:
+            fetched[storage] = remote
+        return value
+
+    result = func(*_mapped(with_value, args), **_mapped(with_value, kwargs))
+    if isinstance(result, numpy.ndarray):
+        result.flags.writeable = False
+
+    def protected(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, _Remote):
+            return leaf
+        origin = fetched.get(_storage(leaf) or 0)
+        return leaf if origin is None else _fetched(leaf, origin.relay_name, origin._stage, origin.relay_advice)
+
+    return tree_map(protected, result)
+
+
+def _fetched(value: Tensor, name: str, stage: StageReader, advice: str) -> FetchedTensor:
+    fetched = value.as_subclass(FetchedTensor)
+    fetched.relay_name, fetched.relay_stage, fetched.relay_version = name, stage, stage.version
+    vars(fetched)["relay_advice"] = advice
+    return fetched
+
+
+def _empty(remote: _Remote) -> Tensor:
+    """A tensor that has a stand-in's shape and type, where its values would be."""
+    source = remote.relay_source
+    return torch.empty_like(cast(Tensor, remote), device=None if source is None else source.device)
+
+
+def _mapped(function: Callable[[_Remote], Tensor], value: Any) -> Any:
+    """The value with something in place of each stand-in or fetched tensor in it."""
+    if isinstance(value, _Remote):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(function, item) for item in value)
+    return value
+
+
+def _storage(tensor: Any) -> int | None:
+    """Tells whether two tensors share memory; sparse ones have none of their own."""
+    try:
+        return cast(int, tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def _descriptor(func: Callable[..., Any]) -> Any:
+    """The attribute of ``Tensor`` that ``func`` gets or sets, if it does."""
+    return getattr(func, "__self__", None)
+
+
+def _is_within_an_optimizer(frame: FrameType) -> bool:
+    """Whether the code of a frame is part of an optimizer's method, such as its step."""
+    caller: FrameType | None = frame
+    while caller is not None and not caller.f_globals.get("__name__", "").startswith("pytorch_lightning."):
+        if isinstance(caller.f_locals.get("self"), Optimizer):
+            return True
+        caller = caller.f_back
+    return False  # user code that a training loop called, perhaps within a step's closure
+
+
+def _remotes_in(values: Iterable[Any]) -> Iterator[_Remote]:
+    for value in values:
+        if isinstance(value, _Remote):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _remotes_in(value)
+        elif isinstance(value, dict):
+            yield from _remotes_in(value.values())
+
+
+def _is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
+    name = func.__name__
+    if name.endswith("_") and not name.endswith("__"):
+        return name not in _HARMLESS
+    return name in _IN_PLACE_OPERATORS or name == "__setitem__" or kwargs.get("inplace") is True
+
+
+def _loads(func: Callable[..., Any], args: Sequence[Any]) -> bool:
+    """Whether ``load_state_dict`` calls this, when the values have been sent to where they belong."""
+    return func.__name__ == "copy_" and len(args) > 1 and not isinstance(args[1], _Remote) and args[1].is_meta
+
+
+def _changed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Remote | None:
+    """The stand-in or fetched tensor that ``func`` would change, without effect on its stage."""
+    sets = func.__name__ in ("__set__", "__delete__") and _descriptor(func) is not Tensor.requires_grad
+    targets = [kwargs["out"]] if kwargs.get("out") is not None else []
+    if (sets or func.__name__ in _HOOKS or _is_in_place(func, kwargs)) and not _loads(func, args):
+        targets.append(args[0] if args else next(iter(kwargs.values())))
+    return next(_remotes_in(targets), None)

@@ -1,0 +1,148 @@
+"""``state_dict`` and ``load_state_dict`` of a module whose layers live on several processes."""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy, deepcopy
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from strategies.common.trees import with_meta_tensors
+from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.state.mirror import set_attributes
+from strategies.pipeline.state.placement import replace_buffers
+
+
+class StateOfStages:
+    """Makes both give and take the values of every stage, under the names of one process.
+
+    Args:
+        module: The whole module.
+        stages: Its parts.
+        remotes: Where each of them lives; it is here if that is ``None`` or not said.
+        number: Of the module on each stage: zero, or that of a copy of the model.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        stages: Sequence[nn.Sequential],
+        remotes: Sequence[RemoteStage | None],
+        number: int = 0,
+    ) -> None:
+        self._module, self._stages, self._number = module, stages, number
+        self._remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
+        self._gathers, self._scatters = "module_state", True
+        self._handles: list[Any] = [
+            module.register_state_dict_post_hook(partial(self._gather)),  # torch sets an attribute on it
+            module.register_load_state_dict_pre_hook(partial(self._scatter)),
+        ]
+
+    def end(self) -> None:
+        """Leaves the module as it was."""
+        for handle in self._handles:
+            handle.remove()
+
+    def whole(self) -> nn.Module:
+        """The module as one process would have it now: this stage's layers, and copies of those of the others."""
+        module, last = self._module, self._stages[-1]
+        here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
+        memo: dict[int, Any] = {id(own): own for own in here}
+        whole = copy(module)
+        for name in ("forward", "load_state_dict"):  # those of the pipeline
+            vars(whole).pop(name, None)
+        hooks = [dict(module._state_dict_hooks), dict(module._load_state_dict_pre_hooks)]
+        for own, handle in zip(hooks, self._handles, strict=True):
+            del own[handle.id]
+        whole._state_dict_hooks, whole._load_state_dict_pre_hooks = map(OrderedDict, hooks)
+        whole._modules = {}
+        for layers, remote in zip(self._stages, self._remotes, strict=True):
+            if remote is None:
+                continue
+            tensors = remote.call("tensors")
+            for name, p in layers.named_parameters():
+                memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
+            memo.update({id(buffer): buffer for buffer in layers.buffers()})  # until they are replaced
+            own_copy = nn.Sequential(OrderedDict((n, deepcopy(layer, memo)) for n, layer in layers._modules.items()))
+            replace_buffers(own_copy, tensors)
+            set_attributes(own_copy, dict(enumerate(remote.call("attributes"))))
+            if extra := remote.call("extra_state"):
+                own_copy.load_state_dict(extra, strict=False)
+            whole._modules.update(own_copy._modules)
+        whole._modules.update(last._modules)
+        return whole
+
+    @contextmanager
+    def staying_here(self) -> Iterator[None]:
+        """Within this, what is loaded goes to no other stage."""
+        self._scatters = False
+        try:
+            yield
+        finally:
+            self._scatters = True
+
+    @contextmanager
+    def without_values(self) -> Iterator[None]:
+        """Within this, a state dict has tensors without values for what is on other stages."""
+        self._gathers = "module_layout"
+        try:
+            yield
+        finally:
+            self._gathers = "module_state"
+
+    def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Puts the workers' entries in place of those for their layers, stage by stage; ties stay tied.
+
+        What a worker gives is taken as it is: a layer may have made a buffer, or dropped one. Parameters it must have.
+        """
+        here = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
+        for i, layers in enumerate(self._stages):
+            own = {n: v for n, v in here.items() if n[len(prefix) :].partition(".")[0] in layers._modules}
+            if (remote := self._remotes[i]) is not None:
+                parameters = dict(layers.named_parameters(remove_duplicate=False))
+                given = self._given(i, remote, [name for name in parameters if prefix + name in own])
+                state.update({prefix + name: value for name, value in given.items()})
+                owned_here = [prefix + name for name, p in parameters.items() if not p.is_meta]  # tied ones
+                state.update({name: own[name] for name in owned_here if name in own})
+            else:
+                state.update(own)
+        first: dict[nn.Parameter, str] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
+
+    def _given(self, i: int, remote: RemoteStage, wanted: Sequence[str]) -> dict[str, Any]:
+        """What stage ``i`` gives for its layers.
+
+        Raises:
+            RuntimeError: If it lacks what is wanted, or has what belongs to others.
+        """
+        given: dict[str, Any] = with_meta_tensors(remote.call(self._gathers, self._number))
+        missing = [name for name in wanted if name not in given]
+        foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
+        if missing or foreign:
+            raise RuntimeError(
+                f"{remote.description} gave a state that is not that of its layers: missing {missing}, "
+                f"unexpected {foreign}. No checkpoint can be made of it."
+            )
+        return given
+
+    def _scatter(self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any) -> None:
+        """Sends each worker its part of a state dict that is being loaded."""
+        if not self._scatters:
+            return
+        named = dict(module.named_parameters(remove_duplicate=False))
+        last = {parameter: name for name, parameter in named.items() if prefix + name in state}
+        for name, parameter in named.items():  # as in one process, the last value of a tied parameter stays
+            if prefix + name in state:
+                state[prefix + name] = state[prefix + last[parameter]]
+        for layers, remote in zip(self._stages, self._remotes, strict=True):
+            if remote is None:
+                continue
+            own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
+            remote.call("load_module_state", {name: state[prefix + name] for name in own}, self._number)
+            for name, here in own.items():
+                if isinstance(here, Tensor) and here.is_meta:
+                    state[prefix + name] = state[prefix + name].to("meta")

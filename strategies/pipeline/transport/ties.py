@@ -1,0 +1,169 @@
+"""Tied parameters: one ``Parameter`` that several processes use, such as an embedding that is also the output layer.
+
+One process owns it: the driver if it uses it, otherwise the first stage that does. The owner holds the optimizer state
+and makes the update; the others hold copies.
+
+    after every backward pass        copies ──── gradients ───▶ owner, which adds them to its own
+    before the next forward pass     owner  ───── value ──────▶ copies, if it may have changed
+
+A gradient moves, so that none is counted twice however many passes are accumulated, and norms see the parameter once.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from strategies.pipeline.transport.channel import Receiver, Sender
+
+GRADIENT_TAG, VALUE_TAG = 4, 6
+"""Tags of the channels from copies to owners and back."""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """One tied parameter. Ranks are numbers of stages, of which the driver's is the last.
+
+    Attributes:
+        owner: The rank that updates it.
+        names: Its names in the pipelined module, by the ranks of the stages that use it, in order.
+    """
+
+    owner: int
+    names: Mapping[int, tuple[str, ...]]
+
+    @property
+    def copies(self) -> list[int]:
+        """The ranks that hold a copy."""
+        return [rank for rank in self.names if rank != self.owner]
+
+
+def owned_parameters(i: int, layers: nn.Module, ties: Iterable[Tie]) -> list[nn.Parameter]:
+    """The parameters of a stage, without copies of those that another one owns."""
+    named = dict(layers.named_parameters(remove_duplicate=False))
+    copies = {named[tie.names[i][0]] for tie in ties if i in tie.copies}
+    return [parameter for parameter in layers.parameters() if parameter not in copies]
+
+
+def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> list[Tie]:
+    """Finds the parameters that more than one process uses.
+
+    Args:
+        stages: The layers of each stage; the last one's live on the driver.
+        outside: Parameters of the model that are used outside of its stages, which is on the driver.
+
+    Raises:
+        ValueError: If a layer with running statistics is used by two stages, each of which would see half of the
+            batches, or if a tied parameter is one that its layer changes in the forward pass.
+    """
+    uses: dict[int, dict[int, list[str]]] = {}
+    norms: dict[nn.Module, int] = {}
+    for i, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            uses.setdefault(id(parameter), {}).setdefault(i, []).append(name)
+        for name, module in stage.named_modules(remove_duplicate=False):
+            if isinstance(module, _NormBase) and norms.setdefault(module, i) != i and module.track_running_stats:
+                raise ValueError(
+                    f"layer {name}, a {type(module).__name__}, is used by stage {norms[module]} and by stage {i}, and "
+                    "its running statistics cannot be kept by two processes. Use two layers, or choose a balance that "
+                    "keeps both places on one stage."
+                )
+    driver, used_outside = len(stages) - 1, {id(parameter) for parameter in outside}
+    ties = []
+    for key, by_stage in uses.items():
+        names = {i: tuple(names) for i, names in by_stage.items()}
+        on_driver = driver in names or key in used_outside
+        owner = driver if on_driver else min(names)
+        if any(i != owner for i in names):
+            ties.append(Tie(owner, names))
+    _check_unchanged(stages, ties)
+    return ties
+
+
+def _check_unchanged(stages: Sequence[nn.Module], ties: Sequence[Tie]) -> None:
+    for tie in ties:
+        for i, names in tie.names.items():
+            for name in names:
+                layer = stages[i].get_submodule(name.rpartition(".")[0])
+                if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+                    raise ValueError(
+                        f"parameter {name} of stage {i} is tied to another stage, but max_norm={layer.max_norm} of its "
+                        "embedding changes it in the forward pass, which the other one would not see. Leave max_norm "
+                        "out, or choose a balance that keeps both places on one stage."
+                    )
+
+
+class TiedParameters:
+    """One process's side of the ties.
+
+    Args:
+        rank: This process's.
+        ties: All ties of the pipeline.
+        parameters: The parameters of this process's stage, by name, and for the driver of the whole pipelined module.
+        sender: Opens a channel to a rank with a tag.
+        receiver: Opens a channel from a rank with a tag.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        ties: Sequence[Tie],
+        parameters: Mapping[str, nn.Parameter],
+        sender: Callable[[int, int], Sender],
+        receiver: Callable[[int, int], Receiver],
+    ) -> None:
+        self.any = bool(ties)
+        """Whether there are ties, of this process or others."""
+        copied = [tie for tie in ties if rank in tie.copies]
+        owned = [tie for tie in ties if rank == tie.owner]
+        self._copied: dict[int, list[nn.Parameter]] = {}
+        self._owned: dict[int, list[nn.Parameter]] = {}
+        for tie in copied:
+            self._copied.setdefault(tie.owner, []).append(parameters[tie.names[rank][0]])
+        for tie in owned:
+            for copy in tie.copies:
+                name = tie.names.get(rank, tie.names[copy])[0]
+                self._owned.setdefault(copy, []).append(parameters[name])
+        self._gradients_to = {peer: sender(peer, GRADIENT_TAG) for peer in self._copied}
+        self._gradients_from = {peer: receiver(peer, GRADIENT_TAG) for peer in self._owned}
+        self._values_to = {peer: sender(peer, VALUE_TAG) for peer in self._owned}
+        self._values_from = {peer: receiver(peer, VALUE_TAG) for peer in self._copied}
+
+    @property
+    def senders(self) -> list[Sender]:
+        """Every channel by which others may wait for this process."""
+        return [*self._gradients_to.values(), *self._values_to.values()]
+
+    @property
+    def versions(self) -> list[int]:
+        """Changes whenever a parameter that this process owns is changed in place."""
+        return [parameter._version for parameters in self._owned.values() for parameter in parameters]
+
+    def move_gradients(self, number: int) -> None:
+        """After backward pass ``number``: sends the gradients of copies to their owners, or adds them up.
+
+        Everything is sent before anything is waited for, so no order of owners and copies can make stages wait in a
+        circle.
+        """
+        for peer, parameters in self._copied.items():
+            self._gradients_to[peer].send([parameter.grad for parameter in parameters], number, 0)
+            for parameter in parameters:
+                parameter.grad = None
+        for peer, parameters in self._owned.items():
+            for parameter, grad in zip(parameters, self._gradients_from[peer].receive(number, 0), strict=True):
+                if grad is not None:
+                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        for sender in self._gradients_to.values():
+            sender.flush()
+
+    @torch.no_grad()
+    def share_values(self, number: int) -> None:
+        """Ahead of forward pass ``number``: sends the values that this process owns, or takes them over."""
+        for peer, parameters in self._owned.items():
+            self._values_to[peer].flush()
+            self._values_to[peer].send([p.detach() for p in parameters], number, 0)
+        for peer, parameters in self._copied.items():
+            for parameter, value in zip(parameters, self._values_from[peer].receive(number, 0), strict=True):
+                parameter.copy_(value)

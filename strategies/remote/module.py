@@ -1,0 +1,417 @@
+"""``RemoteModule``: a module on another process that is used, trained and saved as if it were here.
+
+``torch.distributed.nn.RemoteModule`` places a module elsewhere and calls it. Its backward pass trains nothing outside
+of a distributed autograd context, and inside of one ``loss.backward()`` fails; it refuses ``parameters``,
+``state_dict`` and ``zero_grad``, a model around it can have none of them either, and the errors of its module lose
+their type.
+"""
+
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import cloudpickle
+import torch
+import torch.distributed.autograd as dist_autograd
+from torch import Tensor, nn
+from torch.distributed import _remote_device, rpc
+from torch.futures import Future
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from strategies.common.autograd import with_backward
+from strategies.common.names import did_you_mean
+from strategies.pipeline.control.calls import Failure
+from strategies.pipeline.control.client import rebuilt
+from strategies.remote.host import Host, ask, call_module, host_of, module_of, parameters_of, refuse_hidden_tensors
+from strategies.remote.optimizer import RemoteOptimizer
+
+
+class RemoteModule(nn.Module):
+    """A module that lives on another process of ``torch.distributed.rpc``.
+
+    ``loss.backward()`` goes through it and adds to ``.grad`` of its parameters there; :meth:`optimizer` steps them.
+    ``state_dict`` and ``load_state_dict``, ``train`` and ``eval``, ``double`` and the like reach it, also those of a
+    model around it. Its parameters are not among that model's, so ``DistributedDataParallel`` and local optimizers
+    leave them alone.
+
+    It can be sent to other processes by RPC, and they call the same module. If several train it, each on its share of a
+    batch, tell by ``num_callers``: gradients are then means over the callers, as DDP makes them, and ``zero_grad`` and
+    ``step`` happen once, when all callers have asked for them.
+
+    Args:
+        remote_device: ``"<workername>/<device>"`` or ``"rank:<rank>/<device>"``, such as ``"ps/cuda:0"``; without
+            a device it is the CPU.
+        module_cls: A class, or a function that returns a module. It is pickled by value if it is defined in a script.
+        args: Its arguments.
+        kwargs: Its keywords.
+        num_callers: How many processes train it together.
+
+    Raises:
+        RuntimeError: If RPC is not initialised in this process.
+        ValueError: For an address that RPC does not know, or no callers.
+        TypeError: If the class or its arguments cannot be pickled, or make no module.
+        Exception: What the class itself raises, with the traceback there as its cause.
+    """
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        num_callers: int = 1,
+    ) -> None:
+        super().__init__()
+        if num_callers < 1:
+            raise ValueError(f"num_callers must be at least 1, got {num_callers}")
+        worker, device = _destination(remote_device)
+        self._address = f"{worker.name}/{device}"
+        make = self._packed(
+            module_cls,
+            (module_cls, tuple(args or ()), dict(kwargs or {})),
+            "Make there what cannot travel: give a function that returns the module.",
+        )
+        self._connect(rpc.remote(worker, Host, args=(device, num_callers)), "build", make)
+
+    @classmethod
+    def init_from_module_rref(cls, remote_device: str, module_rref: Any, *, num_callers: int = 1) -> "RemoteModule":
+        """Makes a remote module of a module that another process holds already.
+
+        All remote modules of one module share its optimizers and take turns.
+
+        Args:
+            remote_device: The process that owns the module, and the device that the module is on.
+            module_rref: An ``RRef`` to the module, such as :meth:`get_module_rref` returns.
+            num_callers: As in the constructor. A module that a ``RemoteModule`` has made keeps the number given there.
+
+        Raises:
+            ValueError: If ``remote_device`` names a process that does not own the module, or another device.
+            TypeError: If ``module_rref`` refers to an object that is not an ``nn.Module``.
+        """
+        if num_callers < 1:
+            raise ValueError(f"num_callers must be at least 1, got {num_callers}")
+        worker, device = _destination(remote_device)
+        if module_rref.owner().name != worker.name:
+            raise ValueError(
+                f"remote_device {remote_device!r} names process {worker.name}, but process {module_rref.owner().name} "
+                "owns the module"
+            )
+        remote = cls.__new__(cls)
+        nn.Module.__init__(remote)
+        remote._address = f"{worker.name}/{device}"
+        remote._connect(rpc.remote(worker, host_of, args=(module_rref, device, num_callers)), "check", device)
+        return remote
+
+    def _connect(self, host: Any, *command: Any) -> None:
+        """Connects this object to the host of the module, which runs a command first."""
+        self._host = host
+        self._forgotten: deque[int] = deque()  # the garbage collector may append from any thread
+        self._num_callers = 1
+        self._call(*command)
+        self._class_name, self._num_callers = self._call("describe")
+        self.module_rref = rpc.remote(host.owner(), module_of, args=(host,))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module and waits for what it returns.
+
+        Args:
+            args: As the module takes them; nestings of tuples, lists and dicts may hold tensors.
+            kwargs: Likewise.
+
+        Returns:
+            What the module returned; its tensors are on the device of the first tensor among the arguments.
+
+        Raises:
+            Exception: What the module raised, with the traceback there as its cause.
+            RuntimeError: If the process does not answer.
+            TypeError: If a tensor with a gradient is in an object of another kind, there or here.
+        """
+        return self.forward_async(*args, **kwargs).wait()
+
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Calls the module and does not wait; ``wait()`` of the future returns or raises what :meth:`forward` would.
+
+        Within a context of ``torch.distributed.autograd``, the call is recorded there, as that of torch's own
+        ``RemoteModule`` is: ``dist_autograd.backward(context_id, [loss])`` gathers the gradients in the context, for a
+        ``DistributedOptimizer`` over :meth:`remote_parameters`, and nothing is added to ``.grad``.
+        """
+        if _in_distributed_autograd():
+            return rpc.rpc_async(self._host.owner(), call_module, args=(self._host, args, kwargs))
+        leaves, spec = tree_flatten((args, kwargs))
+        refuse_hidden_tensors(leaves)
+        grad = torch.is_grad_enabled()
+        wanted = [grad and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
+        inputs = [leaf for leaf, flag in zip(leaves, wanted, strict=True) if flag]
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        sent = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        done: Future[Any] = Future()
+        reply = self._start("forward", *tree_unflatten(sent, spec), wanted, grad)
+        reply.add_done_callback(partial(self._settle, done, inputs, device))
+        return done
+
+    def _settle(self, done: Future[Any], inputs: list[Tensor], device: torch.device, reply: Future[Any]) -> None:
+        try:
+            output, flags, number = self._answer(reply)
+            leaves, spec = tree_flatten(output)
+            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            tensors: Sequence[Tensor] = [leaves[place].to(device) for place in places]
+            if number is not None:
+                backward = partial(self._backward, number)
+                weakref.finalize(backward, self._forgotten.append, number).atexit = False
+                with torch.enable_grad():  # of this thread, which is RPC's
+                    tensors = with_backward(tensors, flags, inputs, backward)
+            for place, tensor in zip(places, tensors, strict=True):
+                leaves[place] = tensor
+            done.set_result(tree_unflatten(leaves, spec))
+        except Exception as error:
+            done.set_exception(error)
+
+    def _backward(self, number: int, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        given = self._call("backward", number, [None if grad is None else grad.cpu() for grad in grads])
+        return [None if g is None else g.to(tensor.device) for g, tensor in zip(given, inputs, strict=True)]
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names of the parameters, and copies of what they are now, on the CPU, with their gradients.
+
+        The copies are for reading: an optimizer over them, or clipping their gradients, raises an error. Without
+        ``recurse`` there are none: DDP and the like ask each module for its own, and would take them for local ones.
+        """
+        for name, value, grad, requires_grad in self._call("parameters") if recurse else ():
+            with torch.inference_mode():  # tensors made here cannot be changed outside
+                parameter = RemoteParameter(value.clone(), requires_grad)
+                parameter.grad = None if grad is None else grad.clone()
+            yield f"{prefix}.{name}" if prefix else name, parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Names of the buffers, and copies of what they are now, on the CPU; without ``recurse`` none."""
+        for name, value in self._call("buffers") if recurse else ():
+            yield f"{prefix}.{name}" if prefix else name, value
+
+    def train(self, mode: bool = True) -> "RemoteModule":
+        """Sets the mode, there as well."""
+        super().train(mode)
+        self._call("train", mode)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> "RemoteModule":
+        """Freezes or thaws all parameters."""
+        self._call("requires_grad_", requires_grad)
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, when all callers have asked for it."""
+        self._call("zero_grad", set_to_none)
+
+    def optimizer(self, cls: Callable[..., Optimizer], **options: Any) -> RemoteOptimizer:
+        """Makes an optimizer of the parameters, there; all callers make it together.
+
+        Args:
+            cls: Its class.
+            options: Its arguments, but for the parameters.
+        """
+        advice = "Give a class or a function that can be imported, and arguments that can be pickled."
+        return RemoteOptimizer(self._call, *self._call("make_optimizer", self._packed(cls, (cls, options), advice)))
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> "RemoteModule":
+        """Calls ``fn`` with each submodule and with the module itself, on the process where they are.
+
+        What ``fn`` draws there from torch's CPU generator and from Python's ``random`` continues the sequences of this
+        process, which go on from there afterwards. So ``model.apply(init)`` gives a model around a remote module the
+        values that it would have in one process. A module on a GPU draws from that GPU's generator.
+
+        Args:
+            fn: It is sent by cloudpickle. Each call of a ``RemoteModule`` takes effect, whatever ``num_callers`` is.
+
+        Raises:
+            TypeError: If ``fn`` cannot be sent, such as a method of a model around this module.
+            RuntimeError: If ``fn`` has changed an object of its own, such as a list of this process: the change would
+                be lost.
+            Exception: What ``fn`` raises.
+        """
+        name = getattr(fn, "__qualname__", repr(fn))
+        packed = self._packed(
+            fn,
+            fn,
+            f"apply() sends the function to the process of the module: instead of {name}, give a function (or a "
+            "functools.partial of one) that does not hold this model, or initialise the module in its constructor.",
+        )
+        state, changed = self._call("apply", packed, (random.getstate(), torch.get_rng_state()))
+        random.setstate(state[0])
+        torch.set_rng_state(state[1])
+        if changed:
+            raise RuntimeError(
+                f"{name} has changed an object that it refers to while it was applied to the {self._class_name} on "
+                f"{self._address}; that object is a copy there, so the change is lost here. The module itself has what "
+                "the function did to it. Read what you need by state_dict(), or by "
+                "rpc.rpc_sync(worker, function, args=(remote_module.get_module_rref(),))."
+            )
+        return self
+
+    def get_module_rref(self) -> Any:
+        """An ``RRef`` to the module, the same as :attr:`module_rref`.
+
+        Methods called through it (``get_module_rref().rpc_sync().eval()``) run on a thread of RPC. Their backward pass
+        is torch's: ``torch.distributed.autograd``.
+        """
+        return self.module_rref
+
+    def remote_parameters(self, recurse: bool = True) -> list[Any]:
+        """``RRef`` to each parameter, such as ``torch.distributed.optim.DistributedOptimizer`` takes.
+
+        Such an optimizer takes its gradients from a context of ``torch.distributed.autograd``; see
+        :meth:`forward_async`. :meth:`optimizer` needs none.
+
+        Args:
+            recurse: Also those of submodules.
+        """
+        references: list[Any] = rpc.rpc_sync(self._host.owner(), parameters_of, args=(self._host, recurse))
+        return references
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> NoReturn:
+        """Refused, as by torch's ``RemoteModule``: the module is on another process.
+
+        So is what comes to the same, ``remote.weight = nn.Parameter(...)``.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise _not_supported("register_parameter")
+
+    def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("register_buffer")
+
+    def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("add_module")
+
+    def register_module(self, name: str, module: nn.Module | None) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("register_module")
+
+    def share_memory(self) -> NoReturn:
+        """Refused; see :meth:`register_parameter`."""
+        raise _not_supported("share_memory")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise _not_supported("add_module")
+        super().__setattr__(name, value)
+
+    def extra_repr(self) -> str:
+        return f"{self._class_name} on {self._address}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RemoteModule":
+        """Has ``double``, ``to(dtype)`` and the like done there; the device is that of the address."""
+        dtypes = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float32, torch.float64)}
+        if len(dtypes) == 1:
+            self._call("to", dtypes.pop())
+        return self
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: value for name, value in self._call("state_dict").items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        own = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
+        missing, unexpected, errors = self._call("load_state_dict", own)
+        missing_keys += [prefix + name for name in missing]
+        unexpected_keys += [prefix + name for name in unexpected]
+        error_msgs += errors
+
+    def _packed(self, function: Callable[..., Any], thing: Any, advice: str) -> bytes:
+        try:
+            return cloudpickle.dumps(thing)
+        except Exception as error:  # whatever the user's objects raise
+            name = getattr(function, "__name__", repr(function))
+            raise TypeError(
+                f"{name} cannot be sent to {self._address}, as it or its arguments cannot be pickled: {error}. {advice}"
+            ) from error
+
+    def _start(self, command: str, *arguments: Any) -> Future[Any]:
+        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
+        return rpc.rpc_async(self._host.owner(), ask, args=(self._host, forgotten, command, *arguments))
+
+    def _answer(self, reply: Future[Any]) -> Any:
+        try:
+            value = reply.wait()
+        except RuntimeError as error:  # of RPC; those of the module are in the answer
+            others = f" (optimizer, zero_grad and step wait for all {self._num_callers} callers)"
+            raise RuntimeError(
+                f"the remote module on {self._address} did not answer: {error}{others if self._num_callers > 1 else ''}"
+            ) from error
+        if isinstance(value, Failure):
+            raise rebuilt(value)
+        return value
+
+    def _call(self, command: str, *arguments: Any) -> Any:
+        return self._answer(self._start(command, *arguments))
+
+
+def _not_supported(name: str) -> ValueError:
+    return ValueError(
+        f"Method ``{name}`` not supported for RemoteModule: the module is on another process. Register it in the "
+        "constructor of the module, or by apply(fn), which runs there."
+    )
+
+
+def _in_distributed_autograd() -> bool:
+    """Whether this thread is within a context of ``torch.distributed.autograd``."""
+    try:
+        dist_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _refuse(parameter: nn.Parameter) -> bool:
+    raise RuntimeError(
+        "this is a copy of a parameter of a RemoteModule, which lives on another process; to train that, use "
+        "RemoteModule.optimizer(cls, lr=...)"
+    )
+
+
+class RemoteParameter(nn.Parameter):
+    """A copy, for reading, of a parameter of a :class:`RemoteModule`; no optimizer takes it."""
+
+    is_leaf: Any = property(_refuse)  # which every optimizer asks for
+
+
+def _destination(address: str) -> tuple[Any, str]:
+    """The process and the device that an address names."""
+    if not rpc.api._is_current_rpc_agent_set():
+        raise RuntimeError(
+            "RemoteModule needs torch.distributed.rpc, which is not initialised in this process: call "
+            "rpc.init_rpc(name, rank=..., world_size=...) on every process first"
+        )
+    try:
+        place = _remote_device(address)
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"remote_device must be '<workername>/<device>', such as 'ps/cpu', got {address!r}: {error}"
+        ) from error
+    workers = rpc._get_current_rpc_agent().get_worker_infos()
+    for worker in workers:
+        if worker.name == place.worker_name() or worker.id == place.rank():
+            return worker, str(place.device())
+    wanted = place.worker_name() or address
+    raise ValueError(
+        f"remote_device {address!r} names no process of RPC{did_you_mean(wanted, [worker.name for worker in workers])}"
+    )

@@ -1,0 +1,202 @@
+"""Whatever process of a pipeline dies or hangs, and when: all of them end soon, with one error, and training goes on.
+
+The harness fails where a process, thread, port or file is left.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import faults_job
+import procfs
+import pytest
+import torch
+from faults_job import PHASES
+from harness import run
+from paths import PYTHONPATH
+from torch import nn
+
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.executor.settings import Settings
+
+SECONDS = 10
+HANG_SECONDS = 3.0
+
+
+def ending(how: str, phase: str, rpc_timeout_sec: float) -> tuple[str, str, float]:
+    """The type and message of the error, and how long the fit took."""
+    began = time.monotonic()
+    try:
+        faults_job.train(how, phase, rpc_timeout_sec)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "none", "", time.monotonic() - began
+
+
+def one_after_another() -> dict[str, Any]:
+    """All in one process: what one leaves would show in the next."""
+    reference = faults_job.train("", "")
+    seen: dict[str, Any] = {f"kill {phase}": ending("kill", phase, 60.0) for phase in PHASES}
+    for how, phase in (("hang", "forward"), ("hang", "backward"), ("hang", "step"), ("hang", "teardown")):
+        seen[f"{how} {phase}"] = ending(how, phase, HANG_SECONDS)
+    seen["stop forward"] = ending("stop", "forward", HANG_SECONDS)
+    seen["compute forward"] = ending("compute", "forward", HANG_SECONDS)
+    seen["after all"] = faults_job.train("", "") == reference
+    return seen
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(330)
+def test_a_worker_dies_or_hangs_at_any_phase() -> None:
+    seen = run(one_after_another, timeout_seconds=300, allow=["tmp"])
+    assert seen.pop("after all")
+    assert seen.pop("compute forward")[0] == "none"  # for twice the time-out, alive
+    for name, (kind, message, seconds) in seen.items():
+        how, phase = name.split()
+        assert kind == "WorkerLost", (name, kind, message)
+        assert message.startswith("stage 1 (layers 1 to 1: Fuse), process "), (name, message)
+        assert f" on {socket.gethostname()}, " in message, (name, message)
+        assert PHASES[phase] in message, (name, message)
+        assert seconds < 60, (name, seconds)  # the time-out; these are whole fits, on a machine that may be busy
+        if how == "kill":
+            assert "was killed by signal 9 " in message, (name, message)
+        elif how == "hang":
+            assert "hangs: it has stood still" in message and f"for {HANG_SECONDS:g} s" in message, (name, message)
+            assert "time.sleep(1000)" in message and "faults_job.py" in message, (name, message)
+        else:
+            assert "does not answer: it has stood still" in message, (name, message)
+
+
+def started(how: str, phase: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, faults_job.__file__, how, phase, "60"],
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def driver_gets(how: str, phase: str) -> tuple[int, str, float]:
+    """How the script ended, what it said, and how long its processes outlived it."""
+    job = started(how, phase)
+    said, _ = job.communicate(timeout=60)  # the workers hold the other end of the pipe
+    ended = time.monotonic()
+    while procfs.family(job.pid, Path("nowhere")) and time.monotonic() < ended + 30:
+        time.sleep(0.05)
+    return job.returncode, said, time.monotonic() - ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["unpack", "backward", "save", "teardown"])
+def test_a_driver_that_is_killed(phase: str) -> None:
+    code, _, seconds = run(driver_gets, "SIGKILL", phase, timeout_seconds=90)
+    assert code == -signal.SIGKILL and seconds < SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "status"), [("SIGINT", 1), ("SIGTERM", 0)])
+def test_a_driver_that_is_asked_to_end(how: str, status: int) -> None:
+    """Lightning's own ways: after SIGTERM it ends by an exception that is a ``SystemExit``."""
+    code, said, seconds = run(driver_gets, how, "forward", timeout_seconds=90)
+    assert code == status and seconds < SECONDS, (code, said)
+
+
+def three_stages() -> Pipeline:
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    return Pipeline(layers, [1, 1, 1], [torch.device("cpu")] * 3, Settings(microbatches=2))
+
+
+def await_workers(seconds: float, *, ready: bool) -> list[int]:
+    """The process ids of two workers that have been spawned, or have imported torch, so long ago."""
+    found: dict[int, int] = {}
+    while len(found) < 2:
+        for pid in procfs.family(os.getsid(0), Path("nowhere")):
+            with suppress(OSError):  # has ended
+                command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                if "strategies.pipeline" in command:
+                    directory, rank = command[-4:-2]
+                    if not ready or Path(directory, f"ready-{rank}").exists():
+                        found[int(rank)] = pid
+        time.sleep(0.001)
+    time.sleep(seconds)
+    return [found[0], found[1]]
+
+
+def killed_while_starting(moments: list[tuple[bool, float]]) -> list[tuple[str, float]]:
+    """Starts a pipeline again and again, and kills one of its workers at those moments.
+
+    Returns:
+        For each, the error, and for how long anything was left of the pipeline after the kill.
+    """
+    seen, killed = [], []
+
+    def kill(victim: int, ready: bool, seconds: float) -> None:
+        os.kill(await_workers(seconds, ready=ready)[victim], signal.SIGKILL)
+        killed.append(time.monotonic())
+
+    for number, moment in enumerate(moments):
+        killer = threading.Thread(target=kill, args=(number % 2, *moment))
+        killer.start()
+        pipeline, message = three_stages(), ""
+        try:
+            pipeline.start()
+            killer.join()
+            pipeline.module(torch.ones(4, 4))
+        except RuntimeError as error:
+            message = str(error)
+        killer.join()
+        with suppress(RuntimeError):  # the same once more
+            pipeline.finish()
+        while any(thread.name.startswith("relay-") for thread in threading.enumerate()):
+            time.sleep(0.01)
+        seen.append((message, time.monotonic() - killed[-1]))
+    return seen
+
+
+MOMENTS = [(False, 0.0), (False, 0.1), (False, 0.5), (False, 1.0), *((True, 0.004 * k) for k in range(12))]
+"""Whether the time, in seconds, counts from when workers have imported torch, or from when they are spawned."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(200)
+def test_a_worker_that_is_killed_while_the_processes_start() -> None:
+    for message, seconds in run(killed_while_starting, MOMENTS, timeout_seconds=170):
+        assert ", was killed by signal 9 " in message and message.startswith("stage "), message
+        assert seconds < SECONDS, (message, seconds)
+
+
+def driver_killed_while_starting(moments: list[tuple[bool, float]]) -> list[float]:
+    """The same with the driver, which is a fork of this process; for how long its workers outlived it."""
+    seen = []
+    for ready, seconds in moments:
+        driver = os.fork()
+        if driver == 0:
+            try:
+                three_stages().start()
+                time.sleep(60)
+            finally:
+                os._exit(1)
+        await_workers(seconds, ready=ready)
+        os.kill(driver, signal.SIGKILL)
+        os.waitpid(driver, 0)
+        killed = time.monotonic()
+        while len(procfs.family(os.getsid(0), Path("nowhere"))) > 1 and time.monotonic() < killed + 30:
+            time.sleep(0.01)
+        seen.append(time.monotonic() - killed)
+    return seen
+
+
+@pytest.mark.nightly
+def test_a_driver_that_is_killed_while_the_processes_start() -> None:
+    moments = [*MOMENTS[:4], *MOMENTS[4::2]]
+    seen = run(driver_killed_while_starting, moments, timeout_seconds=110)
+    assert max(seen) < SECONDS, seen

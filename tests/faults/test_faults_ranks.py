@@ -1,0 +1,146 @@
+"""A rank other than 0 is killed, at any moment: all end soon, rank 0 raises one error that says who, and trains again.
+
+The harness fails where a process, thread, port or file is left.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks_faults_job
+import torch
+from harness import run
+from paths import PYTHONPATH
+from ranks_faults_job import MOMENTS
+
+from strategies.launch.rank_monitor import Crew, RankLost
+
+SECONDS = 10
+
+
+def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "ignore", ranks_faults_job.__file__, *arguments]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, text=True, **kwargs)
+
+
+def test_the_end_of_a_crew() -> None:
+    """Processes that know nothing of it: one is killed, the other is ended."""
+    before, hurried = signal.getsignal(signal.SIGURG), [sys.executable, "-c", "import time; time.sleep(600)"]
+    processes = [subprocess.Popen(hurried) for _ in range(2)]
+    crew = Crew(processes, [], {"RELAY_TEST": None})
+    os.environ["RELAY_TEST"] = "set by a launch"
+    killed, process = time.monotonic(), processes[1].pid
+    processes[1].kill()
+    message = f"rank 2, process {process} on {socket.gethostname()}, was killed by signal 9"
+    with pytest.raises(RankLost, match=f"^{message}$"), crew.call():
+        time.sleep(600)
+    assert time.monotonic() - killed < SECONDS
+    assert crew.has_ended and crew.why(ValueError("its own")) is None
+    assert crew.why(RuntimeError("gloo: Connection closed by peer")) == message
+    crew.dismiss()
+    assert processes[0].returncode == -signal.SIGTERM
+    assert signal.getsignal(signal.SIGURG) is before and "RELAY_TEST" not in os.environ
+    assert "relay-crew" not in {thread.name for thread in threading.enumerate()}
+
+
+def endings(strategy: str, ranks: int, moments: list[str], timeout_seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder) / "results.pt"
+        job = start_job(str(results), strategy, str(ranks), *moments)
+        assert job.wait(timeout_seconds) == 0
+        seen: dict[str, Any] = torch.load(results)
+        return seen
+
+
+def check_told(name: str, seen: dict[str, Any], phase: str) -> None:
+    where = (name, seen)
+    assert seen["kind"] == "RuntimeError", where
+    assert seen["message"].startswith("rank 1, process "), where
+    assert seen["message"].endswith(f" on {socket.gethostname()}, was killed by signal 9 {phase}"), where
+    assert seen["seconds"] < SECONDS, where
+    assert not seen["left"], where
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> float:
+    seen = run(endings, "ddp", 2, [""], 60.0, timeout_seconds=70)
+    loss: float = seen[""]["loss"]
+    return loss
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(430)
+def test_a_rank_is_killed_at_any_moment(undisturbed: float) -> None:
+    """All on one rank 0: what one leaves would show in the next."""
+    seen = run(endings, "ddp", 2, [*MOMENTS, "raises", "rank 0 raises", "same Trainer"], 340.0, timeout_seconds=350)
+    for moment, phase in MOMENTS.items():
+        check_told(moment, seen[moment], phase)
+    raised = seen["raises"]
+    assert raised["kind"] == "RuntimeError" and not raised["left"], raised
+    by = "ended with status 1 after call 1 of the Trainer, which raised ValueError; see its output above"
+    assert raised["message"].endswith(by), raised
+    own = seen["rank 0 raises"]
+    assert (own["kind"], own["message"]) == ("ValueError", "rank 0's own") and not own["left"], own
+    assert seen["same Trainer"]["loss"] == undisturbed
+
+
+@pytest.mark.nightly
+def test_under_zero(undisturbed: float) -> None:
+    seen = run(endings, "zero", 2, ["setup", "backward", "step", "save", ""], 150.0, timeout_seconds=160)
+    assert seen.pop("")["loss"] == undisturbed
+    for moment, of_rank_0 in seen.items():
+        check_told(moment, of_rank_0, MOMENTS[moment])
+
+
+@pytest.mark.nightly
+def test_the_third_rank_ends_as_well() -> None:
+    seen = run(endings, "ddp", 3, ["start", "forward"], 110.0, timeout_seconds=120)
+    for moment in ("start", "forward"):
+        check_told(moment, seen[moment], MOMENTS[moment])
+
+
+@pytest.mark.slow
+def test_the_driver_of_another_replica(undisturbed: float) -> None:
+    seen = run(endings, "replicas", 4, ["forward", ""], 150.0, timeout_seconds=160)
+    check_told("forward", seen["forward"], MOMENTS["forward"])
+    assert seen[""]["loss"] == pytest.approx(undisturbed, rel=1e-5)  # float32, in micro-batches
+
+
+def orphan() -> tuple[int, str, float]:
+    """Status and words of a run whose rank 0 is killed before the ranks have met, and when it has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = start_job(str(Path(folder) / "results.pt"), "ddp", "3", "orphan", stderr=subprocess.PIPE)
+        job.wait(60)
+        killed = time.monotonic()
+        _, said = job.communicate(timeout=60)  # the others hold the other end of the pipe
+        return job.returncode, said, time.monotonic() - killed
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_is_killed_before_they_meet() -> None:
+    status, said, seconds = run(orphan, timeout_seconds=130)
+    assert status == -signal.SIGKILL and seconds < SECONDS, (status, said, seconds)
+    assert "rank 1: rank 0 is gone, so this process ends as well" in said
+
+
+def deaf() -> tuple[int, str, float]:
+    """Status and words of a rank 0 that listens to nothing, and when it ended after the kill."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = start_job(str(Path(folder) / "results.pt"), "ddp", "2", "deaf", stderr=subprocess.PIPE)
+        _, said = job.communicate(timeout=60)
+        return job.returncode, said, time.time() - float((Path(folder) / "killed").read_text())
+
+
+@pytest.mark.slow
+def test_a_rank_0_that_cannot_be_interrupted() -> None:
+    status, said, seconds = run(deaf, timeout_seconds=70)
+    assert status == 1 and seconds < SECONDS, (status, said, seconds)
+    assert said.count("was killed by signal 9 in training step; rank 0 did not come back, so it ends as well") == 1

@@ -1,0 +1,164 @@
+"""Save under any strategy, go on under any other: what one process would have come to without interruption."""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import checkpoint_job
+import pytest
+import torch
+from checkpoint_job import fit, pipeline, single
+from harness import run
+from parity_trainers import alike
+from paths import PYTHONPATH
+from pytorch_lightning import Callback
+from test_parity_scaler import Exact
+
+from strategies.checkpoint import shards
+
+LOADS_WITHOUT_RELAY = """
+import sys
+sys.modules["strategies"] = sys.modules["trainer"] = None  # importing them is an error
+import torch
+from pytorch_lightning import LightningModule
+class Plain(LightningModule):
+    def __init__(self, width):
+        super().__init__()
+        linear = [torch.nn.Linear(width, width) for _ in range(2)]
+        self.sequential_module = torch.nn.Sequential(
+            linear[0], torch.nn.Tanh(), torch.nn.LayerNorm(width), linear[1], torch.nn.GELU(), torch.nn.Linear(width, 2)
+        )
+        self.behind = torch.nn.Linear(2, 2)
+        self.register_buffer("scale", torch.ones(()))
+for path in sys.argv[1:]:
+    model = Plain.load_from_checkpoint(path, weights_only=True)
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, saved[name].to(value.dtype)), name
+"""
+
+
+def job(kind: str, start: Path, until: int, into: Path) -> dict[str, Any]:
+    results = into.with_suffix(".pt")
+    command = [sys.executable, "-W", "ignore", checkpoint_job.__file__, kind, *map(str, (results, start, until, into))]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    assert subprocess.run(command, env=environment, timeout=100).returncode == 0
+    seen: dict[str, Any] = torch.load(results)
+    return seen
+
+
+def chain(steps: list[Any], folder: Path) -> list[dict[str, Any]]:
+    """Trains one epoch after another, each in another way, and without interruption in one process."""
+    seen, losses, path = [], [], None
+    for k, step in enumerate(steps):
+        into = folder / f"{k}.ckpt"
+        seen.append(step(path, k + 1, into) if callable(step) else fit(step, k + 1, into, ckpt_path=path))
+        path = into
+        losses += seen[-1]["losses"]
+        seen[-1]["losses"] = losses[:]
+    return [*seen, fit(single(), len(steps), folder / "whole.ckpt")]
+
+
+def signature(value: Any) -> Any:
+    """Keys, shapes and types, in order."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape)
+    if isinstance(value, dict):
+        return [(key, signature(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [signature(each) for each in value]
+    return type(value).__name__
+
+
+def check_checkpoints(folder: Path) -> None:
+    paths = sorted(folder.glob("*.ckpt"))
+    checkpoints = {
+        path.stem: shards.load(path)[0] if path.is_dir() else torch.load(path, weights_only=True) for path in paths
+    }
+    whole = checkpoints.pop("whole")
+    for name, checkpoint in checkpoints.items():
+        assert set(checkpoint) == set(whole), name
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "hyper_parameters"):
+            for ours, theirs in zip(signature(checkpoint[part]), signature(whole[part]), strict=True):
+                assert ours == theirs, (name, part, ours, theirs)
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        LOADS_WITHOUT_RELAY,
+        *(str(path) for path in paths if path.is_file()),
+    ]
+    assert subprocess.run(command, timeout=60).returncode == 0
+
+
+def over_stages(number_of_stages: tuple[int, ...]) -> list[dict[str, Any]]:
+    folder = Path.cwd()
+    seen = chain([pipeline(stages) for stages in number_of_stages], folder)
+    check_checkpoints(folder)
+    return seen
+
+
+def over_strategies() -> list[dict[str, Any]]:
+    folder = Path.cwd()
+    seen = chain(
+        [
+            pipeline(2),
+            partial(job, "zero"),
+            partial(job, "ddp"),
+            single(),
+            partial(job, "2x2"),
+            pipeline(3, checkpoint="always"),
+        ],
+        folder,
+    )
+    check_checkpoints(folder)
+    return seen
+
+
+@pytest.mark.slow
+def test_from_one_stage_to_two() -> None:
+    *_, last, whole = run(over_stages, (1, 2))
+    alike(last, whole)
+
+
+@pytest.mark.nightly
+def test_one_two_three_one() -> None:
+    *_, last, whole = run(over_stages, (1, 2, 3, 1))
+    alike(last, whole)
+    assert len(whole["losses"]) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_pipeline_zero_ddp_single_replicas_pipeline() -> None:
+    *_, last, whole = run(over_strategies, timeout_seconds=350)
+    alike(last, whole)
+
+
+class KeepScale(Callback):
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        self.scale = trainer.precision_plugin.scaler.state_dict()
+
+
+def with_a_scaler() -> None:
+    kept = []
+
+    def scaled(setting: dict[str, Any]) -> dict[str, Any]:
+        kept.append(KeepScale())
+        return {**setting, "precision": None, "plugins": [Exact()], "callbacks": kept[-1:]}
+
+    fit(scaled(pipeline(2)), 1, Path("first.ckpt"))
+    resumed = fit(scaled(pipeline(3)), 2, ckpt_path="first.ckpt")
+    whole = fit(scaled(single()), 2)
+    first, second, uninterrupted = [one.scale for one in kept]
+    assert first["_growth_tracker"] == 1 and second == uninterrupted != first
+    assert resumed["losses"] == pytest.approx(whole["losses"][3:], rel=1e-5)  # the plug-in of the test rounds weights
+
+
+@pytest.mark.slow
+def test_a_gradient_scaler() -> None:
+    run(with_a_scaler)

@@ -1,0 +1,112 @@
+"""Resuming under pipelines, DDP and replicas, and from one number of processes to another."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resume_job
+import torch
+from harness import run
+from paths import PYTHONPATH
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from resume_job import ENDS, assert_resumable, fit, shuffled
+from resume_parts import Draws, Rows
+from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.nightly)])
+def test_a_pipeline(schedule: str) -> None:
+    run(pipeline, schedule, timeout_seconds=170)
+
+
+def pipeline(schedule: str) -> None:
+    strategy = partial(RPCSequentialStrategy, [2, 2], microbatches=2, schedule=schedule)
+    common: dict[str, Any] = {"strategy": strategy, "devices": 2, "max_epochs": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        assert_resumable(Path(folder), shuffled(10), [*ENDS, ("on_validation_end", 1)], **common)
+        places = [("on_train_batch_end", 3)]
+        assert_resumable(Path(folder), shuffled(14, num_workers=2), places, accumulate_grad_batches=3, **common)
+
+
+@pytest.mark.slow
+def test_from_one_process_to_a_pipeline_and_back_in_one_epoch() -> None:
+    run(to_a_pipeline_and_back, timeout_seconds=120)
+
+
+def to_a_pipeline_and_back() -> None:
+    common: dict[str, Any] = {"dropout": 0.0, "max_epochs": 2}  # masks are drawn per layer there, per process here
+    pipeline = {"strategy": partial(RPCSequentialStrategy, [2, 2], microbatches=2), "devices": 2}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        first, second = (resume_job.Saves(folder, [("on_train_batch_end", calls)]) for calls in (8, 2))
+        whole, _ = fit(shuffled(22), seed=3, callbacks=[first], **common)
+        path = folder / "on_train_batch_end-8.ckpt"
+        part, _ = fit(shuffled(22), seed=5, checkpoint=path, callbacks=[second], **common, **pipeline)
+        rest, _ = fit(shuffled(22), seed=6, checkpoint=folder / "on_train_batch_end-2.ckpt", **common)
+    for model, steps in ((part, 8), (rest, 10)):
+        assert [step[:3] for step in model.seen] == [step[:3] for step in whole.seen[steps:]]
+        resume_job.alike([step[3] for step in model.seen], [step[3] for step in whole.seen[steps:]], "losses")
+        for key, value in whole.state_dict().items():
+            resume_job.alike(model.state_dict()[key], value, key)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        "zero",
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("replicas", "single_error", "own_state")),
+    ],
+)
+def test_two_processes_with_samples_and_random_numbers_of_their_own(name: str) -> None:
+    run(two_processes, name, timeout_seconds=175)
+
+
+def two_processes(name: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        launch(Path(folder), name)
+
+
+@pytest.mark.slow
+def test_another_number_of_processes_in_the_middle_of_an_epoch() -> None:
+    run(between, timeout_seconds=120)
+
+
+def between() -> None:
+    """From one process to two and back within one epoch: every batch of both has the samples of one's."""
+    one = {"seed": 3, "max_epochs": 1}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "one").mkdir()
+        saves = resume_job.Saves(folder / "one", [("on_train_batch_end", 2)])
+        whole = [step[2] for step in fit(shuffled(22), callbacks=[saves], **one)[0].seen]
+        seen = launch(folder, "between")
+        together = [sorted(first + second) for first, second in zip(*seen["taken over"], strict=True)]
+        assert together == [sorted(ids) for ids in whole[2:]]
+        rest, _ = fit(shuffled(22), checkpoint=folder / "taken over/on_train_batch_end-2.ckpt", **one)
+        assert [step[2] for step in rest.seen] == whole[4:]
+        rest, _ = fit(shuffled(22), checkpoint=folder / "begun/on_train_batch_end-2.ckpt", **one)
+        begun = [row for rank in seen["begun"] for ids in rank[:2] for row in ids]
+        assert sorted(begun + [row for step in rest.seen for row in step[2]]) == list(range(22))
+        drawn = folder / "drawn/on_train_batch_end-2.ckpt"
+        with pytest.raises(
+            MisconfigurationException, match="in 2 processes, of samplers whose order cannot be divided"
+        ):
+            fit(lambda: DataLoader(Rows(22), batch_size=4, sampler=Draws(22)), checkpoint=drawn, **one)
+
+
+def launch(folder: Path, name: str) -> Any:
+    """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
+    command = [sys.executable, "-W", "ignore", resume_job.__file__, str(folder / "results"), name]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    assert subprocess.run(command, env=environment, timeout=170).returncode == 0
+    return torch.load(folder / "results")

@@ -1,0 +1,124 @@
+"""The engine over three processes, without Lightning: what passes between stages, and failures that come last."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from torch import Tensor, nn
+
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.executor.settings import Settings
+
+CPU = torch.device("cpu")
+
+
+class Fork(nn.Module):
+    """Passes on more than a tensor: whole numbers, nothing, and a tensor whose length depends on the values."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {
+            "x": x * 2,
+            "signs": (x > 0).long(),
+            "nothing": None,
+            "positive": (x > 0).sum(1, keepdim=True).expand(-1, 3),
+        }
+
+
+class Join(nn.Module):
+    def forward(self, given: dict[str, Any]) -> Tensor:
+        assert given["nothing"] is None
+        return given["x"] + given["signs"] + given["positive"].sum(1, keepdim=True)
+
+
+class Cut(nn.Module):
+    """Ends the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.detach()
+
+
+class FailsInBackward(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, grad: Tensor) -> None:
+        raise ArithmeticError("in the last backward pass")
+
+
+@contextmanager
+def three_stages(layers: list[nn.Module], **settings: Any) -> Iterator[tuple[nn.Sequential, nn.Sequential, Pipeline]]:
+    """A pipeline of the layers, and the same layers in this process alone."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*layers).double()
+    plain = copy.deepcopy(module)
+    pipeline = Pipeline(module, [1, 2, len(layers) - 3], [CPU] * 3, Settings(microbatches=3, **settings))
+    pipeline.start()
+    try:
+        yield module, plain, pipeline
+    finally:
+        pipeline.finish()
+
+
+def compare(module: nn.Sequential, plain: nn.Sequential, pipeline: Pipeline, x: Tensor) -> None:
+    """Gradients of the input and of every parameter, and that no stage keeps anything afterwards."""
+    results = []
+    for each in (module, plain):
+        given = x.clone().requires_grad_()
+        for _ in range(2):
+            each(given).square().mean().backward()
+        results.append(given.grad)
+    ours, expected = results
+    if expected is None:
+        assert ours is None
+    else:
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
+    grads = {name: grad for remote in pipeline.remotes for name, grad in remote.call("grads").items()}
+    grads |= {name: p.grad for name, p in module.named_parameters() if not p.is_meta}
+    for name, p in plain.named_parameters():
+        if p.grad is None:
+            assert grads[name] is None, name
+        else:
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-9)
+    assert [remote.call("num_kept") for remote in pipeline.remotes] == [0, 0]
+
+
+def what_passes_between_stages() -> None:
+    fork_and_join: list[nn.Module] = [nn.Linear(4, 4), Fork(), Join(), nn.ReLU(inplace=True), nn.Linear(4, 2)]
+    for checkpoint in ("never", "except_last", "always"):
+        with three_stages(fork_and_join, checkpoint=checkpoint) as (module, plain, pipeline):
+            for rows in (7, 3, 2, 1):
+                compare(module, plain, pipeline, torch.randn(rows, 4, dtype=torch.float64))
+                module.zero_grad()
+                plain.zero_grad()
+            with torch.no_grad():  # a batch that is larger than any before, and longer
+                x = torch.randn(50, 4, dtype=torch.float64)
+                torch.testing.assert_close(module(x), plain(x))
+        cut: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4), Cut(), nn.Linear(4, 4), nn.Linear(4, 2)]
+        with three_stages(cut, checkpoint=checkpoint) as (module, plain, pipeline):
+            compare(module, plain, pipeline, torch.randn(5, 4, dtype=torch.float64))
+            module(torch.randn(5, 4, dtype=torch.float64))  # its backward pass never comes
+            assert [remote.call("num_kept") for remote in pipeline.remotes] == [0, 0]
+
+
+def test_what_passes_between_stages() -> None:
+    run(what_passes_between_stages)
+
+
+def failure_in_the_last_backward_pass() -> list[bool]:
+    layers: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4), FailsInBackward(), nn.Linear(4, 2)]
+    with (
+        pytest.raises(ArithmeticError, match="in the last backward pass"),
+        three_stages(layers) as (module, _, _),
+    ):
+        module(torch.randn(6, 4, dtype=torch.float64)).sum().backward()
+    return [p.is_meta for p in module.parameters()]
+
+
+def test_failure_in_the_last_backward_pass_is_told_and_loses_nothing() -> None:
+    assert not any(run(failure_in_the_last_backward_pass))

@@ -1,0 +1,242 @@
+"""A user's script under ZeRO: each case is trained by DDP with the plain optimizer and by ZeRO with each option.
+
+Run as ``python zero_job.py RANKS WHAT RESULTS [...]``, see the end. Lightning starts the other processes by running it
+once more.
+"""
+
+import logging
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import zero_nets as nets
+import zero_odd_nets as odd
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.strategies import SingleDeviceStrategy
+
+from strategies import DDPStrategy, ZeROStrategy
+from strategies.checkpoint import shards
+from trainer import Trainer
+
+QUIET = {
+    "accelerator": "cpu",
+    "max_epochs": nets.EPOCHS,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+    "use_distributed_sampler": False,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 1, overlap": {"stage": 1, "overlap_with_ddp": True},
+    "stage 1, views": {"stage": 1, "parameters_as_bucket_view": True},
+    "stage 2": {"stage": 2, "bucket_cap_mb": 1e-4},
+    "stage 2, overlap": {"stage": 2, "overlap_with_ddp": True, "bucket_cap_mb": 0.2},
+    "stage 2, overlap, views": {"stage": 2, "overlap_with_ddp": True, "parameters_as_bucket_view": True},
+}
+IN_PARTS: dict[str, dict[str, Any]] = {
+    "in parts": {"state_dict_type": "sharded"},
+    "in parts, async": {"state_dict_type": "sharded", "async_save": True, "stage": 2},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    make: Callable[[], pl.LightningModule]
+    trainer: Callable[[], Mapping[str, Any]] = dict
+    strategy: Mapping[str, Any] = field(default_factory=dict)
+
+
+def scaled() -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler=scaler)]}
+
+
+CASES = {
+    "groups and schedulers": Case(nets.Groups),
+    "accumulated": Case(nets.Net, lambda: {"accumulate_grad_batches": 3}),
+    "clipped by norm": Case(nets.Net, lambda: {"gradient_clip_val": 0.01}),
+    "manual": Case(nets.Manual, strategy={"find_unused_parameters": True}),
+    "clipped by value": Case(nets.Net, lambda: {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"}),
+    "clipped by the model": Case(nets.OwnClipping),
+    "zeroed and accumulated": Case(nets.OverriddenZeroGrad, lambda: {"accumulate_grad_batches": 3}),
+    "unused": Case(nets.Leaky, strategy={"find_unused_parameters": True}),
+    "running statistics": Case(nets.Normalised, lambda: {"accumulate_grad_batches": 2}),
+    "initial state": Case(nets.InitialState),
+    "types": Case(nets.MixedTypes),
+    "bf16-mixed": Case(nets.Float32, lambda: {"precision": "bf16-mixed"}),
+    "16-mixed": Case(nets.Infinite, scaled),
+    "16-mixed, clipped": Case(nets.Infinite, lambda: {**scaled(), "gradient_clip_val": 0.01}),
+    "modes": Case(nets.Modes),
+    "no optimizer": Case(nets.NoOptimizer),
+    "own step": Case(odd.OwnStep),
+    "added group": Case(odd.AddedGroup),
+    "thawed": Case(nets.Thawed, lambda: {"callbacks": [nets.Thaws()]}),
+}
+SOME = {name: list(OPTIONS)[1::4] for name in ("groups and schedulers", "accumulated", "manual")}
+SOME["modes"] = ["stage 2, overlap"]
+ALL = {name: list(OPTIONS) for name in CASES}
+
+
+def fit(case: Case, strategy: Any, ranks: int, ckpt_path: Path | None = None, **more: Any) -> tuple[Any, Trainer]:
+    model = case.make()
+    if ranks > 1 and int(os.environ.get("LOCAL_RANK", "0")):  # its weights have to become those of rank 0
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+    trainer = Trainer(devices=ranks, strategy=strategy, **{**QUIET, **case.trainer(), **more})
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return model, trainer
+
+
+def outcome(model: Any, trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """What every rank can say about a training, and the checkpoint that it came to."""
+    trainer.save_checkpoint(folder / "one.ckpt")
+    checkpoint = torch.load(folder / "one.ckpt", weights_only=True)
+    strategy, values = trainer.strategy, torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    sizes = [torch.tensor(sum(tensor_bytes(optimizer.state))) for optimizer in trainer.optimizers]
+    own_memory = all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+    return {
+        "values": strategy.all_gather(values),  # [ranks, elements]
+        "state_dict": checkpoint["state_dict"],
+        "optimizers": checkpoint["optimizer_states"],
+        "state_bytes": strategy.all_gather(torch.stack(sizes)).reshape(-1, len(sizes)),  # [ranks, optimizers]
+        "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
+        "hooks_left": [len(optimizer._optimizer_step_pre_hooks) for optimizer in trainer.optimizers],
+        "own_memory": own_memory,
+        "steps": model.steps,
+    }
+
+
+def tensor_bytes(state: Any) -> list[int]:
+    """Of moments and the like; counters are left out."""
+    return [value.nbytes for of_one in state.values() for value in of_one.values() if value.ndim]
+
+
+def compared(ranks: int, folder: Path, wanted: Mapping[str, list[str]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for name, options in wanted.items():
+        case = CASES[name]
+        seen[name] = {"ddp": outcome(*fit(case, DDPStrategy(**case.strategy), ranks), folder)}
+        for option in options:
+            strategy = ZeROStrategy(**OPTIONS[option], **case.strategy)
+            seen[name][option] = outcome(*fit(case, strategy, ranks), folder)
+        if name == "thawed":
+            alone = Case(partial(nets.ThawedInOneProcess, ranks), case.trainer)
+            seen[name]["ddp"] = outcome(*fit(alone, SingleDeviceStrategy("cpu"), 1), folder)
+    return seen
+
+
+def watched(ranks: int) -> dict[str, Any]:
+    """What a model sees of its gradients."""
+    options = {name: OPTIONS[name] for name in ("stage 1", "stage 2", "stage 2, overlap, views")}
+    case = Case(odd.Watching, lambda: {"accumulate_grad_batches": 3, "max_epochs": 1})
+    seen = {name: fit(case, ZeROStrategy(**option), ranks)[0].seen for name, option in options.items()}
+    for name, make in {"bare": odd.BareBackward, "known": odd.ManualBackward}.items():
+        model, _ = fit(Case(make), ZeROStrategy(stage=2), ranks)
+        seen[name] = [p.detach() for p in model.parameters()]
+    return seen
+
+
+def refused(ranks: int) -> dict[str, str]:
+    """The messages of what cannot be trained."""
+    cases: dict[str, Any] = {
+        "LBFGS": partial(odd.Refused, torch.optim.LBFGS),
+        "no gradient": odd.LeavesOut,
+        "reentrant": odd.Reentrant,
+        "sparse": odd.Sparse,
+        "evaluates twice": partial(odd.Refused, odd.EvaluatesTwice),
+        "evaluates twice later": partial(odd.Refused, odd.EvaluatesTwiceLater),
+        "mixes sums": odd.MixesSums,
+        "which": odd.ClipsWhich,
+    }
+    said = {}
+    for name, make in cases.items():
+        try:
+            fit(Case(make), ZeROStrategy(stage=2, bucket_cap_mb=1e-4), ranks)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def unsaved(ranks: int, folder: Path) -> dict[str, Any]:
+    """What every rank says of checkpoints in parts that one rank cannot write, and whether the one before is whole."""
+    model, trainer = fit(Case(odd.SavesMore), ZeROStrategy(**IN_PARTS["in parts"]), ranks, max_epochs=1)
+    last, path = trainer.global_rank == ranks - 1, folder / "in_parts"
+    trainer.save_checkpoint(path)
+    said: dict[str, Any] = {}
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**10 if last else unlimited[0], unlimited[1]))
+    said["file too large"] = said_of(lambda: trainer.save_checkpoint(path))
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    model.more = last
+    said["more on one rank"] = said_of(lambda: trainer.save_checkpoint(path))
+    if trainer.is_global_zero:
+        left, parts = shards.load(path)[0]["state_dict"], list(path.iterdir())
+        said["left"] = all(torch.equal(left[name], value) for name, value in model.state_dict().items())
+        said["files"] = len(parts)
+    return said
+
+
+def said_of(action: Callable[[], object]) -> list[str]:
+    """The error of each rank."""
+    try:
+        action()
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    everyone = [""] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, said)
+    return everyone
+
+
+class SavesInFit(Callback):
+    """Saves at the end of each epoch, beside what goes on then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_epoch_end(self, trainer: Trainer, model: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def resumed(ranks: int, strategy: Any, epochs: int, start: Path | None, end: Path) -> None:
+    fit(Case(nets.Shared), strategy, ranks, max_epochs=epochs, ckpt_path=start, callbacks=[SavesInFit(end)])
+
+
+if __name__ == "__main__":
+    ranks, what, results = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    seen: Any = None
+    if what in ("some", "all"):
+        seen = compared(ranks, results.parent, SOME if what == "some" else ALL)
+    elif what == "watched":
+        seen = watched(ranks)
+    elif what == "refused":
+        seen = refused(ranks)
+    elif what == "unsaved":
+        seen = unsaved(ranks, results.parent)
+    elif what == "doomed":
+        fit(Case(odd.Doomed), "zero", ranks)
+    else:  # a strategy: resumes RESULTS up to so many epochs, into another file
+        made = DDPStrategy() if what == "ddp" else ZeROStrategy(**{**OPTIONS, **IN_PARTS}[what])
+        resumed(ranks, made, int(sys.argv[4]), results if results.exists() else None, Path(sys.argv[5]))
+    if torch.distributed.get_rank() == 0 and seen is not None:
+        torch.save(seen, results)
+    torch.distributed.destroy_process_group()

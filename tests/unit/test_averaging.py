@@ -1,0 +1,109 @@
+"""Averaging over replicas, by two threads that stand for the same stage of two pipelines."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.launch.session import join_group
+from strategies.pipeline.optim.replicas import Averaging
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64)
+LARGE = 600_000
+"""Elements; more than travel together with others."""
+
+
+def averaged(folder: Path, stages: list[tuple[list[nn.Parameter], list[Tensor]]]) -> None:
+    """Averages as often as there are replicas, one of which each of ``stages`` belongs to."""
+
+    def one(number: int) -> None:
+        parameters, buffers = stages[number]
+        group = join_group(f"{folder.as_uri()}/stage", number, len(stages), 30)
+        Averaging(group, lambda: parameters, lambda: buffers).average()
+
+    with ThreadPoolExecutor(len(stages)) as threads:
+        list(threads.map(one, range(len(stages))))
+
+
+def with_grads(grads: list[Any]) -> list[nn.Parameter]:
+    parameters = []
+    for grad in grads:
+        like = torch.zeros(3, 2) if grad is None else torch.zeros(grad.shape, dtype=grad.dtype)
+        parameters.append(nn.Parameter(like))
+        parameters[-1].grad = grad
+    return parameters
+
+
+def test_every_kind_of_gradient(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def grads() -> list[Tensor]:
+        made = [torch.randn(4, 3, generator=generator).to(dtype) for dtype in DTYPES]
+        made += [torch.randn(LARGE, generator=generator), torch.randn(LARGE // 2, 2, generator=generator).t()]
+        return [*made, torch.randn((), generator=generator), torch.empty(0, 2)]
+
+    ours, theirs = grads(), grads()
+    expected = [(a / 2 + b / 2).clone() for a, b in zip(ours, theirs, strict=True)]
+    replicas = with_grads(ours), with_grads(theirs)
+    averaged(tmp_path, [(parameters, []) for parameters in replicas])
+    for parameters in replicas:
+        for parameter, mean in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(parameter.grad, mean)
+
+
+def test_a_sum_that_float16_cannot_hold(tmp_path: Path) -> None:
+    replicas = [with_grads([torch.full((2,), 60_000.0, dtype=torch.float16)]) for _ in range(2)]
+    averaged(tmp_path, [(parameters, []) for parameters in replicas])
+    assert all(parameter.grad.tolist() == [60_000, 60_000] for parameters in replicas for parameter in parameters)
+
+
+def rows(*where: int) -> Tensor:
+    """The sparse gradient of an embedding of which these rows were used, some more than once."""
+    embedding = nn.Embedding(3, 2, sparse=True)
+    embedding(torch.tensor(where)).sum().backward()
+    assert embedding.weight.grad is not None
+    return embedding.weight.grad
+
+
+def test_gradients_that_not_all_replicas_have(tmp_path: Path) -> None:
+    """None anywhere, in one replica only, sparse in both or in one, sparse and dense."""
+    ours = with_grads([None, torch.ones(3, 2), None, rows(0, 0), None, rows(1)])
+    theirs = with_grads([None, None, torch.ones(3, 2), rows(0, 2), rows(2), torch.ones(3, 2)])
+    averaged(tmp_path, [(ours, []), (theirs, [])])
+    for parameters in (ours, theirs):
+        assert parameters[0].grad is None
+        assert [parameter.grad.is_sparse for parameter in parameters[1:]] == [False, False, True, True, False]
+        found = [parameter.grad.to_dense().tolist() for parameter in parameters[1:]]
+        half, none = [0.5, 0.5], [0.0, 0.0]
+        assert found[:2] == [[half] * 3] * 2
+        assert found[2:] == [[[1.5, 1.5], none, half], [none, none, half], [half, [1.0, 1.0], half]]
+
+
+def test_buffers_become_those_of_the_first_replica(tmp_path: Path) -> None:
+    kinds = (torch.bool, torch.float64, torch.float8_e4m3fn, torch.int64, torch.complex64, torch.float32)
+
+    def buffers(value: int) -> list[Tensor]:
+        made = [torch.full((3,), value).to(dtype) for dtype in kinds]
+        return [*made, torch.full((4, 2), float(value)).t(), torch.tensor(value), torch.empty(0)]
+
+    ours, theirs = buffers(1), buffers(0)
+    averaged(tmp_path, [([], ours), ([], theirs)])
+    for buffer, kept in zip(theirs, ours, strict=True):
+        assert torch.equal(buffer.to(torch.complex64), kept.to(torch.complex64))
+    assert [buffer.flatten()[:1].tolist() for buffer in ours] == [b.flatten()[:1].tolist() for b in buffers(1)]
+
+
+def test_a_replica_may_be_late_for_longer_than_connecting_may_take(tmp_path: Path) -> None:
+    """Gloo's messages between two know another time-out than its collectives: that with which they have connected."""
+
+    def one(number: int) -> dict[int, Any]:
+        averaging = Averaging(join_group(f"{tmp_path.as_uri()}/late", number, 2, 30), list, list)
+        time.sleep(2 * number)
+        return averaging.gathered({number: {"step": torch.ones(2)}})
+
+    with ThreadPoolExecutor(2) as threads:
+        whole, nothing = threads.map(one, range(2))
+    assert list(whole) == [0, 1] and whole[1]["step"].tolist() == [1, 1] and not nothing

@@ -1,0 +1,262 @@
+"""The examples do what the README says: held-out text, models that learn, configurations that differ in one block."""
+
+import ast
+import contextlib
+import io
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from paths import ROOT
+from pytorch_lightning import Trainer, seed_everything
+from pytorch_lightning.cli import LightningCLI
+
+from examples.digits import DigitClassifier, Digits
+from examples.gpt import GPT, generate, warmup_cosine
+from examples.report import Report
+from examples.text import PythonDocs, decode, encode, python_documentation, unigram_loss
+
+CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+TINY = {"block_size": 16, "width": 16, "num_blocks": 1, "num_heads": 2}
+
+
+def one_process_trainer(tmp_path, **kwargs):
+    kwargs = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, **kwargs}
+    return Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path, **kwargs)
+
+
+# Text
+
+
+def test_tokens_are_ascii_codes():
+    assert encode("A…\n").tolist() == [65, 63, 10]
+    assert decode(encode('"with" statement\n')) == '"with" statement\n'
+
+
+def test_validation_text_is_real_and_unseen():
+    data = PythonDocs()
+    train, validation = decode(data.train_tokens), decode(data.validation_tokens)
+    assert len(train) > 250_000
+    assert len(validation) == pytest.approx(0.1 * (len(train) + len(validation)), rel=0.01)
+    assert train + validation == decode(encode(python_documentation()))
+    assert 'The "with" statement' in train + validation
+    # The two at the ends are cut by the split.
+    unseen = [p for p in validation.split("\n\n")[1:] if p]
+    assert len(unseen) > 50
+    assert not set(unseen) & set(train.split("\n\n"))
+
+
+def test_batches_hold_consecutive_blocks_and_their_next_tokens():
+    data = PythonDocs(block_size=10, batch_size=4)
+    tokens, targets = next(iter(data.val_dataloader()))
+    assert torch.equal(tokens.flatten(), data.validation_tokens[:40])
+    assert torch.equal(targets.flatten(), data.validation_tokens[1:41])
+
+
+def test_training_order_is_shuffled_and_seeded():
+    first, again, other = (next(iter(PythonDocs(seed=seed).train_dataloader()))[0] for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_unigram_loss_against_a_hand_count():
+    # "aab" counts a: 2 + 1, b: 1 + 1, each of the other 126 characters: 1; together 131.
+    expected = -(math.log(3 / 131) + math.log(2 / 131) + math.log(1 / 131)) / 3
+    assert unigram_loss(encode("aab"), encode("abc")) == pytest.approx(expected, rel=1e-5)
+
+
+def test_unigram_loss_of_the_data_module():
+    data = PythonDocs()
+    counts = Counter(decode(data.train_tokens))
+    total = sum(counts.values()) + 128
+    losses = [-math.log((counts[character] + 1) / total) for character in decode(data.validation_tokens)]
+    assert data.unigram_loss == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+# Character GPT
+
+
+def test_gpt_does_not_look_ahead():
+    seed_everything(0, verbose=False)
+    model = GPT(**TINY).eval()
+    tokens = encode("0123456789abcdef")[None]
+    changed = tokens.clone()
+    changed[0, 9] = 120
+    before, after = model(tokens)[0], model(changed)[0]
+    assert torch.allclose(before[:9], after[:9], atol=1e-6)
+    assert not torch.allclose(before[9:], after[9:], atol=1e-3)
+
+
+def test_learning_rate_warms_up_then_falls():
+    factors = [warmup_cosine(step, 4, 24) for step in range(30)]
+    assert factors[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert factors[14] == pytest.approx(0.55)
+    assert factors[4:25] == sorted(factors[4:25], reverse=True)
+    assert factors[24:] == [pytest.approx(0.1)] * 6
+
+
+def test_generate_samples_from_the_model():
+    model = GPT(**TINY, dropout=0.5)
+    assert generate(model, "ab", 30) == generate(model, "ab", 30) != generate(model, "ab", 30, seed=1)
+    assert model.training
+    with torch.no_grad():
+        model.sequential_module[-1].bias[ord("x")] = 100.0
+    assert generate(model, "ab", 30) == "ab" + 30 * "x"  # past the block size, too
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory):
+    """A tiny GPT after one short epoch: trainer, model, data and what was printed."""
+    seed_everything(0, verbose=False)
+    data, model = PythonDocs(block_size=16, batch_size=64), GPT(**TINY, learning_rate=1e-2)
+    trainer = one_process_trainer(
+        tmp_path_factory.mktemp("gpt"),
+        max_epochs=1,
+        limit_train_batches=120,
+        limit_val_batches=10,
+        callbacks=[Report(num_characters=20)],
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        trainer.fit(model, data)
+    return trainer, model, data, printed.getvalue()
+
+
+def test_gpt_learns(fitted):
+    trainer, _, data, _ = fitted
+    metrics = trainer.callback_metrics
+    assert metrics["val_loss"] < data.unigram_loss - 0.3
+    assert metrics["val_perplexity"] == pytest.approx(math.exp(metrics["val_loss"]), rel=1e-3)
+    assert 0.25 < metrics["val_accuracy"] < 1
+    assert "train_loss" in metrics
+
+
+def test_gpt_decays_matrices_only(fitted):
+    trainer, model, _, _ = fitted
+    decayed, others = trainer.optimizers[0].param_groups
+    assert decayed["weight_decay"] > 0 == others["weight_decay"]
+    assert {p.ndim for p in others["params"]} == {1}
+    grouped = [id(p) for group in (decayed, others) for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
+
+
+def test_report_says_what_was_achieved(fitted):
+    trainer, model, data, printed = fitted
+    assert f" {trainer.callback_metrics['val_loss']:.3f} nats" in printed
+    assert f"{data.unigram_loss:.3f}" in printed
+    assert "tokens/s" in printed
+    assert "balance" not in printed  # one process has none
+    assert trainer.checkpoint_callback.best_model_path in printed
+    assert printed.endswith(generate(model, 'The "', 20) + "\n")
+
+
+def test_report_prints_the_balance_of_whatever_strategy_has_one(fitted, capsys):
+    trainer, model, _, _ = fitted
+    trainer.strategy.balance = [2, 3]
+    Report(num_characters=1).on_fit_end(trainer, model)
+    del trainer.strategy.balance
+    assert "[2, 3]" in capsys.readouterr().out
+
+
+def test_report_does_without_a_validation(tmp_path, capsys):
+    trainer = one_process_trainer(tmp_path, max_steps=1, enable_checkpointing=False, callbacks=[Report()])
+    trainer.fit(GPT(**TINY), PythonDocs(block_size=16))
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed
+    assert "loss" not in printed
+
+
+def test_checkpoint_loads_without_relay(fitted):
+    trainer, model, _, _ = fitted
+    script = (
+        "import sys; from examples.gpt import GPT, generate; "
+        "model = GPT.load_from_checkpoint(sys.argv[1]); print(generate(model, 'The \"', 20)); "
+        "assert not {'strategies', 'trainer'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-W", "ignore", "-c", script, trainer.checkpoint_callback.best_model_path]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout == generate(model, 'The "', 20) + "\n"
+
+
+# Digits
+
+
+def test_digits_are_classified(tmp_path):
+    seed_everything(0, verbose=False)
+    data = Digits()
+    assert not set(data.train_set.indices) & set(data.validation_set.indices)
+    assert len(data.train_set) + len(data.validation_set) == 1797
+    trainer = one_process_trainer(tmp_path, max_epochs=3, enable_checkpointing=False)
+    trainer.fit(DigitClassifier(), data)
+    assert trainer.callback_metrics["val_accuracy"] > 0.95
+
+
+# Configurations and scripts
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_builds_the_experiment(path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["python -m trainer"])
+    cli = LightningCLI(
+        run=False,
+        args=["--config", str(path)],
+        parser_kwargs={"parser_mode": "omegaconf"},
+        save_config_callback=None,
+    )
+    assert isinstance(cli.model, GPT)
+    assert cli.datamodule.hparams.block_size == cli.model.hparams.block_size
+    assert any(isinstance(callback, Report) for callback in cli.trainer.callbacks)
+
+
+def test_configs_differ_in_the_strategy_only():
+    assert {path.stem for path in CONFIGS} == {"single", "ddp", "zero", "pipeline"}
+    experiments = [yaml.safe_load(path.read_text()) for path in CONFIGS]
+    strategies = [experiment["trainer"].pop("strategy") for experiment in experiments]
+    assert all(experiment == experiments[0] for experiment in experiments)
+    assert len({str(strategy) for strategy in strategies}) == len(CONFIGS)
+
+
+def test_scripts_differ_in_one_argument():
+    single, pipeline = ((ROOT / "examples" / f"train_{name}.py").read_text() for name in ("single", "pipeline"))
+    differing = [pair for pair in zip(single.splitlines(), pipeline.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert [(a.strip(), b.strip()) for a, b in differing] == [
+        ('strategy="single_device",', 'strategy="rpc_sequential",')
+    ]
+    assert "__main__" not in pipeline
+
+
+# Packaging
+
+
+def test_packages_import_only_what_is_declared():
+    declared = declared_dependencies()
+    for path in [*ROOT.glob("trainer/**/*.py"), *ROOT.glob("strategies/**/*.py")]:
+        for module in imported_modules(path):
+            if module in sys.stdlib_module_names or module in {"trainer", "strategies"}:
+                continue
+            assert module in declared, (
+                f"{path.relative_to(ROOT)} imports {module}, which pyproject.toml does not declare"
+            )
+
+
+def declared_dependencies() -> set[str]:
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = {requirement.split(">")[0].split("[")[0].replace("-", "_") for requirement in project["dependencies"]}
+    assert "torch" in names
+    return names | {"yaml", "lightning_utilities", "lightning_fabric"}  # dependencies of pytorch-lightning
+
+
+def imported_modules(path: Path) -> set[str]:
+    modules = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules.add((node.module or "").split(".")[0])
+    return modules

@@ -1,0 +1,136 @@
+"""Who hangs, and who is only slow: what the driver concludes from what the stages answer."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strategies.common.activity import Activity, Progress, noted
+from strategies.pipeline.control.client import Failures, RemoteStage
+from strategies.pipeline.control.watch import Watch
+
+TIMEOUT = 0.4
+
+
+class Answers:
+    """A stage whose answers are made up; the clock is the real one."""
+
+    def __init__(self, answer: Callable[[int], Progress | None]) -> None:
+        self.asked, self.killed = 0, threading.Event()
+        self.failures = Failures()
+        self.remote = RemoteStage(
+            "name",
+            None,
+            "stage 1 (layers 1 to 1: Linear)",
+            process="process 7 on here",
+            ended=lambda: None,
+            doing=lambda: "in F2, layer 1",
+            kill=self.killed.set,
+            failures=self.failures,
+        )
+        self._answer = answer
+        vars(self.remote)["ask_for_progress"] = self.ask
+
+    def ask(self) -> Any:
+        answer = self._answer(self.asked)
+        self.asked += 1
+        return SimpleNamespace(done=lambda: answer is not None, wait=lambda: answer)
+
+    def watched(self, seconds: float, timeout_seconds: float = TIMEOUT) -> str:
+        """Why it was given up within that time; nothing if it was not."""
+        watch = Watch([self.remote], timeout_seconds)
+        given_up = self.killed.wait(seconds)
+        watch.end()
+        if not given_up:
+            assert not self.failures.any
+            return ""
+        with pytest.raises(RuntimeError) as raised:
+            self.failures.raise_cause()
+        with pytest.raises(RuntimeError, match="process 7 on here, has been given up"):
+            self.remote._rescued(Future())
+        return str(raised.value)
+
+
+def progress(
+    num_done: int = 1, *, waits: bool = False, idle: bool = False, busy: float = 0.0, stack: str = "sleep()"
+) -> Progress:
+    return Progress(num_done, "F2, layer 1", waits, idle, busy, stack)
+
+
+def test_one_that_sleeps_is_given_up_with_its_stack() -> None:
+    began = time.monotonic()
+    why = Answers(lambda asked: progress()).watched(5)
+    assert TIMEOUT < time.monotonic() - began < 3
+    assert why.startswith(
+        "stage 1 (layers 1 to 1: Linear), process 7 on here, hangs: it has stood still in F2, layer 1 "
+    )
+    assert "for 0.4 s" in why and "raise rpc_timeout_sec" in why and why.endswith("Its stack:\nsleep()")
+
+
+@pytest.mark.parametrize(
+    "alive",
+    [
+        lambda asked: progress(asked),
+        lambda asked: progress(waits=True),
+        lambda asked: progress(idle=True),
+        lambda asked: progress(busy=time.monotonic()),
+        lambda asked: progress(stack=f"line {asked}"),
+    ],
+    ids=["gets on", "waits for others", "has nothing to do", "computes", "moves"],
+)
+def test_one_that_lives_is_not(alive: Callable[[int], Progress]) -> None:
+    assert Answers(alive).watched(3 * TIMEOUT) == ""
+
+
+def test_one_that_is_busy_with_one_thing_for_too_long() -> None:
+    why = Answers(lambda asked: progress(busy=time.monotonic())).watched(10, TIMEOUT / 4)
+    assert "is busy with one thing" in why and "for 1 s" in why
+
+
+def test_one_that_waits_in_vain_after_a_failure_elsewhere() -> None:
+    answers = Answers(lambda asked: progress(waits=True))
+    answers.failures.add(KeyError("elsewhere"), consequence=False)
+    watch = Watch([answers.remote], TIMEOUT / 4)
+    assert answers.killed.wait(5) and answers.remote.is_lost
+    watch.end()
+    with pytest.raises(KeyError, match="elsewhere"):
+        answers.failures.raise_cause()
+
+
+def test_one_that_does_not_answer() -> None:
+    why = Answers(lambda asked: None).watched(5)
+    assert "does not answer: it has stood still in F2, layer 1" in why and "holds Python's lock" in why
+
+
+def test_what_a_thread_does_is_seen_from_another_one(tmp_path: Path) -> None:
+    activity, go_on, asleep = Activity(tmp_path / "note"), threading.Event(), threading.Event()
+    assert noted(tmp_path / "none") == "while it started" and noted(None) == ""
+
+    def compute() -> None:
+        activity.begin()
+        activity.doing = "F0, layer 3"
+        asleep.set()
+        go_on.wait()
+        activity.idle(lambda: (asleep.set(), go_on.wait()))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    asleep.wait()
+    seen = activity.progress()
+    assert (seen.num_done, seen.doing, seen.waits, seen.idle) == (1, "F0, layer 3", False, False)
+    assert "go_on.wait()" in seen.stack and "in compute" in seen.stack
+    assert noted(tmp_path / "note") == "in F0, layer 3"
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    assert activity.progress().busy_seconds - seen.busy_seconds >= 0.19
+    asleep.clear()
+    go_on.set()
+    asleep.wait()
+    thread.join()
+    assert noted(tmp_path / "note") == "idle after F0, layer 3"

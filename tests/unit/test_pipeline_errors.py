@@ -1,0 +1,808 @@
+"""Wrong settings of the pipeline are said before a process is started: what, the values, and what to do."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from parity_parts import Lamb
+from paths import ROOT
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
+from strategies.launch import workers as launch
+from strategies.launch.workers import Workers
+from strategies.pipeline import pop, skippable
+from trainer import Trainer
+from trainer.cli import main
+
+
+class Started(BaseException):
+    """A process was about to be started; no handler of exceptions catches this."""
+
+
+@pytest.fixture(autouse=True)
+def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process can be started, and none has left a folder or a setting behind."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise Started
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "subprocess", SimpleNamespace(Popen=refuse, PIPE=None))
+    threads = torch.get_num_threads()
+    yield
+    assert not list(tmp_path.glob("relay-*"))
+    assert torch.get_num_threads() == threads
+
+
+class Model(pl.LightningModule):
+    """Three layers that ten lines train; every test breaks one thing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.sequential_module: Any = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+        self.example_input_array: Any = torch.zeros(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit(
+    model: pl.LightningModule,
+    devices: int = 2,
+    *,
+    plugins: Any = None,
+    callbacks: Any = None,
+    logger: Any = False,
+    **settings: Any,
+) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy=RPCSequentialStrategy(**settings),
+        max_steps=2,
+        plugins=plugins,
+        callbacks=callbacks,
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, DataLoader(torch.ones(16, 4), batch_size=8))
+    return trainer
+
+
+@pytest.mark.parametrize("settings", [{"balance": [1, 2]}, {}, {"balance_mode": "balance_by_time"}])
+def test_nothing_wrong(settings: dict[str, Any]) -> None:
+    """Only that the tests below would notice a process."""
+    model, threads = Model(), torch.get_num_threads()
+    torch.set_num_threads(64)  # more than a stage gets
+    with pytest.raises(Started):
+        fit(model, **settings)
+    assert torch.get_num_threads() == 64
+    torch.set_num_threads(threads)
+    assert not any(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["balance_by_size", "balance_by_time"])
+def test_a_balance_that_is_found_while_gradients_are_there(mode: str) -> None:
+    """An earlier fit leaves those of the last stage. They are there again after measuring."""
+    model = Model()
+    model.sequential_module[2].weight.grad = gradient = torch.ones(2, 4)
+    with pytest.raises(Started):
+        fit(model, balance_mode=mode)
+    assert model.sequential_module[2].weight.grad is gradient and torch.equal(gradient, torch.ones(2, 4))
+    assert model.sequential_module[0].weight.grad is None
+
+
+# Settings that are wrong in themselves
+
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"microbatches": 0}, "microbatches must be a whole number of at least 1, got 0."),
+    ({"microbatches": -2}, "microbatches must be a whole number of at least 1, got -2."),
+    ({"microbatches": 2.5}, "microbatches must be a whole number of at least 1, got 2.5."),
+    ({"microbatches": "4"}, "microbatches must be a whole number of at least 1, got '4'."),
+    ({"microbatches": True}, "microbatches must be a whole number of at least 1, got True."),
+    ({"microbatches": None}, "microbatches must be a whole number of at least 1, got None."),
+    ({"checkpoint": "allways"}, "Unknown checkpoint 'allways'; did you mean 'always'?"),
+    ({"checkpoint": "except-last"}, "Unknown checkpoint 'except-last'; did you mean 'except_last'?"),
+    ({"checkpoint": True}, "Unknown checkpoint True; valid names: always, except_last, never"),
+    ({"balance_mode": "by_size"}, "Unknown balance_mode 'by_size'; did you mean 'balance_by_size'"),
+    ({"balance_mode": "x"}, "Unknown balance_mode 'x'; valid names: balance_by_size, balance_by_time"),
+    ({"schedule": "g_pipe"}, "Unknown schedule 'g_pipe'; did you mean 'gpipe'?"),
+    ({"schedule": "1f1b", "pipelined_backward": False}, "pipelined_backward=False waits for all forward passes, which"),
+    ({"schedule": "zb"}, "Unknown schedule 'zb'; valid names: "),
+    ({"rpc_timeout_sec": 0}, "rpc_timeout_sec must be a finite number of seconds above 0, got 0."),
+    ({"rpc_timeout_sec": -1.5}, "rpc_timeout_sec must be a finite number of seconds above 0, got -1.5."),
+    ({"rpc_timeout_sec": float("nan")}, "rpc_timeout_sec must be a finite number of seconds above 0, got nan."),
+    ({"data_parallel_size": 0}, "data_parallel_size must be a whole number of at least 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:40])
+def test_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        RPCSequentialStrategy(**settings)
+
+
+@pytest.mark.parametrize(
+    "seconds",
+    ["60", float("inf"), float("nan"), 1e30],
+)
+def test_time_outs_that_no_clock_can_count(seconds: Any) -> None:
+    with pytest.raises(MisconfigurationException, match="rpc_timeout_sec must be a finite number of seconds above 0"):
+        RPCSequentialStrategy(rpc_timeout_sec=seconds)
+
+
+# Settings that do not fit the model or the devices
+
+
+@skippable(pop=["a"])
+class Pops(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + (yield pop("a"))
+
+
+@pytest.mark.parametrize("settings", [{"balance": [1, 2]}, {}])
+def test_skip_connections_that_do_not_match(settings: dict[str, Any]) -> None:
+    model = Model()
+    model.sequential_module[2] = Pops(4, 2)
+    with pytest.raises(MisconfigurationException, match="layer 2 pops 'a', which no layer before it stashes"):
+        fit(model, **settings)
+
+
+def test_the_balance_with_a_tensor_that_all_rows_share() -> None:
+    class Masked(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.sequential_module({"x": x, "mask": torch.ones(1, 4)})
+
+    with pytest.raises(MisconfigurationException, match=r"input\['mask'\] of shape \[1, 4\] has 1\. .* in NoChunk"):
+        fit(Masked())
+
+
+@pytest.mark.parametrize(
+    ("balance", "devices", "message"),
+    [
+        ([2, 2], 2, "The provided balance sum: 4 does not match your Sequential length: 3. Give each layer to exactly"),
+        ([1, 1], 2, "The provided balance sum: 2 does not match your Sequential length: 3"),
+        ([1, 1, 1], 2, "The provided balance [1, 1, 1] is for 3 stages, but there are 2 devices. Give one number of"),
+        ([3], 2, "The provided balance [3] is for 1 stages, but there are 2 devices."),
+        ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: no stage without a layer."),
+        ([4, -1], 2, "The provided balance [4, -1] must consist of whole numbers above 0"),
+        ([1.5, 1.5], 2, "balance must be a list, each of it a whole number or 'even' or None, got [1.5, 1.5]"),
+        ([], 2, "The provided balance sum: 0 does not match your Sequential length: 3"),
+        ("evn", 2, "balance must be a list, each of it a whole number or 'even' or None, got 'evn'"),
+        (
+            "even",
+            4,
+            "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it",
+        ),
+        (None, 4, "has 3 layers, too few for 4 devices: each stage needs one. Set devices to at most 3, or divide it"),
+    ],
+)
+def test_balance(balance: Any, devices: int, message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=re.escape(message)):
+        fit(Model(), devices, balance=balance)
+
+
+def test_balance_that_is_one_number() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"balance must be a list, each .* whole number or 'even' or None, got 3"
+    ):
+        fit(Model(), balance=3)
+
+
+def without_sequential(model: Model) -> None:
+    del model.sequential_module
+
+
+def renamed(model: Model) -> None:
+    model.sequential_modul = model.sequential_module
+    del model.sequential_module
+
+
+def no_sequential(model: Model) -> None:
+    model.sequential_module = nn.Linear(4, 2)
+
+
+def a_list(model: Model) -> None:
+    del model.sequential_module
+    model.sequential_module = [nn.Linear(4, 2)]
+
+
+def module_list(model: Model) -> None:
+    model.layers, model.sequential_module = model.sequential_module, nn.ModuleList([nn.Linear(4, 2)])
+
+
+def blocks(model: Model) -> None:
+    model.blocks = nn.ModuleList(model.sequential_module)
+    del model.sequential_module
+
+
+def no_example(model: Model) -> None:
+    model.example_input_array = None
+
+
+def shared_norm(model: Model) -> None:
+    model.sequential_module[0] = model.sequential_module[2] = nn.BatchNorm1d(4)
+
+
+def on_meta(model: Model) -> None:
+    model.sequential_module[0].to("meta")
+
+
+def lazy(model: Model) -> None:
+    model.sequential_module[0] = nn.LazyLinear(4)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def forward_of_its_own(model: Model) -> None:
+    model.sequential_module = Residual(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def lbfgs(model: Model) -> None:
+    model.configure_optimizers = lambda: torch.optim.LBFGS(model.parameters())
+
+
+def two_optimizers_one_lbfgs(model: Model) -> None:
+    model.automatic_optimization = False
+    model.configure_optimizers = lambda: (
+        torch.optim.SGD(model.sequential_module[0].parameters(), 0.1),
+        torch.optim.LBFGS(model.sequential_module[2].parameters()),
+    )
+
+
+def lamb(model: Model) -> None:
+    model.configure_optimizers = lambda: Lamb(model.parameters())
+
+
+class Holder(nn.ReLU):
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+
+def layer_with_a_method(model: Model) -> None:
+    model.sequential_module = nn.Sequential(Holder(model.training_step), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+def layer_with_the_model(model: Model) -> None:
+    model.sequential_module = nn.Sequential(Holder(lambda: model), nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            without_sequential,
+            "Model has no 'sequential_module', the nn.Sequential to be pipelined: set `self.sequential_module = "
+            "nn.Sequential(...)`, or name another one by RPCSequentialStrategy(module=...); it has no nn.Sequential",
+        ),
+        (
+            renamed,
+            "Model has no 'sequential_module'.*RPCSequentialStrategy(module=...); did you mean 'sequential_modul'",
+        ),
+        (
+            no_sequential,
+            "Model.sequential_module must be an nn.Sequential to be pipelined, but is a Linear: put its layers into",
+        ),
+        (a_list, "Model.sequential_module must be an nn.Sequential to be pipelined, but is a list"),
+        (
+            module_list,
+            "Model.sequential_module is an nn.ModuleList, whose layers the model calls itself, .*make it an nn.Sequent"
+            "ial .*call `x = self.sequential_module(x)` in place of the loop over it",
+        ),
+        (blocks, "Model has no 'sequential_module', .*it has no nn.Sequential, but an nn.ModuleList, 'blocks': make"),
+        (
+            no_example,
+            "The balance can only be found with an example: set `self.example_input_array` on Model to a batch of "
+            "inputs, or give the balance, one number of layers for each of the 2 devices.",
+        ),
+        (shared_norm, "layer 2, a BatchNorm1d, is used by stage 0 and by stage 1, .*Use two layers, or choose"),
+        (
+            on_meta,
+            "2 parameters of Model.sequential_module have no values (they are on the meta device), 0.weight first: .*"
+            "Build the model anew and load a checkpoint.",
+        ),
+        (
+            lazy,
+            "Model.sequential_module has parameters without a shape yet, 0.weight first (a lazy layer): run a batch",
+        ),
+        (
+            forward_of_its_own,
+            "Model.sequential_module is a Residual with a forward of its own, which a pipeline would not run: it calls "
+            "the layers one after another. Move what it does into a layer, or use a plain nn.Sequential.",
+        ),
+        (
+            lbfgs,
+            "LBFGS evaluates the loss several times within a step, .*Use an optimizer that updates each parameter from",
+        ),
+        (two_optimizers_one_lbfgs, "LBFGS evaluates the loss several times within a step"),
+        (lamb, "Lamb cannot be divided over processes: .*set the Trainer's gradient_clip_val"),
+        (layer_with_a_method, "a layer of the pipelined module refers to the whole model (Model), .*hold only what it"),
+        (layer_with_the_model, "a layer of the pipelined module refers to the whole model (Model), "),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_models(spoil: Callable[[Model], None], message: str) -> None:
+    model = Model()
+    spoil(model)
+    settings = {} if spoil is no_example else {"balance": [1, 2]}
+    before = {id(p) for p in model.parameters() if p.is_meta}
+    with pytest.raises(MisconfigurationException, match=re.escape(message).replace(r"\.\*", ".*")):
+        fit(model, **settings)
+    assert {id(p) for p in model.parameters() if p.is_meta} == before
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_an_example_is_not_needed_where_nothing_is_to_be_found() -> None:
+    for settings in ({"balance": [1, 2]}, {"balance": [3], "devices": 1}, {"devices": 1}):
+        model = Model()
+        no_example(model)
+        if settings.get("devices") == 1:
+            fit(model, **settings)
+        else:
+            with pytest.raises(Started):
+                fit(model, **settings)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 4, norm: type[nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, width), norm(width), nn.Linear(width, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def balance_in_use(layers: list[nn.Module], devices: int, balance: Any = None) -> Any:
+    model, strategy = Model(), RPCSequentialStrategy(balance=balance)
+    model.sequential_module, model.example_input_array = nn.Sequential(*layers), None
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, logger=False, enable_checkpointing=False)
+    with pytest.raises(Started):
+        trainer.fit(model, DataLoader(torch.ones(16, 4), batch_size=8))
+    return strategy.balance
+
+
+def test_layers_that_are_alike_are_counted_without_an_example() -> None:
+    assert balance_in_use([Block() for _ in range(12)], 3) == [4, 4, 4]
+    assert balance_in_use([Block() for _ in range(5)], 3) == [2, 2, 1]
+
+
+@pytest.mark.parametrize("other", [nn.Linear(4, 4), Block(8), Block(norm=nn.RMSNorm)])
+def test_layers_that_are_not_alike(other: nn.Module) -> None:
+    layers = [Block(), other, Block()]
+    assert balance_in_use(layers, 2, "even") == [2, 1]
+    with pytest.raises(
+        MisconfigurationException, match=r"only be found with an example: .*balance=\"even\" gives each"
+    ):
+        balance_in_use(layers, 2)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda: Holder(threading.Lock().acquire),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+    ],
+    ids=["lock", "parametrized"],
+)
+def test_layers_that_cannot_be_pickled(layer: Callable[[], nn.Module]) -> None:
+    model = Model()
+    model.sequential_module[0] = layer()
+    with pytest.raises(MisconfigurationException, match=r"layer 0, a \w+, cannot be sent to another process"):
+        fit(model, balance=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("net.layer", "Nested has no 'net.layer', .*did you mean 'net.layers'"),
+        ("net", "Nested.net must be an nn.Sequential to be pipelined, but is a ModuleDict"),
+        ("nothing.at.all", "Nested has no 'nothing.at.all', the nn.Sequential .*valid names: net.layers"),
+    ],
+)
+def test_path_of_the_module(path: str, message: str) -> None:
+    class Nested(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.ModuleDict({"layers": self.sequential_module})
+            del self.sequential_module
+
+    with pytest.raises(MisconfigurationException, match=message):
+        fit(Nested(), module=path)
+    with pytest.raises(Started):
+        fit(Nested(), module="net.layers", balance=[1, 2])
+
+
+def test_a_callback_that_prunes_weights() -> None:
+    with pytest.raises(MisconfigurationException, match=r"does not support ModelPruning yet: .*of the last stage only"):
+        fit(Model(), callbacks=[pl.callbacks.ModelPruning("l1_unstructured", amount=0.5)])
+
+
+def test_an_average_of_another_model() -> None:
+    class Other(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sequential_module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+
+    class Foreign(pl.callbacks.WeightAveraging):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            super().setup(trainer, Other(), stage)
+
+    with pytest.raises(MisconfigurationException, match="Foreign holds the average of another model than the one"):
+        fit(Model(), callbacks=[Foreign()])
+
+
+def test_layers_that_take_time_first() -> None:
+    class Attends(Model):
+        def __init__(self, batch_first: bool) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(4, 1, 4, batch_first=batch_first)
+            self.sequential_module = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4)), layer, nn.Flatten())
+
+    with pytest.warns(UserWarning, match=r"Layer 2 of sequential_module, a TransformerEncoderLayer, has batch_first"):
+        fit(Attends(False), 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*batch_first.*")
+        fit(Attends(True), 1)
+
+
+def test_an_optimizer_around_another_one() -> None:
+    class Around(torch.optim.SGD):
+        def __init__(self, parameters: Any) -> None:
+            listed = list(parameters)
+            super().__init__(listed, 0.1)
+            self.base = torch.optim.SGD(listed, 0.1)
+
+    model = Model()
+    model.configure_optimizers = lambda: Around(model.parameters())
+    with pytest.raises(MisconfigurationException, match=r"Around steps another optimizer \(SGD\) within its own step"):
+        fit(model, balance=[1, 2])
+
+
+def test_a_logger_that_traces_the_model(tmp_path: Path) -> None:
+    logger = pl.loggers.TensorBoardLogger(tmp_path, log_graph=True)
+    with pytest.raises(MisconfigurationException, match=r"TensorBoardLogger\(log_graph=True\) traces the model in one"):
+        fit(Model(), logger=logger)
+
+
+def test_a_compiled_model() -> None:
+    compiled: Any = torch.compile(Model())
+    with pytest.raises(RuntimeError, match=r"(?s)compiled model is incompatible .*RPCSequential"):
+        fit(compiled)
+
+
+def test_batch_norm_that_is_not_there() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"deferred_batch_norm=True has no effect: sequential_module has no BatchNorm"
+    ):
+        fit(Model(), deferred_batch_norm=True)
+
+
+# BatchNorm; one stage starts no process
+
+
+class Normed(Model):
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(4, 4), norm(4))
+        self.sequential_module = nn.Sequential(nn.Linear(4, 4), block, norm(4), nn.Linear(4, 2))
+        self.num_steps = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.num_steps += 1
+        return super().training_step(batch, batch_idx)
+
+
+class OwnNorm(nn.modules.batchnorm._BatchNorm):
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+def told_of_batch_norm(model: Normed, **settings: Any) -> list[str]:
+    """What two runs of one strategy warn of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fit(model, 1, **settings)
+        trainer.fit_loop.epoch_loop.max_steps = 4
+        trainer.fit(model, DataLoader(torch.ones(16, 4), batch_size=8))
+    assert trainer.global_step == 4
+    return [str(warning.message) for warning in caught if "normalises each" in str(warning.message)]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, OwnNorm])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_batch_norm_over_micro_batches(norm: Callable[[int], nn.Module], schedule: str) -> None:
+    (told,) = told_of_batch_norm(Normed(norm), microbatches=2, schedule=schedule)
+    for part in (
+        f"Layer sequential_module.1.1, a {norm.__name__} (the first of 2 such layers), normalises each of the "
+        "microbatches=2 parts of a batch by itself in training",
+        "differ from those of one process. Running statistics are updated once per micro-batch; "
+        "deferred_batch_norm=True updates them once per batch, from all its rows, and changes nothing else. ",
+        "microbatches=1 trains as one process does.",
+    ):
+        assert part in told
+    assert "single row" not in told
+
+
+def test_batch_norm_that_is_deferred_or_has_no_statistics() -> None:
+    (told,) = told_of_batch_norm(Normed(), microbatches=2, deferred_batch_norm=True)
+    assert "once per batch, from all its rows (deferred_batch_norm=True). microbatches=1 trains" in told
+    (told,) = told_of_batch_norm(Normed(lambda n: nn.BatchNorm1d(n, track_running_stats=False).eval()), microbatches=2)
+    assert "statistics" not in told
+
+
+def test_batch_norm_that_one_process_trains_the_same() -> None:
+    assert not told_of_batch_norm(Normed(), microbatches=1)
+    assert not told_of_batch_norm(Normed(lambda n: nn.BatchNorm1d(n).eval()), microbatches=2)
+    assert not told_of_batch_norm(Normed(nn.LayerNorm), microbatches=2)
+
+
+def test_batch_norm_of_a_single_row() -> None:
+    """The default makes eight micro-batches of eight rows; the first step says what to do, and makes none."""
+    message = (
+        r"Layer 1.1, a BatchNorm1d in training mode, cannot normalise micro-batch 0, which has 1 row. Expected more "
+        r"than 1 value per channel .*at most half as many micro-batches as the smallest batch has rows .*drop_last"
+    )
+    smallest = (
+        "The smallest batch of the training data has 8 rows, so some micro-batches have a single row, for which "
+        "BatchNorm1d raises an error if a row has one value per channel: set microbatches to at most 4"
+    )
+    with pytest.warns(UserWarning, match=smallest), pytest.raises(ValueError, match=message):
+        fit(Normed(), 1)
+
+
+def test_a_last_batch_that_is_too_small_for_batch_norm() -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=RPCSequentialStrategy(microbatches=4),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = Normed()
+    with (
+        pytest.warns(UserWarning, match=r"has 5 rows, .* at most 2, or use larger batches \(drop_last=True, if"),
+        pytest.raises(ValueError, match=r"Layer 1.1, a BatchNorm1d .* cannot normalise micro-batch 1, which has 1 row"),
+    ):
+        trainer.fit(model, DataLoader(torch.ones(21, 4), batch_size=8))
+    assert model.num_steps == 3
+    for loader in (
+        DataLoader(torch.ones(21, 4), batch_size=8, drop_last=True),
+        DataLoader(torch.ones(24, 4), batch_size=8),
+    ):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*single row.*")
+            trainer.fit_loop.epoch_progress.reset()
+            trainer.fit(model, loader)
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As rank 0 of two on a single host."""
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "a run"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_other_devices_than_ranks() -> None:
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"TorchElasticEnvironment has started 2 processes, but the Trainer's devices=3 .* hosts make 3",
+    ):
+        Trainer(accelerator="cpu", devices=3, strategy="rpc_sequential", logger=False)
+
+
+@pytest.mark.usefixtures("torchrun")
+def test_ranks_are_divided_once() -> None:
+    one_stage = RPCSequentialStrategy(data_parallel_size=2)
+    world = Trainer(accelerator="cpu", devices=2, strategy=one_stage, logger=False).strategy.world
+    store = world.store()  # in which the Trainer before this one has divided them
+    assert world.divided_into(store) == 1
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="rpc_sequential", logger=False)
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"The 2 ranks of this run are divided into pipelines of 1 stages, .* 2 stages now",
+    ):
+        trainer.fit(Model(), DataLoader(torch.ones(16, 4), batch_size=8))
+
+
+def test_several_hosts() -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"got num_nodes=2\. Start .* torchrun \(--nnodes=2 --nproc-per-node=2\)"
+    ):
+        Trainer(accelerator="cpu", devices=2, num_nodes=2, strategy="rpc_sequential", logger=False)
+
+
+# What is only seen in a run; one stage starts no process
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_optimizer_that_evaluates_the_loss_twice(late: bool) -> None:
+    class Twice(torch.optim.SGD):
+        armed = not late
+
+        def step(self, closure: Any = None) -> Any:
+            if self.armed and closure is not None:
+                closure()
+            return super().step(closure)
+
+    model = Model()
+    model.configure_optimizers = lambda: Twice(model.parameters(), 0.1)
+    model.on_train_start = lambda: setattr(Twice, "armed", True)
+    message = r"Twice evaluates the loss several times within a step, .*Use an optimizer that "
+    with pytest.raises(MisconfigurationException, match=message + ("makes one update" if late else "updates each")):
+        fit(model, devices=1)
+
+
+def test_parameters_that_come_later() -> None:
+    class Late(Model):
+        def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.optimizers(use_pl_optimizer=False).add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+
+    message = r"SGD has parameter groups of \[4, 1\] parameters, but the pipeline started with \[4\]; .*from the start"
+    with pytest.raises(RuntimeError, match=message):
+        fit(Late(), 1)
+
+
+class Manual(Model):
+    """Two optimizers; clips without saying whose gradients, or for one of them."""
+
+    def __init__(self, named: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.named, self.norms = named, [0.0]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        strategy: Any = self.trainer.strategy
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(self(batch).square().mean())
+        first = self.optimizers()[0]
+        self.norms.append(strategy.clip_grad_norm_(1e-3, **({"optimizer": first} if self.named else {})).item())
+        gradients = [p.grad for p in self.sequential_module[0].parameters()]
+        assert torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients])) <= 1.001e-3
+        first.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.sequential_module[k].parameters(), 0.1) for k in (0, 2)]
+
+
+def test_whose_gradients_to_clip() -> None:
+    with pytest.raises(MisconfigurationException, match=r"There are 2 optimizers; say whose .*optimizer="):
+        fit(Manual(named=False), 1)
+    model = Manual(named=True)
+    fit(model, 1)
+    assert len(model.norms) == 3 and model.norms[1] > 1e-3
+
+
+def test_clipping_without_a_pipeline() -> None:
+    with pytest.raises(RuntimeError, match="the pipeline is not running; this is possible only within fit"):
+        RPCSequentialStrategy().clip_grad_norm_(1.0)
+
+
+# What goes wrong when workers start
+
+
+@pytest.fixture
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Workers]]:
+    """Two workers that run a line of shell instead of the real thing."""
+    made = []
+
+    def make(line: str) -> Workers:
+        executable = Path("worker")
+        executable.write_text(f"#!/bin/sh\n{line}\n")
+        executable.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(executable.resolve()))
+        monkeypatch.setattr(launch, "subprocess", subprocess)
+        made.append(Workers(["stage 0 (layers 0 to 0: A)", "stage 1 (layers 1 to 1: B)"]))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop(grace_seconds=0.0)
+
+
+def test_a_worker_that_ends_at_once(workers: Callable[[str], Workers]) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"stage \d \(.*\), process \d+ on .*, ended with status 3 while it started; see"
+    ):
+        workers("exit 3").start(timeout_seconds=0.2, threads=1)
+
+
+def test_a_worker_that_is_killed_at_once(workers: Callable[[str], Workers]) -> None:
+    with pytest.raises(RuntimeError, match=r"stage [01] \(.*\), process \d+ on .*, was killed by signal 9 while"):
+        workers("kill -9 $$").start(timeout_seconds=0.2, threads=1)
+
+
+def test_workers_that_never_come(workers: Callable[[str], Workers], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_START_SECONDS", 0.1)
+    one = workers("exec sleep 60")
+    with pytest.raises(RuntimeError, match=r"the workers of stages \[0, 1\] did not start in time"):
+        one.start(timeout_seconds=0.2, threads=1)
+    pids = [process.pid for process in one._processes]
+    one.stop(grace_seconds=0.0)
+    one.stop(grace_seconds=0.0)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_rpc_that_somebody_else_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc.api, "_is_current_rpc_agent_set", lambda: True)
+    model = Model()
+    with pytest.raises(RuntimeError, match=r"torch.distributed.rpc is already initialised .*end the other one"):
+        fit(model, balance=[1, 2])
+    assert not any(p.is_meta for p in model.parameters())
+
+
+# The command line
+
+MISTAKES = {
+    "microbatches=0": "microbatches must be a whole number of at least 1, got 0.",
+    "checkpoint=alway": "Unknown checkpoint 'alway'; did you mean 'always'?",
+    "balance_mode=balance_by_tim": "Unknown balance_mode 'balance_by_tim'; did you mean 'balance_by_time'",
+    "schedule=gpip": "Unknown schedule 'gpip'; did you mean 'gpipe'?",
+    "rpc_timeout_sec=0": "rpc_timeout_sec must be a finite number of seconds above 0, got 0.0.",
+    "data_parallel_size=3": "data_parallel_size=3 replicas cannot divide 2 devices evenly among them; set devices to 3",
+    "balance=[1,2]": "The provided balance sum: 3 does not match your Sequential length: 7.",
+    "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null",
+    "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
+    "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: no stage without a layer.",
+    "module=sequential": "GPT has no 'sequential', the nn.Sequential to be pipelined: set `self.sequential = ",
+    "module=perplexity": "GPT.perplexity must be an nn.Sequential to be pipelined, but is a Perplexity: put its layers",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["trainer"])
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # the configuration's seed_everything leaves them
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    with pytest.raises(SystemExit) as end:
+        main(["fit", f"--config={ROOT / 'configs/pipeline.yaml'}", f"--trainer.strategy.init_args.{mistake}"])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    (line,) = [line for line in said.err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {MISTAKES[mistake]}")
+    assert said.err.endswith(line + "\n")
+    assert "Traceback" not in said.err + said.out

@@ -1,0 +1,258 @@
+"""Where layers live: the balance, what is shipped, and what stays behind of a stage."""
+
+import pickle
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.pipeline.state.placement import (
+    check_balance,
+    cut,
+    move_from_meta,
+    move_to_meta,
+    pickled,
+    without_layers,
+)
+from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
+
+# Balance
+
+
+def test_a_balance_that_fits_is_returned_as_a_list() -> None:
+    assert check_balance((1, 2), 3, 2) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("balance", "num_layers", "num_stages", "message"),
+    [
+        (
+            [2, 2],
+            3,
+            2,
+            r"The provided balance sum: 4 does not match your Sequential length: 3\. Give each layer to exactly one",
+        ),
+        ([1, 2], 3, 3, r"The provided balance \[1, 2\] is for 2 stages, but there are 3 devices\. .*set devices=2"),
+        ([3], 3, 2, r"The provided balance \[3\] is for 1 stages, but there are 2 devices\."),
+        ([3, 0], 3, 2, r"The provided balance \[3, 0\] must consist of whole numbers above 0: no stage without"),
+        ([4, -1], 3, 2, r"The provided balance \[4, -1\] must consist of whole numbers above 0"),
+        ([1.5, 1.5], 3, 2, r"The provided balance \[1\.5, 1\.5\] must consist of whole numbers"),
+        ([True, 2], 3, 2, r"The provided balance \[True, 2\] must consist of whole numbers"),
+        ("12", 3, 2, r"The balance must be a list of numbers of layers, one for each device, got '12'\."),
+    ],
+)
+def test_a_balance_that_does_not_fit(balance: Any, num_layers: int, num_stages: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_balance(balance, num_layers, num_stages)
+
+
+# Stages
+
+
+def test_stages_share_layers_and_keep_their_names() -> None:
+    module = nn.Sequential()
+    for name in ("embed", "block", "head"):
+        module.add_module(name, nn.Linear(2, 2))
+    first, second = cut(module, [1, 2])
+    assert list(dict(first.named_parameters())) == ["embed.weight", "embed.bias"]
+    assert list(dict(second.named_children())) == ["block", "head"]
+    assert second[1] is module[2]
+
+
+def test_a_layer_at_two_places_is_at_two_places() -> None:
+    relu = nn.ReLU()
+    module = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu, nn.Linear(2, 2))
+    stages = cut(module, [2, 3])
+    assert [type(layer).__name__ for stage in stages for layer in stage] == [type(layer).__name__ for layer in module]
+    assert [len(stage) for stage in stages] == [2, 3]
+
+
+def test_without_layers() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    layers = list(module)
+    with without_layers(module, 2):
+        assert list(module) == layers[2:]
+        assert list(dict(module.named_parameters())) == ["2.weight", "2.bias"]
+        module.double()
+    assert list(module) == layers and list(module._modules) == ["0", "1", "2"]
+    assert [module[0].weight.dtype, module[2].weight.dtype] == [torch.float32, torch.float64]
+    with pytest.raises(KeyError), without_layers(module, 3):
+        raise KeyError
+    assert list(module) == layers
+
+
+# What is shipped
+
+
+class Scaled(nn.Module):
+    """A layer that calls something it was given."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Model(nn.Module):
+    def scale(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_layers_go_with_functions_of_scripts() -> None:
+    layers, factor = nn.Sequential(Scaled(lambda x: factor * x)), 3
+    arrived = pickle.loads(pickled(layers, layers, Model()))
+    assert arrived(torch.ones(2)).tolist() == [3, 3]
+
+
+def pickle_layer(layer: nn.Module, model: nn.Module) -> bytes:
+    layers = nn.Sequential(nn.ReLU(), layer)
+    return pickled({"layers": layers}, layers, model)
+
+
+def test_a_layer_that_refers_to_the_whole_model() -> None:
+    model = Model()
+    message = r"refers to the whole model \(Model\), for example by a bound method .*let the layer hold only what it"
+    with pytest.raises(ValueError, match=message):
+        pickle_layer(Scaled(model.scale), model)
+    with pytest.raises(ValueError, match=message):
+        pickle_layer(Scaled(lambda x: model.scale(x)), model)
+    assert pickle_layer(Scaled(Model().scale), model)  # some other object's method may go along
+
+
+def test_a_layer_that_cannot_be_pickled_is_named() -> None:
+    message = r"layer 1, a Scaled, cannot be sent to another process \(TypeError: cannot pickle '_thread.lock'"
+    layers = nn.Sequential(Scaled(threading.Lock()), Scaled(threading.Lock()))
+    with pytest.raises(ValueError, match=r"^layer 0, a Scaled, and layer 1, a Scaled, cannot be sent"):
+        pickled(layers, layers, Model())
+    with pytest.raises(ValueError, match=message):
+        pickle_layer(Scaled(threading.Lock()), Model())
+    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"layer 1, a ParametrizedLinear, cannot be sent .*only supported through"):
+        pickle_layer(parametrized, Model())
+    with pytest.raises(ValueError, match=r"an optimizer cannot be sent to another process \(TypeError: "):
+        pickled([threading.Lock()], nn.Sequential(nn.ReLU()), Model())
+
+
+def test_a_layer_that_was_compiled_in_place() -> None:
+    layer = nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    with pytest.warns(
+        UserWarning, match=r"layer 1 was compiled by \.compile\(\), .*Put torch\.compile\(layer\) in its"
+    ):
+        pickle_layer(layer, Model())
+
+
+def test_hooks_of_parameters_cannot_follow() -> None:
+    message = r"parameter 1\.weight has a hook \(register_hook\), .*register hooks on the output of a layer instead"
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        linear = nn.Linear(2, 2)
+        getattr(linear.weight, register)(lambda *args: None)
+        with pytest.raises(ValueError, match=message):
+            pickle_layer(linear, Model())
+
+
+# What stays
+
+
+def with_ties() -> nn.Sequential:
+    """Tied parameters, a buffer that is not saved, and one that two layers share."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False), nn.Identity())
+    layers[2].weight = layers[0].weight
+    layers[0].bias.requires_grad_(False)
+    layers[2].register_buffer("mask", torch.ones(3), persistent=False)
+    return layers
+
+
+def tensors_of(layers: nn.Module) -> dict[str, Tensor]:
+    named = [*layers.named_parameters(), *layers.named_buffers(remove_duplicate=False)]
+    return {name: tensor.detach().clone() for name, tensor in named}
+
+
+def test_to_meta_and_back() -> None:
+    layers = with_ties()
+    optimizer = torch.optim.SGD(layers.parameters(), 0.1)
+    layers(torch.randn(4, 3)).sum().backward()
+    layers.zero_grad()
+    layers[0].weight.grad = torch.ones(3, 3)
+    layers[0].weight.decays = False
+    before, parameters, names = tensors_of(layers), list(layers.parameters()), list(layers.state_dict())
+    flags, types = [p.requires_grad for p in parameters], [type(p) for p in parameters]
+
+    move_to_meta(layers, layers, [optimizer])
+    assert all(t.is_meta for t in (*layers.parameters(), *layers.buffers()))
+    assert all(type(p) is RemoteParameter for p in layers.parameters())
+    assert all(type(b) is RemoteBuffer for b in layers.buffers())
+    assert layers[0].weight.decays is False  # as optimizers with groups by such marks want it
+    named = [*layers.named_parameters(), *layers.named_buffers(remove_duplicate=False)]
+    assert {name: t.shape for name, t in named} == {name: t.shape for name, t in before.items()}
+    assert list(layers.state_dict()) == names
+
+    move_from_meta(layers, layers, [optimizer], {name: tensor + 1 for name, tensor in before.items()})
+    assert [id(p) for p in layers.parameters()] == [id(p) for p in parameters]
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
+    assert [p.requires_grad for p in layers.parameters()] == flags and [type(p) for p in parameters] == types
+    assert layers[2].weight is layers[0].weight
+    for name, tensor in tensors_of(layers).items():
+        assert torch.equal(tensor, before[name] + 1), name
+    assert layers[2].mask.tolist() == [2, 2, 2] and type(layers[2].mask) is Tensor
+    assert vars(layers[0].weight) == {"decays": False}
+    layers(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_a_shared_buffer_stays_shared() -> None:
+    layers = nn.Sequential(nn.Identity(), nn.Identity())
+    layers[0].register_buffer("table", torch.arange(3.0))
+    layers[1].register_buffer("table", layers[0].table)
+    tensors = tensors_of(layers)
+    move_to_meta(layers, layers, [])
+    assert layers[1].table.is_meta
+    move_from_meta(layers, layers, [], tensors)
+    assert layers[1].table is layers[0].table
+
+
+@pytest.mark.parametrize("hold", [lambda p: (p * 2).sum(), weakref.ref], ids=["graph", "weak reference"])
+def test_a_parameter_that_something_holds_on_to(hold: Any) -> None:
+    """As in a notebook, where the output of an earlier cell is still there. It is replaced wherever it counts."""
+    layers = with_ties()
+    optimizer = torch.optim.SGD(layers.parameters(), 0.1, momentum=0.9)
+    layers(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    before, state = tensors_of(layers), optimizer.state[layers[0].weight]
+    held = hold(layers[0].weight)
+
+    move_to_meta(layers, layers, [optimizer])
+    assert all(p.is_meta for p in layers.parameters())
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in layers.parameters()]
+    assert optimizer.state[layers[0].weight] is state
+    assert layers[2].weight is layers[0].weight
+
+    move_from_meta(layers, layers, [optimizer], {name: tensor.clone() for name, tensor in before.items()})
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in layers.parameters()}
+    assert optimizer.state[layers[0].weight] is state
+    for name, tensor in tensors_of(layers).items():
+        assert torch.equal(tensor, before[name]), name
+    layers(torch.randn(4, 3)).square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(layers[0].weight, before["0.weight"])
+    del held
+
+
+def test_parameters_that_another_part_of_the_model_uses() -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 2), "last": nn.Linear(2, 2)})
+    body, head = model["body"], model["head"]
+    head.weight, head.bias = body[0].weight, body[0].bias
+    held = weakref.ref(head.weight)  # so that it cannot become another one in place
+    values = tensors_of(body)
+    move_to_meta(body, model, [], keep=[head.bias])
+    assert held() is not head.weight and head.weight is body[0].weight and head.weight.is_meta
+    assert head.bias is body[0].bias and not head.bias.is_meta
+    move_from_meta(body, model, [], {"0.weight": values["0.weight"] + 1, "0.bias": values["0.bias"] + 1})
+    assert head.weight is body[0].weight and torch.equal(head.weight, values["0.weight"] + 1)
+    assert torch.equal(head.bias, values["0.bias"])  # whoever kept it knows its value

@@ -1,0 +1,107 @@
+"""What a module gets from the model around it, found without leaving a trace."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.pipeline.partition.probe import input_of
+
+
+class Probed(nn.Module):
+    """Something before the Sequential, something behind it, and a trap for whoever goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.dropout = nn.Dropout(0.5)
+        self.layers = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+        self.num_runs = 0
+        self.layers.register_forward_hook(self._run)
+        self.dropout.eval()
+
+    def _run(self, *args: Any) -> None:
+        self.num_runs += 1
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        torch.rand(1)
+        output = self.layers(self.dropout(self.norm(x)) * scale)
+        raise AssertionError("nothing behind the module may run")
+        return output
+
+
+@pytest.mark.parametrize(
+    ("example", "scale"),
+    [
+        (torch.ones(4, 3), 1.0),
+        ((torch.ones(4, 3),), 1.0),
+        ((torch.ones(4, 3), 2.0), 2.0),
+        ({"x": torch.ones(4, 3), "scale": 3.0}, 3.0),
+    ],
+)
+def test_what_the_sequential_gets(example: Any, scale: float) -> None:
+    model = Probed()
+    modes = [module.training for module in model.modules()]
+    buffers, state = [b.clone() for b in model.buffers()], torch.get_rng_state()
+    found = input_of(model.layers, model, example)
+    # In evaluation mode: means 0 and variances 1 (to which the norm adds 1e-5), no dropout.
+    torch.testing.assert_close(found, torch.full((4, 3), scale), rtol=1e-5, atol=0)
+    assert not found.requires_grad
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "forward" not in vars(model.layers) and model.num_runs == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_nested_inputs_are_found() -> None:
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layers = nn.Linear(2, 2), nn.Sequential(nn.Identity())
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layers({"x": (self.first(x), None), "kind": "word"})
+
+    model = Nested()
+    found = input_of(model.layers, model, torch.ones(1, 2))
+    assert found["kind"] == "word" and found["x"][1] is None
+    assert torch.equal(found["x"][0], model.first(torch.ones(1, 2)))
+    assert not found["x"][0].requires_grad
+
+
+def test_a_model_without_forward_or_that_never_calls_the_module() -> None:
+    example = torch.ones(2)
+    model = nn.Module()  # has no forward
+    model.layers = nn.Sequential(nn.Linear(3, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert input_of(model.layers, model, example) is example
+    assert model.training
+    assert input_of(model.layers, model, ((example, 1),)) == (example, 1)  # one argument
+    assert input_of(model.layers, model, (example, 1)) == (example, 1)
+
+    unused = nn.Sequential(nn.Linear(2, 2))
+    unused.add_module("other", nn.Identity())
+    unused.forward = lambda x: x
+    assert input_of(unused[0], unused, example) is example
+    assert "forward" not in vars(unused[0])
+
+
+def test_an_error_in_front_of_the_module_is_the_users() -> None:
+    model = Probed()
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        input_of(model.layers, model, torch.ones(3))
+    assert model.training and not model.dropout.training
+    assert "forward" not in vars(model.layers)
+
+
+def test_a_forward_of_the_instance_is_kept() -> None:
+    layers = nn.Sequential(nn.Linear(2, 2))
+    patched = layers.forward
+    layers.forward = patched
+    model = nn.Sequential(layers)
+    input_of(layers, model, torch.ones(1, 2))
+    assert vars(layers)["forward"] is patched

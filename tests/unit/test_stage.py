@@ -1,0 +1,480 @@
+"""A pipeline of one stage, which starts no process, against the same layers called plainly, in float64."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextmanager
+def pipelined(module: nn.Sequential, microbatches: int = 4, **settings: Any) -> Iterator[Pipeline]:
+    """Within this, calling ``module`` runs the pipeline."""
+    pipeline = Pipeline(module, [len(module)], [CPU], Settings(microbatches=microbatches, **settings), seeds=Seeds(1))
+    pipeline.start()
+    try:
+        yield pipeline
+    finally:
+        pipeline.finish()
+
+
+def num_kept(pipeline: Pipeline) -> int:
+    assert pipeline._stage is not None
+    return pipeline._stage.num_kept
+
+
+def total(value: Any) -> Tensor:
+    """A loss of all outputs that weighs each element differently."""
+    losses = [
+        (t * torch.linspace(1, 2, t.numel()).view_as(t)).square().sum()
+        for t in tree_leaves(value)
+        if isinstance(t, Tensor) and t.requires_grad
+    ]
+    return sum(losses[1:], losses[0])
+
+
+def assert_alike(layers: nn.Sequential, x: Any, **settings: Any) -> None:
+    """Outputs, and gradients of parameters and inputs, twice in a row, are those of the plain layers."""
+    plain = copy.deepcopy(layers)
+    with pipelined(layers, **settings) as pipeline:
+        for _ in range(2):
+            given, same = leaves_of(x), leaves_of(x)
+            # A layer that works in place must not find a leaf that requires a gradient.
+            output = layers(tree_map(unleafed, given))
+            expected = plain(tree_map(unleafed, same))
+            torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+            for actual, wanted in zip(tree_leaves(output), tree_leaves(expected), strict=True):
+                # What a layer detaches is only seen when it is run with gradients, so not before it is recomputed.
+                assert not getattr(wanted, "requires_grad", False) or actual.requires_grad
+            total(output).backward()
+            total(expected).backward()
+            for actual, wanted in zip(tree_leaves(given), tree_leaves(same), strict=True):
+                if isinstance(wanted, Tensor):
+                    torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-10, atol=1e-10)
+            assert_same_gradients(layers, plain)
+            assert num_kept(pipeline) == 0
+
+
+def leaves_of(x: Any) -> Any:
+    return tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t, x)
+
+
+def unleafed(leaf: Any) -> Any:
+    return leaf * 1 if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+
+def assert_same_gradients(layers: nn.Module, plain: nn.Module) -> None:
+    for (name, actual), wanted in zip(layers.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Layer(nn.Module):
+    """Calls a function; for layers of one line."""
+
+    def __init__(self, function: Any, *modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.inner = function, nn.ModuleList(modules)
+
+    def forward(self, x: Any) -> Any:
+        return self.function(x, *self.inner)
+
+
+class Counted(nn.Linear):
+    """Counts its forward passes, and notes the rows of each."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, width)
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.append(x.shape[0])
+        return super().forward(x)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2))
+
+
+EVERY_WAY = [(mode, pipelined) for mode in MODES for pipelined in (True, False)]
+in_every_way = pytest.mark.parametrize(("checkpoint", "pipelined_backward"), EVERY_WAY)
+
+
+# Parity
+
+
+@pytest.mark.parametrize(("rows", "microbatches"), [(8, 4), (7, 4), (3, 8), (1, 4), (5, 1)])
+@in_every_way
+def test_an_mlp(rows: int, microbatches: int, checkpoint: str, pipelined_backward: bool) -> None:
+    x = torch.randn(rows, 3)
+    ways = {"microbatches": microbatches, "checkpoint": checkpoint, "pipelined_backward": pipelined_backward}
+    assert_alike(mlp(), x, **ways)
+    assert_alike(mlp(), x.requires_grad_(), **ways)
+
+
+@pytest.mark.parametrize(("checkpoint", "pipelined_backward"), EVERY_WAY)
+def test_a_first_layer_that_works_in_place(checkpoint: str, pipelined_backward: bool) -> None:
+    ways = {"checkpoint": checkpoint, "pipelined_backward": pipelined_backward}
+    for wants_gradient in (True, False):
+        # Not a ReLU first: run twice on the same tensor by mistake, it would give the same.
+        layers = nn.Sequential(Layer(lambda x: x.add_(1)), nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+        assert_alike(layers, torch.randn(7, 3).requires_grad_(wants_gradient), **ways)
+
+
+@in_every_way
+def test_tuples_none_and_integers(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = nn.Sequential(
+        Layer(lambda x, embed: (embed(x["tokens"]), None, x["mask"], x["scale"]), nn.Embedding(7, 3)),
+        Layer(lambda x, linear: (linear(x[0]) * x[3], x[1], x[2]), nn.Linear(3, 4)),
+        Layer(lambda x: {"logits": x[0] * x[2][:, None], "nothing": x[1], "best": x[0].argmax(-1)}),
+    )
+    x = {"tokens": torch.randint(7, (9,)), "mask": torch.rand(9) > 0.5, "scale": torch.tensor(0.5)}
+    assert_alike(layers, x, checkpoint=checkpoint, pipelined_backward=pipelined_backward)
+
+
+@in_every_way
+def test_some_inputs_want_a_gradient(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = nn.Sequential(
+        Layer(lambda x, linear: (linear(x[0]) + x[1], x[2]), nn.Linear(3, 3)), Layer(lambda x: x[0] * x[1])
+    )
+    x = (torch.randn(7, 3), torch.randn(7, 3).requires_grad_(), torch.randn(7, 1).requires_grad_())
+    assert_alike(layers, x, checkpoint=checkpoint, pipelined_backward=pipelined_backward)
+
+
+@in_every_way
+def test_an_input_that_is_not_used(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = nn.Sequential(Layer(lambda x, linear: linear(x[0]), nn.Linear(3, 3)), nn.Tanh())
+    x = (torch.randn(7, 3).requires_grad_(), torch.randn(7, 1).requires_grad_())
+    assert_alike(layers, x, checkpoint=checkpoint, pipelined_backward=pipelined_backward)
+
+
+@in_every_way
+def test_an_output_that_the_loss_does_not_use(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = nn.Sequential(nn.Linear(3, 4), Layer(lambda x, a, b: (a(x), b(x)), nn.Linear(4, 2), nn.Linear(4, 2)))
+    plain, x = copy.deepcopy(layers), torch.randn(7, 3)
+    total(plain(x)[1]).backward()
+    with pipelined(layers, checkpoint=checkpoint, pipelined_backward=pipelined_backward) as pipeline:
+        total(layers(x)[1]).backward()
+        assert num_kept(pipeline) == 0
+    assert_same_gradients(layers, plain)
+    assert layers[1].inner[0].weight.grad is None
+
+
+@pytest.mark.parametrize(("checkpoint", "pipelined_backward"), EVERY_WAY)
+def test_an_output_that_needs_no_gradient(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = nn.Sequential(nn.Linear(3, 4), Layer(lambda x: (x.detach(), x * 2, torch.ones_like(x))))
+    assert_alike(layers, torch.randn(7, 3), checkpoint=checkpoint, pipelined_backward=pipelined_backward)
+
+
+@in_every_way
+def test_frozen_layers(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = mlp()
+    layers[0].requires_grad_(False)
+    assert_alike(layers, torch.randn(7, 3), checkpoint=checkpoint, pipelined_backward=pipelined_backward)
+    assert layers[0].weight.grad is None
+
+
+def test_nothing_wants_a_gradient() -> None:
+    layers = mlp().requires_grad_(False)
+    with pipelined(layers) as pipeline:
+        assert not layers(torch.randn(7, 3)).requires_grad
+        assert num_kept(pipeline) == 0
+
+
+def test_one_layer_at_several_places() -> None:
+    tanh, linear = nn.Tanh(), nn.Linear(3, 3)
+    assert_alike(nn.Sequential(linear, tanh, nn.Linear(3, 3), tanh, linear, tanh), torch.randn(7, 3))
+
+
+@in_every_way
+def test_two_calls_before_one_backward_pass(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = mlp()
+    plain, a, b = copy.deepcopy(layers), torch.randn(7, 3), torch.randn(5, 3)
+    (total(plain(a)) * total(plain(b))).backward()
+    with pipelined(layers, checkpoint=checkpoint, pipelined_backward=pipelined_backward) as pipeline:
+        (total(layers(a)) * total(layers(b))).backward()
+        assert num_kept(pipeline) == 0
+    assert_same_gradients(layers, plain)
+
+
+def test_a_call_on_its_own_output() -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    plain, x = copy.deepcopy(layers), torch.randn(7, 3)
+    total(plain(plain(x))).backward()
+    with pipelined(layers):
+        total(layers(layers(x))).backward()
+    assert_same_gradients(layers, plain)
+
+
+def test_a_second_backward_pass_of_the_same_output_is_refused() -> None:
+    layers = mlp()
+    with pipelined(layers):
+        loss = total(layers(torch.randn(7, 3)))
+        loss.backward(retain_graph=True)
+        with pytest.raises(
+            RuntimeError, match=r"has already run through the pipeline.*add the losses up and call backward once"
+        ):
+            loss.backward()
+
+
+def test_gradients_that_are_not_added_to_grad_are_refused() -> None:
+    """The stages elsewhere would add to ``.grad`` nonetheless."""
+    layers, x = mlp(), torch.randn(7, 3).requires_grad_()
+    message = r"torch\.autograd\.grad and backward\(inputs=\.\.\.\) cannot go through a pipeline.*call backward\(\)"
+    with pipelined(layers):
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.grad(total(layers(x)), x)
+        with pytest.raises(RuntimeError, match=message):
+            total(layers(x)).backward(inputs=[x])
+        with pytest.raises(RuntimeError, match=message):
+            torch.autograd.grad(total(layers(x)), x, create_graph=True)
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    layers, x = mlp(), torch.randn(7, 3).requires_grad_()
+    with pipelined(layers):
+        total(layers(x)).backward(create_graph=True)
+        assert x.grad is not None
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            x.grad.square().sum().backward()
+
+
+def test_gradients_accumulate() -> None:
+    layers = mlp()
+    plain, batches = copy.deepcopy(layers), [torch.randn(rows, 3) for rows in (7, 4)]
+    with pipelined(layers):
+        for x in batches:
+            total(layers(x)).backward()
+            total(plain(x)).backward()
+    assert_same_gradients(layers, plain)
+
+
+def test_autocast_of_the_caller() -> None:
+    seen = []
+    layers = nn.Sequential(nn.Linear(3, 4), Layer(lambda x: (seen.append(x.dtype), x)[1])).float()
+    with pipelined(layers, checkpoint="always"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = layers(torch.randn(4, 3, dtype=torch.float32))
+        output.float().sum().backward()
+    assert output.dtype == torch.bfloat16
+    assert seen == [torch.bfloat16] * 8  # forward and recomputed
+
+
+# What is recomputed, and what is kept
+
+
+@pytest.mark.parametrize(("checkpoint", "recomputed"), [("always", 4), ("except_last", 3), ("never", 0)])
+@pytest.mark.parametrize("pipelined_backward", [True, False])
+def test_number_of_forward_passes(checkpoint: str, recomputed: int, pipelined_backward: bool) -> None:
+    counted = Counted(3)
+    layers = nn.Sequential(counted, nn.Tanh())
+    x = torch.randn(7, 3)
+    with pipelined(layers, checkpoint=checkpoint, pipelined_backward=pipelined_backward) as pipeline:
+        output = layers(x)
+        assert counted.rows == [2, 2, 2, 1]
+        assert num_kept(pipeline) == 4
+        counted.rows.clear()
+        output.sum().backward()
+        # Backward goes from the last micro-batch to the first.
+        assert counted.rows == [1, 2, 2, 2][4 - recomputed :]
+        counted.rows.clear()
+        with torch.no_grad():
+            layers(x)
+        with torch.inference_mode():
+            layers(x)
+        assert counted.rows == [2, 2, 2, 1] * 2
+        assert num_kept(pipeline) == 0
+        layers.eval()
+        assert torch.equal(layers(x), output)
+
+
+def test_a_forward_pass_whose_backward_never_comes_leaves_nothing() -> None:
+    layers = mlp()
+    with pipelined(layers) as pipeline:
+        output = layers(torch.randn(7, 3))
+        assert num_kept(pipeline) == 4
+        del output
+        total(layers(torch.randn(7, 3))).backward()
+        assert num_kept(pipeline) == 0
+
+
+def test_an_exception_leaves_the_module_as_it_was() -> None:
+    def fail(x: Tensor) -> Tensor:
+        raise ZeroDivisionError("in a layer")
+
+    layers = nn.Sequential(nn.Linear(3, 3), Layer(fail))
+    with pipelined(layers), pytest.raises(ZeroDivisionError, match="in a layer"):
+        layers(torch.randn(7, 3))
+    assert "forward" not in vars(layers)
+    del layers[1]
+    assert layers(torch.randn(7, 3)).shape == (7, 3)
+
+
+def test_finish_twice_and_without_start() -> None:
+    layers = mlp()
+    hooks = {name: len(value) for name, value in vars(layers).items() if name.endswith("_hooks")}
+    with pipelined(layers, deferred_batch_norm=True) as pipeline:
+        pass
+    pipeline.finish()
+    Pipeline(layers, [4], [CPU], Settings(microbatches=2)).finish()
+    assert "forward" not in vars(layers)
+    assert {name: len(value) for name, value in vars(layers).items() if name.endswith("_hooks")} == hooks
+
+
+def test_state_dict_within_and_without() -> None:
+    layers = mlp()
+    before = {name: value.clone() for name, value in layers.state_dict().items()}
+    with pipelined(layers):
+        assert list(layers.state_dict()) == list(before)
+        layers.load_state_dict({name: value + 1 for name, value in before.items()})
+    for name, value in layers.state_dict().items():
+        assert torch.equal(value, before[name] + 1)
+
+
+# Random numbers
+
+
+def with_dropout() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 6), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5))
+
+
+def test_masks_are_the_same_with_and_without_recomputing() -> None:
+    x, results = torch.randn(7, 3), []
+    for checkpoint, pipelined_backward in EVERY_WAY:
+        torch.manual_seed(1)
+        layers = with_dropout()
+        with pipelined(layers, checkpoint=checkpoint, pipelined_backward=pipelined_backward):
+            outputs = [layers(x) for _ in range(2)]
+            total(outputs).backward()
+        results.append([*(t.detach() for t in outputs), layers[0].weight.grad])
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_differ_between_micro_batches_layers_and_passes() -> None:
+    layers = nn.Sequential(nn.Dropout(0.5), Layer(lambda x: x), nn.Dropout(0.5))
+    masks: list[Tensor] = []
+    for dropout in (layers[0], layers[2]):
+        dropout.register_forward_hook(lambda module, args, output: masks.append(output != 0))
+    with pipelined(layers, microbatches=2):
+        for _ in range(2):
+            layers(torch.ones(2, 500))
+    layerwise = [*masks[0::2], *(second for first, second in zip(masks[0::2], masks[1::2], strict=True))]
+    assert len(layerwise) == 8  # two layers, two micro-batches, two passes
+    first = masks[0::2]
+    for k, mask in enumerate(first):
+        assert 0.3 < mask.double().mean() < 0.7
+        assert all(not torch.equal(mask, other) for other in first[:k])
+    for mask, both in zip(first, masks[1::2], strict=True):
+        assert not torch.equal(mask, both)  # the second layer dropped others
+
+
+def test_the_seed_decides() -> None:
+    outputs = []
+    for seed in (1, 1, 2):
+        layers = nn.Sequential(nn.Dropout(0.5))
+        pipeline = Pipeline(layers, [1], [CPU], Settings(microbatches=2), seeds=Seeds(seed))
+        pipeline.start()
+        outputs.append(layers(torch.ones(4, 50)))
+        pipeline.finish()
+    assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_the_random_state_of_the_process_is_left_alone(checkpoint: str) -> None:
+    layers = with_dropout()
+    before = torch.get_rng_state()
+    with pipelined(layers, checkpoint=checkpoint):
+        total(layers(torch.ones(7, 3))).backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# BatchNorm
+
+
+def with_batch_norm(momentum: float | None = 0.1) -> nn.Sequential:
+    return nn.Sequential(nn.BatchNorm1d(3, momentum=momentum), nn.Linear(3, 4), nn.Tanh())
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@in_every_way
+def test_deferred_statistics(momentum: float | None, checkpoint: str, pipelined_backward: bool) -> None:
+    """They are those of one update over the mini-batch; outputs and gradients stay those of the micro-batches."""
+    layers = with_batch_norm(momentum)
+    per_micro_batch, whole = copy.deepcopy(layers), copy.deepcopy(layers)
+    ways = {"checkpoint": checkpoint, "pipelined_backward": pipelined_backward}
+    with pipelined(layers, microbatches=3, deferred_batch_norm=True, **ways):
+        for number, rows in enumerate((11, 7), start=1):
+            x = torch.randn(rows, 3) * 3 + 2
+            output = layers(x)
+            total(output).backward()
+            whole(x)
+            expected = torch.cat([per_micro_batch(part) for part in x.tensor_split(3)])
+            total(expected).backward()
+            torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
+            assert layers[0].num_batches_tracked == number
+    assert_same_gradients(layers, per_micro_batch)
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        actual, wanted = getattr(layers[0], name), getattr(whole[0], name)
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+@in_every_way
+def test_statistics_are_updated_once_a_micro_batch_if_not_deferred(checkpoint: str, pipelined_backward: bool) -> None:
+    layers = with_batch_norm()
+    plain, x = copy.deepcopy(layers), torch.randn(11, 3) + 1
+    with pipelined(layers, microbatches=3, checkpoint=checkpoint, pipelined_backward=pipelined_backward):
+        total(layers(x)).backward()
+    for part in x.tensor_split(3):
+        plain(part)
+    for actual, wanted in zip(layers.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+    assert layers[0].track_running_stats
+
+
+def test_deferred_statistics_of_images() -> None:
+    layers = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    whole, x = copy.deepcopy(layers), torch.randn(7, 1, 5, 5)
+    with pipelined(layers, microbatches=3, deferred_batch_norm=True):
+        layers(x)
+    whole(x)
+    for actual, wanted in zip(layers.buffers(), whole.buffers(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_evaluation_uses_the_statistics_and_leaves_them() -> None:
+    layers = with_batch_norm().eval()
+    plain, before = copy.deepcopy(layers), [b.clone() for b in layers.buffers()]
+    x = torch.randn(7, 3)
+    with pipelined(layers, deferred_batch_norm=True):
+        torch.testing.assert_close(layers(x), plain(x), rtol=1e-12, atol=1e-12)
+    assert all(torch.equal(a, b) for a, b in zip(layers.buffers(), before, strict=True))
+
+
+def test_statistics_that_are_not_tracked() -> None:
+    layers = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
+    plain, x = copy.deepcopy(layers), torch.randn(6, 3)
+    with pipelined(layers, microbatches=2, deferred_batch_norm=True):
+        output = layers(x)
+    torch.testing.assert_close(output, torch.cat([plain(part) for part in x.split(3)]), rtol=1e-12, atol=1e-12)
+    assert not list(layers.buffers())
