@@ -33,7 +33,7 @@ def test_one_f_one_b_picture():
 
 
 def test_pictures_stand_in_the_docstring():
-    from strategies.pipeline import schedule
+    from strategies.pipeline.schedule import tables as schedule
 
     for name, make in SCHEDULES.items():
         assert name in schedule.__doc__
