@@ -1,4 +1,4 @@
-"""Links and references to code in README, CONTRIBUTING and docs lead to something that exists."""
+"""Links, references to code and the picture of the rooms in README, CONTRIBUTING and docs match what exists."""
 
 import ast
 import re
@@ -45,3 +45,45 @@ def test_links_and_references(page: Path) -> None:
         elif name and name not in names_in(ROOT / file):
             broken.append(f"{file}:{name}")
     assert not broken
+
+
+def packages() -> set[str]:
+    """Paths of all packages, such as ``strategies/pipeline/stage``."""
+    found = [path.parent for room in ("strategies", "trainer") for path in ROOT.glob(f"{room}/**/__init__.py")]
+    return {str(path.relative_to(ROOT)) for path in found}
+
+
+def rooms_of_picture() -> list[tuple[str, int]]:
+    """Each package that the picture in ``docs/architecture.md`` names, from top to bottom, with its layer's number."""
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("## Rooms\n")[1].split("```")[1]
+    found: list[tuple[str, int]] = []
+    parents: list[str] = []  # the room itself and those around it, by indentation
+    layer = 0
+    for line in picture.splitlines():
+        layer += line.startswith((" ─", " ═"))
+        if room := re.match(r" ( *)(\w+)/ ", line):
+            parents[len(room[1]) // 2 :] = [room[2]]
+            found.append(("/".join(parents), layer))
+    return found
+
+
+def test_picture_of_the_rooms() -> None:
+    rooms = rooms_of_picture()
+    assert {room for room, _ in rooms} == packages()
+    assert len(rooms) == len(packages())
+
+
+def test_picture_has_the_layers_that_make_check_checks() -> None:
+    layer_of = {room.replace("/", "."): layer for room, layer in rooms_of_picture()}
+    contracts = re.findall(
+        r'type = "layers"\n(?:containers = \["(.*)"\]\n)?layers = (\[[^]]*\])', (ROOT / "pyproject.toml").read_text()
+    )
+    assert contracts
+    for container, layers in contracts:
+        drawn = []  # the numbers of each layer's rooms; modules are not in the picture
+        for names in ast.literal_eval(layers):
+            rooms = [f"{container}.{name}".strip(".") for name in re.split(r" *[|:] *", names)]
+            drawn += [{layer_of[room] for room in rooms if room in layer_of}]
+        numbers = [layer.pop() for layer in drawn if layer]
+        assert not any(drawn), "rooms of one layer stand between the same two lines"
+        assert numbers == sorted(set(numbers)), "layers stand in the order of the contract"
