@@ -47,7 +47,7 @@ class Report(Callback):
         if self._validation_losses:
             losses = " ".join(f"{loss:.3f}" for loss in self._validation_losses)
             lines["validation loss"] = f"{losses} nats per character"
-            lines["unigram loss"] = f"{trainer.datamodule.unigram_loss:.3f}, of a model that knows only character frequencies"
+            lines["unigram loss"] = f"{trainer.datamodule.unigram_loss:.3f}, by character frequencies alone"
         if self._num_tokens:
             lines["speed"] = f"{self._num_tokens / self._seconds:,.0f} tokens/s in training"
         lines["balance"] = getattr(trainer.strategy, "balance", None)
