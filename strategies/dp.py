@@ -19,10 +19,10 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torchmetrics import Metric
 
 from strategies.base import StrategyPlugin
+from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 from strategies.lightning.checks import is_external
 
 

@@ -11,7 +11,6 @@ import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _get_default_group
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
@@ -19,6 +18,7 @@ from strategies.checkpoint.background import snapshot
 from strategies.checkpoint.shards import load
 from strategies.checkpoint.stage_shards import load_optimizer_states, save, shelve
 from strategies.checkpoint.validate import Place, check_fit, load_whole, nowhere, places
+from strategies.common.torch_compat import default_group
 from strategies.common.trees import flat, take_over
 from strategies.lightning.compat import is_stand_in, unwrapped
 from strategies.lightning.restarts import Restarts
@@ -70,7 +70,7 @@ class PipelineCheckpoints(StrategyPlugin):
             return super().optimizer_state(optimizer)
         if self._pipeline is None:
             divided = self._divides_states and torch.distributed.is_initialized()
-            return whole_state_dict(own, _get_default_group()) if divided else super().optimizer_state(optimizer)
+            return whole_state_dict(own, default_group()) if divided else super().optimizer_state(optimizer)
         state = self._pipeline.optimizers.state_dict(own, values=self._state_dict_type == "full")
         self._gathered_states[own] = self._elsewhere(own, state)
         return state if self.is_global_zero else {}

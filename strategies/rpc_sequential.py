@@ -13,10 +13,10 @@ from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from strategies.common.names import did_you_mean
+from strategies.common.torch_compat import BatchNorm
 from strategies.lightning import checks
 from strategies.lightning.compat import is_stand_in, unwrapped
 from strategies.lightning.following import follow
@@ -140,7 +140,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
         self._profiled: ProfiledStages | None = None
-        self._batch_norms: dict[str, _BatchNorm] = {}
+        self._batch_norms: dict[str, BatchNorm] = {}
         self._has_warned_of_batch_norm = False
 
     def setup_environment(self) -> None:
@@ -169,7 +169,7 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._batch_norms = {
             f"{self._module_path}.{name}": child
             for name, child in module.named_modules()
-            if isinstance(child, _BatchNorm)
+            if isinstance(child, BatchNorm)
         }
         checks.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
         self.model = self.precision_plugin.convert_module(model)

@@ -14,10 +14,9 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, device
-from torch.distributed.distributed_c10d import _get_default_group
-from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.optim import Optimizer
 
+from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
 from strategies.lightning.checks import check_state_dict_type
 from strategies.lightning.compat import is_stand_in, unwrapped
 from strategies.lightning.stages_of_model import as_misconfiguration
@@ -135,7 +134,7 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
         check_dense(model)
         if self._groups is None:  # kept for the life of the process group, which outlives a fit
             on_host = dist.get_backend() == "gloo"
-            gloo = _get_default_group() if on_host else dist.new_group(timeout=self._timeout, backend="gloo")
+            gloo = default_group() if on_host else dist.new_group(timeout=self._timeout, backend="gloo")
             self._groups = dist.new_group(timeout=self._timeout), gloo
         self._sharded = ShardedOptimizers(
             optimizers,
@@ -162,7 +161,7 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
     def configure_ddp(self) -> None:
         """Instead of wrapping the model: check that it is the same everywhere, and start from rank 0's values."""
         assert self.model is not None
-        _verify_param_shape_across_processes(_get_default_group(), list(self.model.parameters()))
+        verify_shapes_across_ranks(default_group(), list(self.model.parameters()))
         _sync_module_states(self.model)
 
     def barrier(self, name: str | None = None) -> None:
@@ -241,5 +240,5 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
             buffers = list(model.buffers())
             assert self._groups is not None
             if buffers:
-                dist._broadcast_coalesced(self._groups[0], buffers, 250 * 2**20, 0)
+                broadcast_coalesced(self._groups[0], buffers, 250 * 2**20, 0)
         self._buffers_may_differ = False

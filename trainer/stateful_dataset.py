@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from lightning_fabric.utilities.types import _Stateful
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch.utils._pytree import tree_flatten
 from torch.utils.data import DataLoader, IterableDataset
+
+from strategies.common.torch_compat import tree_flatten
 
 
 class StatefulDataset:

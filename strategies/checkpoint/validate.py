@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from strategies.common.formatting import describe
 from strategies.common.patching import replaced
+from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, non_persistent_buffers
 
 _ANY = "any"
 """The shape of a parameter that has none yet."""
@@ -134,11 +134,11 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
         start = f"{prefix}." if prefix else ""
         tensors = {
             **child._parameters,
-            **{name: b for name, b in child._buffers.items() if name not in child._non_persistent_buffers_set},
+            **{name: b for name, b in child._buffers.items() if name not in non_persistent_buffers(child)},
         }
         shapes.update({start + name: _shape(tensor) for name, tensor in tensors.items() if tensor is not None})
         if type(child).get_extra_state is not nn.Module.get_extra_state:
-            shapes[start + _EXTRA_STATE_KEY_SUFFIX] = None
+            shapes[start + EXTRA_STATE_KEY_SUFFIX] = None
     return shapes
 
 

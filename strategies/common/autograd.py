@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from strategies.common.torch_compat import is_computed_in_this_pass
+
 Backward = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Sequence[Tensor | None]]
 
 
@@ -49,7 +51,7 @@ class _Node(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         anchor = next(node for node, _ in ctx.next_functions if node is not None)
-        if not torch._C._will_engine_execute_node(anchor):
+        if not is_computed_in_this_pass(anchor):
             raise RuntimeError(
                 "torch.autograd.grad and backward(inputs=...) cannot go through a pipeline or a remote module, which "
                 "add their gradients to .grad; call backward() on the loss"

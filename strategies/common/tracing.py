@@ -3,8 +3,9 @@
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import torch
 from torch.profiler import record_function
+
+from strategies.common.torch_compat import profiler_is_on, record_functions
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -17,13 +18,13 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
     next message is posted ahead, so it ends when the profiler has collected its events and freed them: torch would
     write the end into freed memory.
     """
-    if not torch.autograd._profiler_enabled():
+    if not profiler_is_on():
         return function(*args, **kwargs)
-    torch.autograd._enable_record_function(False)  # of this thread, and of callbacks that inherit its state
+    record_functions(False)
     try:
         return function(*args, **kwargs)
     finally:
-        torch.autograd._enable_record_function(True)
+        record_functions(True)
 
 
 class Labels:
@@ -31,7 +32,7 @@ class Labels:
 
     def __init__(self) -> None:
         self._current: record_function | None = None
-        self._recorded = torch.autograd._profiler_enabled()
+        self._recorded = profiler_is_on()
 
     def next(self, label: str) -> None:
         """Ends one label and begins another."""

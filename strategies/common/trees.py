@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_map, tree_map_only, tree_map_with_path
+
+from strategies.common.torch_compat import tree_flatten_with_path, tree_map, tree_map_only, tree_map_with_path
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from strategies.common.torch_compat import default_store
 from strategies.launch.rendezvous import WatchedTCPStore
 
 _FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
@@ -30,7 +30,7 @@ class Lifeline:
 
     def __init__(self, key: str) -> None:
         self._key, self._rank, self._ended = key, dist.get_rank(), threading.Event()
-        store = _get_default_store()
+        store = default_store()
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         self._store: dist.TCPStore | None = None

@@ -12,10 +12,9 @@ import warnings
 import weakref
 from typing import Any, ClassVar
 
-import torch.distributed as dist
-import torch.distributed.autograd as dist_autograd
 from torch.distributed import rpc
 
+from strategies.common.torch_compat import rpc_is_initialized, rpc_options, set_autograd_number, start_rpc_alone
 from strategies.launch.rendezvous import LOOPBACK, interface_towards
 from strategies.launch.session import environment_variables, leave_rpc
 
@@ -33,7 +32,7 @@ class PrivateRpc:
         """What has to be held as long as RPC is needed; ``None`` if RPC has been initialised by somebody else."""
         current = cls._current() if cls._current is not None else None
         if current is None:
-            if rpc.api._is_current_rpc_agent_set():
+            if rpc_is_initialized():
                 return None
             current = cls()
             cls._current, cls.has_been = weakref.ref(current), True
@@ -41,16 +40,15 @@ class PrivateRpc:
 
     def __init__(self) -> None:
         # Not by init_rpc: that counts sessions, and processes whose counts differ would wait for each other for ever.
-        options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=1, _transports=["uv"], _channels=["basic"])
+        options = rpc_options(num_threads=1)
         _, interface = interface_towards(LOOPBACK)
-        backend = rpc.backend_registry.BackendType["TENSORPIPE"]
         interfaces = {"TP_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
         with environment_variables(**interfaces), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # RPC's own use of gloo
             name = f"relay-pipe-{secrets.token_hex(4)}"
             # With another rank a later init_rpc would hang at its first RRef; this has it raise an error.
-            dist_autograd._init(0)
-            rpc._init_rpc_backend(backend, dist.HashStore(), name, 0, 1, options)
+            set_autograd_number(0)
+            start_rpc_alone(name, options)
         weakref.finalize(self, _end, name)
 
     def __reduce__(self) -> Any:
@@ -59,5 +57,5 @@ class PrivateRpc:
 
 
 def _end(name: str) -> None:
-    if rpc.api._is_current_rpc_agent_set() and rpc.get_worker_info().name == name:
+    if rpc_is_initialized() and rpc.get_worker_info().name == name:
         leave_rpc()

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 from pytorch_lightning.strategies import Strategy
-from torch.distributed.distributed_c10d import _world
 
 from strategies.common.activity import Note, noted
 from strategies.common.errors import is_consequence
 from strategies.common.formatting import ending
+from strategies.common.torch_compat import forget_group_names, has_excepthook_of_groups
 from strategies.launch.phases import note_phases
 from strategies.launch.session import set_variables
 from strategies.launch.workers import see_end
@@ -140,8 +140,8 @@ class Crew:
         self._end()
         if dist.is_initialized():
             dist.destroy_process_group()
-        _world.group_count = 0  # names of groups are numbers, and new ranks begin to count; it may be in mid-air
-        if sys.excepthook.__module__ == _world.__module__:  # each process group adds one
+        forget_group_names()  # names of groups are numbers, and new ranks begin to count; it may be in mid-air
+        if has_excepthook_of_groups(sys.excepthook):  # each process group adds one
             sys.excepthook = self._excepthook
         set_variables(self._before)
         for note in self._notes:

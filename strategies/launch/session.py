@@ -17,10 +17,18 @@ from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
 
-import torch
 from torch import distributed as dist
 from torch.distributed import rpc
 
+from strategies.common.torch_compat import (
+    add_gloo_backend,
+    gloo_options,
+    group_without_backend,
+    rpc_is_initialized,
+    rpc_options,
+    set_autograd_number,
+    set_rpc_agent,
+)
 from strategies.launch.rendezvous import LOOPBACK, WatchedStore, interface_towards, store_at
 
 PATIENCE = 10
@@ -93,7 +101,7 @@ def refuse_other_rpc() -> None:
     Raises:
         RuntimeError: If it does.
     """
-    if rpc.api._is_current_rpc_agent_set():
+    if rpc_is_initialized():
         raise RuntimeError(
             "torch.distributed.rpc is already initialised in this process, which can only take part in one RPC session "
             "at a time; end the other one (rpc.shutdown, or the teardown of the other pipeline) first"
@@ -117,24 +125,19 @@ def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: No
     # Within RPC the driver is number 0: torch's autograd context, which RPC sets up, takes one number for the whole
     # life of a process.
     number = (rank + 1) % session.size
-    options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=4,
-        _transports=["uv"],  # the default on one machine, "shm", polls without pause: a core a process, for nothing
-        _channels=["basic"],  # others open dozens of listening sockets, for tensors that do not travel this way
-        rpc_timeout=session.timeout_seconds,
-    )
+    options = rpc_options(num_threads=4, timeout_seconds=session.timeout_seconds)
     store = WatchedStore(store_at(f"{session.meeting}/rpc", session.size), check, session.timeout_seconds)
-    dist.autograd._init(number)
+    set_autograd_number(number)
     _, name = interface_towards(session.towards)
     with environment_variables(**{"TP_SOCKET_IFNAME": name} if name else {}):
         agent = rpc.TensorPipeAgent(store, session.name(rank), number, session.size, options, {}, [])
-    rpc.api._init_rpc_states(agent)
+    set_rpc_agent(agent)
     Session.has_been = True
 
 
 def leave_rpc() -> None:
     """Ends this process's part in RPC, without waiting for anybody."""
-    if rpc.api._is_current_rpc_agent_set():
+    if rpc_is_initialized():
         with _without_lines(b"RPC agent for relay-"):
             rpc.shutdown(graceful=False)
 
@@ -160,24 +163,21 @@ def join_group(
     The group is private: torch's default group, which metrics and loggers look at, stays what it was.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS) / _OF_GLOO)
     address, name = interface_towards(towards)
-    options._devices = [gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)]
+    device = gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)
+    options = gloo_options(device, timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS) / _OF_GLOO))
     place = store_at(url, size)
     store = WatchedStore(place, check, timeout_seconds)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{other}" for other in range(size)])
-    group = dist.ProcessGroup(store, rank, size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group = group_without_backend(store, rank, size)
 
     def connect(heed: Callable[[], None]) -> Any:
         addresses = WatchedStore(place, heed, timeout_seconds)  # of Python: C++ does not keep it alive
         return gloo(dist.PrefixStore("gloo/", addresses), rank, size, options)
 
     backend = _beside(connect, check)
-    backend._set_default_timeout(timedelta(seconds=timeout_seconds))
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    add_gloo_backend(group, backend, timedelta(seconds=timeout_seconds))
     return group
 
 

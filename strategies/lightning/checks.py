@@ -17,10 +17,10 @@ from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from strategies.checkpoint.shards import STATE_DICT_TYPES
 from strategies.common.names import did_you_mean
+from strategies.common.torch_compat import BatchNorm
 from strategies.pipeline.executor.settings import Settings
 
 _RESTART_OUTSIDE = (
@@ -191,7 +191,7 @@ def check_loggers(trainer: Any) -> None:
             )
 
 
-def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, _BatchNorm], path: str) -> None:
+def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, BatchNorm], path: str) -> None:
     """Checks that ``deferred_batch_norm`` has something to defer.
 
     Raises:
@@ -203,7 +203,7 @@ def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, _BatchNorm
         )
 
 
-def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, _BatchNorm], settings: Settings) -> bool:
+def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, BatchNorm], settings: Settings) -> bool:
     """Warns if a BatchNorm layer trains on statistics of micro-batches instead of those of the batch.
 
     One in evaluation mode normalises by its running statistics, as in one process.

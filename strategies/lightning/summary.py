@@ -19,8 +19,8 @@ from pytorch_lightning.utilities.model_summary import ModelSummary as Summary
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._pytree import tree_map
 
+from strategies.common.torch_compat import tree_map
 from strategies.pipeline.state.placement import cut
 
 

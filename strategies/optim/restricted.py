@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+
+from strategies.common.torch_compat import norms_of, tree_map_only
 
 _HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 """Of the function that torch puts around ``step`` of each class, to call the hooks."""
@@ -148,7 +149,7 @@ def norms_of_gradients(parameters: Iterable[Tensor], norm_type: float) -> list[T
     """The norm of the gradient of each parameter, a scalar; ``None`` where there is no gradient."""
     listed = list(parameters)
     grads = [p.grad for p in listed if p.grad is not None]
-    norms = iter(torch._foreach_norm(grads, norm_type) if grads else ())
+    norms = iter(norms_of(grads, norm_type) if grads else ())
     return [None if p.grad is None else next(norms) for p in listed]
 
 

@@ -17,6 +17,7 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from strategies.common.formatting import describe, locate
+from strategies.common.torch_compat import convert_tensors, replacing_conversion
 from strategies.common.waiting import wait_here
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.session import Session, join_data_plane
@@ -372,9 +373,9 @@ def _copy_on_stages(module: nn.Sequential, number: int) -> Iterator[None]:
 
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         with without_layers(module, number):  # each stage has put its part onto its device
-            return nn.Module._apply(module, function, recurse)
+            return convert_tensors(module, function, recurse)
 
-    own = {"forward": forward, "_apply": apply}
+    own = {"forward": forward, **replacing_conversion(apply)}
     vars(module).update(own)
     try:
         yield

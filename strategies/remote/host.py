@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from strategies.optim.restricted import hyperparameters, set_hyperparameters
 from strategies.pipeline.control.calls import failure_of
 from strategies.pipeline.stage.randomness import preserved_random_state

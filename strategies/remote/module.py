@@ -15,15 +15,21 @@ from typing import Any, NoReturn
 
 import cloudpickle
 import torch
-import torch.distributed.autograd as dist_autograd
 from torch import Tensor, nn
-from torch.distributed import _remote_device, rpc
+from torch.distributed import rpc
 from torch.futures import Future
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from strategies.common.autograd import with_backward
 from strategies.common.names import did_you_mean
+from strategies.common.torch_compat import (
+    RemoteDevice,
+    in_distributed_autograd,
+    rpc_is_initialized,
+    rpc_workers,
+    tree_flatten,
+    tree_unflatten,
+)
 from strategies.pipeline.control.calls import Failure
 from strategies.pipeline.control.client import rebuilt
 from strategies.remote.host import Host, ask, call_module, host_of, module_of, parameters_of, refuse_hidden_tensors
@@ -140,7 +146,7 @@ class RemoteModule(nn.Module):
         ``RemoteModule`` is: ``dist_autograd.backward(context_id, [loss])`` gathers the gradients in the context, for a
         ``DistributedOptimizer`` over :meth:`remote_parameters`, and nothing is added to ``.grad``.
         """
-        if _in_distributed_autograd():
+        if in_distributed_autograd():
             return rpc.rpc_async(self._host.owner(), call_module, args=(self._host, args, kwargs))
         leaves, spec = tree_flatten((args, kwargs))
         refuse_hidden_tensors(leaves)
@@ -372,15 +378,6 @@ def _not_supported(name: str) -> ValueError:
     )
 
 
-def _in_distributed_autograd() -> bool:
-    """Whether this thread is within a context of ``torch.distributed.autograd``."""
-    try:
-        dist_autograd._current_context()
-    except RuntimeError:
-        return False
-    return True
-
-
 def _refuse(parameter: nn.Parameter) -> bool:
     raise RuntimeError(
         "this is a copy of a parameter of a RemoteModule, which lives on another process; to train that, use "
@@ -396,18 +393,18 @@ class RemoteParameter(nn.Parameter):
 
 def _destination(address: str) -> tuple[Any, str]:
     """The process and the device that an address names."""
-    if not rpc.api._is_current_rpc_agent_set():
+    if not rpc_is_initialized():
         raise RuntimeError(
             "RemoteModule needs torch.distributed.rpc, which is not initialised in this process: call "
             "rpc.init_rpc(name, rank=..., world_size=...) on every process first"
         )
     try:
-        place = _remote_device(address)
+        place = RemoteDevice(address)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"remote_device must be '<workername>/<device>', such as 'ps/cpu', got {address!r}: {error}"
         ) from error
-    workers = rpc._get_current_rpc_agent().get_worker_infos()
+    workers = rpc_workers()
     for worker in workers:
         if worker.name == place.worker_name() or worker.id == place.rank():
             return worker, str(place.device())

@@ -10,11 +10,10 @@ waits for a rank that waits for him. torch's own reducer has no owners, and call
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from strategies.common.torch_compat import call_at_end_of_backward, number_of_backward_pass
 from strategies.sharding.bucket import Bucket
 from strategies.sharding.transfer import Exchange, InFlight
 
@@ -86,12 +85,12 @@ class Reducer:
             self._finish()
 
     def _enter_pass(self) -> None:
-        this_pass = torch._C._current_graph_task_id()
+        this_pass = number_of_backward_pass()
         if self._pass == this_pass:
             return  # two losses, one backward pass
         self._pass = this_pass
         self._start(marked=self._find_unused)
-        Variable._execution_engine.queue_callback(self._finish)
+        call_at_end_of_backward(self._finish)
 
     def _start(self, *, marked: bool) -> None:
         self._in_flight.forget()  # of a pass that failed

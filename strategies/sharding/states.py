@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from strategies.common.waiting import Wait, timeout_of, wait_here
+from strategies.common.torch_compat import timeout_of, tree_leaves, tree_map_only
+from strategies.common.waiting import Wait, wait_here
 from strategies.optim.restricted import in_order
 
 _TAG = 3

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.common.autograd import with_backward
+from strategies.common.torch_compat import tree_leaves, tree_map_only
 from strategies.pipeline.executor.passes import Passes
 from strategies.pipeline.executor.run import Run
 from strategies.pipeline.executor.suspended import Step

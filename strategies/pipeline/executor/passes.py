@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.common.autograd import with_backward
+from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.executor.ports import Ports
 from strategies.pipeline.executor.run import Run

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from strategies.common.torch_compat import without_torch_function
+
 
 class NoChunk(Tensor):
     """Marks a tensor among the inputs of a pipeline that every micro-batch gets whole, such as a mask for all rows.
@@ -48,7 +50,7 @@ class NoChunk(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             result = func(*args, **(kwargs or {}))
         converted = getattr(func, "__name__", "") in _CONVERSIONS and isinstance(args[0], NoChunk)
         return NoChunk(result) if converted and type(result) is Tensor else result

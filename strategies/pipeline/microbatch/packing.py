@@ -19,7 +19,8 @@ from typing import Any
 import cloudpickle
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import SequenceKey, register_pytree_node, tree_flatten, tree_unflatten
+
+from strategies.common.torch_compat import SequenceKey, register_pytree_node, tree_flatten, tree_unflatten
 
 _KEPT = (
     Tensor,

@@ -7,8 +7,8 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
+from strategies.common.torch_compat import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 from strategies.pipeline.microbatch.chunks import NoChunk, plain
 from strategies.pipeline.microbatch.packing import Packed
 

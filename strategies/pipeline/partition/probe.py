@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+
+from strategies.common.torch_compat import tree_map
 
 
 class _Reached(Exception):

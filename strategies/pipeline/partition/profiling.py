@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from strategies.common.torch_compat import BatchNorm, storage_key, tree_leaves, tree_map_only
 from strategies.pipeline.microbatch.chunks import NoChunk, has_tensor, plain, scatter
 from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
 from strategies.pipeline.microbatch.split import has_rows, split
@@ -158,7 +158,7 @@ def _measure_copy(
     if one_row:
         # An example input often has a single row, of which batch normalisation has no variance.
         for child in layer.modules():
-            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+            if isinstance(child, BatchNorm):
                 child.eval()
     if device is not None:
         layer.to(device)
@@ -211,8 +211,7 @@ class _Kept:
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes by storage: views of the same memory count once, and a view keeps all of it."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _as_output(value: Any) -> Any:

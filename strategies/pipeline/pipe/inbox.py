@@ -17,9 +17,9 @@ from typing import Any, Literal, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 from torch.distributed import rpc
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from strategies.common.errors import PeerFailed
+from strategies.common.torch_compat import tree_leaves, tree_map_only
 from strategies.common.waiting import Wait, wait_here
 from strategies.pipeline.pipe.one_graph import check_output
 from strategies.pipeline.stage.skip import Key

@@ -15,6 +15,7 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from strategies.common.names import did_you_mean
+from strategies.common.torch_compat import num_rpc_sessions_begun, rpc_is_initialized, rpc_workers
 from strategies.launch.private_rpc import PrivateRpc
 from strategies.launch.session import Session
 from strategies.optim.restricted import parameters_of
@@ -281,18 +282,18 @@ def _check_workers(module: nn.Sequential) -> None:
     named = {layer.worker for layer in module if isinstance(layer, WithDevice) and layer.worker is not None}
     if not named:
         return
-    if not rpc.api._is_current_rpc_agent_set():
+    if not rpc_is_initialized():
         raise RuntimeError(
             f"layers are placed on {', '.join(sorted(named))}, but RPC has not been initialised; call "
             "torch.distributed.rpc.init_rpc in every process first"
         )
-    if PrivateRpc.has_been or Session.has_been or rpc._init_counter > 1:
+    if PrivateRpc.has_been or Session.has_been or num_rpc_sessions_begun() > 1:
         raise RuntimeError(
             f"layers are placed on {', '.join(sorted(named))}, but this process has had another RPC session before "
             "this one, and torch keeps the first for what other processes hold (RRef); call init_rpc before the first "
             "Pipe of a process, and once"
         )
-    known = {info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos()}
+    known = {info.name for info in rpc_workers()}
     if unknown := sorted(named - known):
         raise ValueError(f"WithDevice names {', '.join(unknown)}, but the RPC workers are {', '.join(sorted(known))}")
 

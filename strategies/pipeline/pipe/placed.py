@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from strategies.common.activity import Activity
 from strategies.common.autograd import with_backward
 from strategies.common.errors import is_consequence
+from strategies.common.torch_compat import rpc_is_initialized, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.run import Run
@@ -264,7 +264,7 @@ def close(host: Any) -> None:
 
 
 def _close(hosts: Sequence[Any]) -> None:
-    if rpc.api._is_current_rpc_agent_set():
+    if rpc_is_initialized():
         for host in hosts:
             with suppress(RuntimeError):  # the worker has gone, and its threads with it
                 rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)

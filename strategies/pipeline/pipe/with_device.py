@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.remote_device import _remote_device
+
+from strategies.common.torch_compat import RemoteDevice
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _place(device: torch.device | str | int) -> Place:
     if isinstance(device, int):
         return Place(None, torch.device(device))
     try:
-        parsed = _remote_device(device)
+        parsed = RemoteDevice(device)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"device must be like 'cuda:1' or 'worker1/cuda:0', got {device!r}: {error}") from error
     if parsed.rank() is not None:

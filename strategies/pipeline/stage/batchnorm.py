@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from strategies.common.torch_compat import BatchNorm
 
 
 @dataclass
@@ -46,12 +47,12 @@ class DeferredStatistics:
     """
 
     def __init__(self, layers: nn.Module) -> None:
-        self._moments: dict[_BatchNorm, _Moments] = {}
+        self._moments: dict[BatchNorm, _Moments] = {}
         self._gathering = False
         self._hooks = [
             module.register_forward_pre_hook(self._observe)
             for module in layers.modules()
-            if isinstance(module, _BatchNorm) and module.running_mean is not None
+            if isinstance(module, BatchNorm) and module.running_mean is not None
         ]
 
     @contextmanager
@@ -88,7 +89,7 @@ class DeferredStatistics:
             hook.remove()
 
     def _observe(self, norm: nn.Module, args: tuple[Tensor, ...]) -> None:
-        assert isinstance(norm, _BatchNorm)
+        assert isinstance(norm, BatchNorm)
         if not (self._gathering and norm.training):
             return
         with torch.no_grad(), torch.autocast(args[0].device.type, enabled=False):

@@ -18,6 +18,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from strategies.common.torch_compat import is_compiled_in_place
+
 Before = Callable[[int, Any], None]
 """Is told the place of a layer among its neighbours, and what the layer is about to be called with."""
 
@@ -95,7 +97,7 @@ def _called_as(layers: nn.Sequential, forward: Callable[..., Any], given: tuple[
 def _is_plain_sequential(layer: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether its layers can be called one by one; what ``layer.compile()`` has compiled is called as a whole."""
     own = _forward_of(layer) is nn.Sequential.forward and "forward" not in vars(layer)
-    return own and layer._compiled_call_impl is None
+    return own and not is_compiled_in_place(layer)
 
 
 def _takes(layer: nn.Module, number: int) -> bool:

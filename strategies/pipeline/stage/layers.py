@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from strategies.common.torch_compat import BatchNorm, NormBase, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.tracing import Labels
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.calling import CallLayers, call_in_turn
@@ -63,9 +62,9 @@ class Layers:
         self._call = call
 
     @property
-    def frozen_in_backward(self) -> type[_NormBase] | None:
+    def frozen_in_backward(self) -> type[NormBase] | None:
         """The normalising layers whose statistics a backward pass must leave alone: one may checkpoint itself."""
-        return _BatchNorm if self._deferred else None
+        return BatchNorm if self._deferred else None
 
     def run(
         self,
@@ -92,7 +91,7 @@ class Layers:
             recomputing: Whether this has been done before, so that nothing is counted twice.
             doing: Told what is done, for error reports.
         """
-        frozen = _NormBase if recomputing else self.frozen_in_backward
+        frozen = NormBase if recomputing else self.frozen_in_backward
         if self._deferred is not None and microbatch == 0 and not recomputing:
             self._deferred.forget()
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()

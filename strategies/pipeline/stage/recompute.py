@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from strategies.common.torch_compat import NormBase
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -87,7 +88,7 @@ class Flags:
 
 
 @contextmanager
-def frozen_statistics(layers: nn.Module, kind: type[_NormBase] | None) -> Iterator[None]:
+def frozen_statistics(layers: nn.Module, kind: type[NormBase] | None) -> Iterator[None]:
     """Runs the normalising layers of a kind in training mode without an update of their running statistics.
 
     They work on copies, so that autograd saves the same tensors as without this: a layer that checkpoints itself runs

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 from torch import Tensor, nn
 
 from strategies.common.formatting import describe
+from strategies.common.torch_compat import forward_hooks, version_of
 
 _MAX_ITEMS = 1000
 """How much of a list or dict is looked at."""
@@ -104,7 +105,7 @@ class _Watched:
         """Those of them that hold tensors, and how often each tensor has been changed in place."""
         for name, value in self._others():
             if held := list(_tensors_in(value)):
-                yield name, [(tensor, 0 if tensor.is_inference() else tensor._version) for tensor in held]
+                yield name, [(tensor, 0 if tensor.is_inference() else version_of(tensor)) for tensor in held]
 
 
 class Mark:
@@ -252,8 +253,7 @@ def with_graph(value: Any) -> bool:
 
 
 def _may_have(module: nn.Module) -> bool:
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooked) or not type(module).__module__.startswith("torch.nn.")
+    return any(forward_hooks(module)) or not type(module).__module__.startswith("torch.nn.")
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:

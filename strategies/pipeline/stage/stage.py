@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from strategies.common.activity import Activity
+from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten, version_of
 from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.calling import CallLayers, call_in_turn
@@ -310,4 +310,4 @@ def _copied(value: Any) -> Any:
 
 
 def _versions(value: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [version_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

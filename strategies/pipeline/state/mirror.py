@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from strategies.common.torch_compat import backward_hooks, forward_hooks
+
 _PLAIN = (bool, int, float, str, type(None))
 
 Attributes = dict[int, dict[str, Any]]
@@ -108,6 +110,6 @@ def _structure_of(layers: nn.Module) -> list[Any]:
     structure: list[Any] = []
     for name, module in layers.named_modules(remove_duplicate=False):
         tensors = [*module._parameters.values(), *module._buffers.values()]
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        hooks = (*forward_hooks(module), *backward_hooks(module))
         structure.append((name, id(module), [id(tensor) for tensor in tensors], [tuple(hook) for hook in hooks]))
     return structure

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.torch_compat import has_gradient_hooks, is_compiled_in_place
 from strategies.pipeline.state.remote_tensor import Source, StageReader, remote_buffer, remote_parameter
 
 
@@ -119,7 +120,7 @@ def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
     Raises:
         ValueError: If something cannot be pickled, or refers to ``forbidden``.
     """
-    hooked = [name for name, p in layers.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks]
+    hooked = [name for name, p in layers.named_parameters() if has_gradient_hooks(p)]
     if hooked:
         raise ValueError(
             f"parameter {hooked[0]} has a hook (register_hook), which cannot follow it to another process; register "
@@ -127,7 +128,7 @@ def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
             'on_before_optimizer_step, and pass log="parameters" to WandbLogger.watch'
         )
     for name, layer in layers.named_modules():
-        if layer._compiled_call_impl is not None:
+        if is_compiled_in_place(layer):
             warnings.warn(
                 f"layer {name} was compiled by .compile(), which is lost on the way to another process: it runs "
                 "uncompiled there. Put torch.compile(layer) in its place, or compile functions that it calls.",

@@ -18,8 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies.common.torch_compat import (
+    TorchDispatchMode,
+    declared_arguments,
+    operator_name,
+    storage_key,
+    without_torch_function,
+)
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
 
 _REMOTE = RemoteParameter | RemoteBuffer
@@ -160,9 +166,9 @@ class OnStages(TorchFunctionMode):
             return func(*args, **kwargs)
         if _is_left_alone(func):
             return func(*args, **kwargs)
-        values = {t.untyped_storage()._cdata: t.relay_value for t in remotes if t.relay_value is not None}
+        values = {storage_key(t): t.relay_value for t in remotes if t.relay_value is not None}
         recorder = Recorder(values, loads=func is Tensor.copy_)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if func.__name__ == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
                 return found  # a shape, for instance
             try:
@@ -178,7 +184,7 @@ class OnStages(TorchFunctionMode):
             recorder.commit()
 
             def marked(tensor: Tensor) -> Tensor:
-                value = values.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+                value = values.get(storage_key(tensor)) if tensor.is_meta else None
                 if value is None or isinstance(tensor, _REMOTE):
                     return tensor
                 made = tensor.as_subclass(RemoteBuffer)
@@ -236,7 +242,7 @@ class Recorder(TorchDispatchMode):
             holder.run(operation, writes)
 
     def _value(self, tensor: Tensor) -> RemoteValue | None:
-        return self._values.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        return self._values.get(storage_key(tensor)) if tensor.is_meta else None
 
     def _places(self, tensors: Sequence[Tensor]) -> str:
         values = [value for t in tensors if (value := self._value(t)) is not None]
@@ -249,7 +255,8 @@ class Recorder(TorchDispatchMode):
         lost = [t for t in tensors if t.is_meta and self._value(t) is None]
         if lost:
             raise NotCarriedError(f"{func} takes a tensor without values")
-        divisible = func._schema.name.startswith("aten::_foreach_") and all(isinstance(t, Tensor) for t in args[0])
+        namespace, name, _ = operator_name(func)
+        divisible = namespace == "aten" and name.startswith("_foreach_") and all(isinstance(t, Tensor) for t in args[0])
         lengths = {len(args[0])} if divisible else set()
         holders = {value.holder: None for t in tensors if (value := self._value(t)) is not None}
         if not divisible and len(holders) > 1:
@@ -287,12 +294,12 @@ class Recorder(TorchDispatchMode):
         for result in results:
             number = None
             if isinstance(result, Tensor) and result.is_meta and self._value(result) is None:
-                value = self._values[result.untyped_storage()._cdata] = holder.computed(result)
+                value = self._values[storage_key(result)] = holder.computed(result)
                 self._kept.append(result)
                 assert isinstance(value.key, int)
                 number = value.key
             numbers.append(number)
-        name = func.namespace, func._schema.name.rpartition("::")[2], func._overloadname
+        name = operator_name(func)
         self._recorded.append((holder, Operation(name, named_args, named_kwargs, tuple(numbers)), writes))
 
     def _reference(self, tensor: Tensor) -> Reference | Tensor:
@@ -391,6 +398,6 @@ def _listed(result: Any) -> list[Any]:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The arguments that an operator changes in place."""
-    declared = func._schema.arguments
+    declared = declared_arguments(func)
     given = [*zip(declared, args, strict=False), *((d, kwargs[d.name]) for d in declared if d.name in kwargs)]
     return _tensors_in([value for d, value in given if d.alias_info is not None and d.alias_info.is_write])

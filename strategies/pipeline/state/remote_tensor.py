@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+
+from strategies.common.torch_compat import storage_key, tree_leaves, tree_map, without_torch_function
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods that end in an underscore and change no value."""
@@ -165,7 +166,7 @@ class _Remote:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             if func in _FACTS:  # read of all parameters in each pass
                 return func(*args, **kwargs)
             descriptor, name = _descriptor(func), func.__name__
@@ -184,7 +185,7 @@ class _Remote:
             return _with_values(func, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             copied: Tensor = self._value().detach().clone()
             if isinstance(self, nn.Parameter):
                 copied = nn.Parameter(copied, requires_grad=self.requires_grad)
@@ -436,7 +437,7 @@ def _mapped(function: Callable[[_Remote], Tensor], value: Any) -> Any:
 def _storage(tensor: Any) -> int | None:
     """Tells whether two tensors share memory; sparse ones have none of their own."""
     try:
-        return cast(int, tensor.untyped_storage()._cdata)
+        return storage_key(tensor)
     except (NotImplementedError, RuntimeError):
         return None
 

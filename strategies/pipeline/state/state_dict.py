@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from strategies.common.torch_compat import set_state_dict_hooks, state_dict_hooks
 from strategies.common.trees import with_meta_tensors
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.state.mirror import set_attributes
@@ -53,10 +54,10 @@ class StateOfStages:
         whole = copy(module)
         for name in ("forward", "load_state_dict"):  # those of the pipeline
             vars(whole).pop(name, None)
-        hooks = [dict(module._state_dict_hooks), dict(module._load_state_dict_pre_hooks)]
+        hooks = [dict(hooks) for hooks in state_dict_hooks(module)]
         for own, handle in zip(hooks, self._handles, strict=True):
             del own[handle.id]
-        whole._state_dict_hooks, whole._load_state_dict_pre_hooks = map(OrderedDict, hooks)
+        set_state_dict_hooks(whole, *map(OrderedDict, hooks))
         whole._modules = {}
         for layers, remote in zip(self._stages, self._remotes, strict=True):
             if remote is None:

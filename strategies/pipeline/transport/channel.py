@@ -26,12 +26,12 @@ from typing import Any
 import cloudpickle
 import torch
 from torch.distributed import ProcessGroup, Work
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from strategies.common.errors import PeerFailed, PeerSilent
+from strategies.common.torch_compat import timeout_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from strategies.common.tracing import unrecorded
 from strategies.common.trees import TensorLayout
-from strategies.common.waiting import Wait, timeout_of, wait_here
+from strategies.common.waiting import Wait, wait_here
 
 FEED_TAG = 2
 """Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from strategies.common.torch_compat import NormBase, version_of
 from strategies.pipeline.transport.channel import Receiver, Sender
 
 GRADIENT_TAG, VALUE_TAG = 4, 6
@@ -64,7 +64,7 @@ def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> li
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             uses.setdefault(id(parameter), {}).setdefault(i, []).append(name)
         for name, module in stage.named_modules(remove_duplicate=False):
-            if isinstance(module, _NormBase) and norms.setdefault(module, i) != i and module.track_running_stats:
+            if isinstance(module, NormBase) and norms.setdefault(module, i) != i and module.track_running_stats:
                 raise ValueError(
                     f"layer {name}, a {type(module).__name__}, is used by stage {norms[module]} and by stage {i}, and "
                     "its running statistics cannot be kept by two processes. Use two layers, or choose a balance that "
@@ -139,7 +139,7 @@ class TiedParameters:
     @property
     def versions(self) -> list[int]:
         """Changes whenever a parameter that this process owns is changed in place."""
-        return [parameter._version for parameters in self._owned.values() for parameter in parameters]
+        return [version_of(parameter) for parameters in self._owned.values() for parameter in parameters]
 
     def move_gradients(self, number: int) -> None:
         """After backward pass ``number``: sends the gradients of copies to their owners, or adds them up.

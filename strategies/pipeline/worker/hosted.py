@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from strategies.common.activity import Activity
 from strategies.common.formatting import describe
+from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX
 from strategies.common.trees import flat, layouts, on_cpu
 from strategies.optim.restricted import (
     put_together,
@@ -311,7 +311,7 @@ class HostedStage(HostedOptimizers):
     def extra_state(self) -> dict[str, Any]:
         """What the layers' own ``get_extra_state`` adds to a ``state_dict``."""
         state = self._layers.state_dict()
-        return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE_KEY_SUFFIX)}
+        return {name: value for name, value in state.items() if name.endswith(EXTRA_STATE_KEY_SUFFIX)}
 
 
 def _moved(copy: nn.Sequential, device: torch.device) -> nn.Sequential:

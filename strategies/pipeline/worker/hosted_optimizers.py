@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.activity import Activity
+from strategies.common.torch_compat import unscale_grads
 from strategies.common.trees import layouts, on_cpu
 from strategies.optim.restricted import load_states, norms_of_gradients, parameters_of, part_of, set_hyperparameters
 from strategies.pipeline.optim.shared_steps import SharedSteps
@@ -103,7 +104,7 @@ class HostedOptimizers:
         """
         found, device = torch.zeros((), device=self._stage.device), self._stage.device
         scaler = torch.amp.GradScaler(device.type)
-        found_by_device = scaler._unscale_grads_(self._optimizers[optimizer], inv_scale.to(device), found, allow_fp16)
+        found_by_device = unscale_grads(scaler)(self._optimizers[optimizer], inv_scale.to(device), found, allow_fp16)
         return sum(found.item() for found in found_by_device.values())
 
     def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:

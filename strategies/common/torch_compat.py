@@ -1,0 +1,310 @@
+"""The only module of ``strategies`` and ``trainer`` that uses private names of torch.
+
+Each private function, class or attribute is imported or read here once; other modules use the public names below.
+``tests/unit/test_compat.py`` lists every private name with its use and fails, with torch's version, when one is gone.
+It also fails if another module uses a private name. Three attributes are accepted everywhere, because much of PyTorch's
+ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Module._modules``.
+
+``import torch`` has loaded everything that is imported here, so this module adds nothing to a worker's start.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed import ProcessGroup, rpc
+from torch.distributed.distributed_c10d import _get_default_group as default_group
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _world
+from torch.distributed.remote_device import _remote_device as RemoteDevice
+from torch.distributed.utils import _verify_param_shape_across_processes as verify_shapes_across_ranks
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as NormBase
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE_KEY_SUFFIX
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import (
+    SequenceKey,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_map_with_path,
+    tree_unflatten,
+)
+from torch.utils.data._utils.worker import _generate_state as numpy_seed_of_worker
+
+__all__ = [
+    "EXTRA_STATE_KEY_SUFFIX",
+    "BatchNorm",
+    "NormBase",
+    "RemoteDevice",
+    "SequenceKey",
+    "TorchDispatchMode",
+    "default_group",
+    "default_store",
+    "keystr",
+    "numpy_seed_of_worker",
+    "register_pytree_node",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_map_with_path",
+    "tree_unflatten",
+    "verify_shapes_across_ranks",
+]
+
+
+# Tensors and operators
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how many times a tensor has been changed in place; views share the count."""
+    return tensor._version
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that two tensors have in common if and only if they share a storage."""
+    return cast(int, tensor.untyped_storage()._cdata)
+
+
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context manager in which ``__torch_function__`` of tensor subclasses is not called."""
+
+
+def norms_of(tensors: list[Tensor], norm_type: float) -> tuple[Tensor, ...]:
+    """Return the norm of each tensor, computed by one fused operation as in ``torch.nn.utils.clip_grad_norm_``."""
+    return torch._foreach_norm(tensors, norm_type)
+
+
+def operator_name(operator: Any) -> tuple[str, str, str]:
+    """Return namespace, name and overload of an operator, by which another process can look it up."""
+    return operator.namespace, operator._schema.name.rpartition("::")[2], operator._overloadname
+
+
+def declared_arguments(operator: Any) -> Any:
+    """Return the arguments that an operator's schema declares, which tell what it changes in place."""
+    return operator._schema.arguments
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on a parameter."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+# Modules
+
+
+def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a module's forward pre-hooks and forward hooks, by handle id; deleting an entry removes the hook."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def backward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a module's backward pre-hooks and backward hooks, by handle id."""
+    return module._backward_pre_hooks, module._backward_hooks
+
+
+def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return a module's ``state_dict`` hooks and ``load_state_dict`` pre-hooks, by handle id."""
+    return module._state_dict_hooks, module._load_state_dict_pre_hooks
+
+
+def set_state_dict_hooks(module: nn.Module, hooks: Any, pre_hooks: Any) -> None:
+    """Replace what :func:`state_dict_hooks` returns."""
+    module._state_dict_hooks, module._load_state_dict_pre_hooks = hooks, pre_hooks
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that are not part of its ``state_dict``."""
+    return module._non_persistent_buffers_set
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def convert_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Apply a function to all tensors of a module, as ``nn.Module.to`` does."""
+    return nn.Module._apply(module, function, recurse)
+
+
+def replacing_conversion(convert: Callable[..., nn.Module]) -> dict[str, Callable[..., nn.Module]]:
+    """Return the instance attribute that makes ``to``, ``float``, ``cuda``, ... of a module call ``convert``."""
+    return {"_apply": convert}
+
+
+# Autograd
+
+
+def is_computed_in_this_pass(node: Any) -> bool:
+    """Return, within a backward pass, whether autograd will compute a node of the graph."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def number_of_backward_pass() -> int:
+    """Return a number that identifies the backward pass in which this is called."""
+    return torch._C._current_graph_task_id()
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the current backward pass has computed all gradients."""
+    cast(Any, Variable)._execution_engine.queue_callback(callback)
+
+
+def in_distributed_autograd() -> bool:
+    """Return whether this thread is within a context of ``torch.distributed.autograd``."""
+    try:
+        dist_autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
+
+
+def profiler_is_on() -> bool:
+    """Return whether torch's profiler is recording."""
+    return torch.autograd._profiler_enabled()
+
+
+def record_functions(enabled: bool) -> None:
+    """Switch the recording of profiler events on or off for this thread and for callbacks that inherit its state."""
+    torch.autograd._enable_record_function(enabled)
+
+
+# Gradient scaler
+
+UnscaleGrads = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]
+"""Divides gradients: optimizer, inverse of the scale, zero to start from, whether float16 gradients are allowed."""
+
+
+def unscale_grads(scaler: torch.amp.GradScaler) -> UnscaleGrads:
+    """Return the method of a scaler's class that both ``unscale_`` and ``step`` call to divide gradients.
+
+    It returns for each device a scalar that is not zero if a gradient is infinite or not a number.
+    """
+    return cast(Any, type(scaler))._unscale_grads_.__get__(scaler)
+
+
+def replacing_unscale_grads(function: UnscaleGrads) -> dict[str, Any]:
+    """Return the instance attribute that makes a scaler divide gradients by ``function``."""
+    return {"_unscale_grads_": function}
+
+
+# Process groups
+
+
+def forget_group_names() -> None:
+    """Start numbering process groups anew, as a new process does; after the default group was destroyed only."""
+    _world.group_count = 0
+
+
+def has_excepthook_of_groups(hook: Any) -> bool:
+    """Return whether ``init_process_group`` has installed an ``sys.excepthook``."""
+    return hook.__module__ == _world.__module__
+
+
+def timeout_of(group: ProcessGroup) -> timedelta:
+    """Return the time-out with which a group's gloo backend connected; its sends and receives know no other one."""
+    backend: Any = group._get_backend(torch.device("cpu"))
+    timeout: timedelta = backend.options._timeout
+    return timeout
+
+
+def gloo_options(device: Any, timeout: timedelta) -> Any:
+    """Return options for :func:`gloo_backend`: the network device to use, and the time-out for connecting."""
+    options = cast(Any, dist.ProcessGroupGloo)._Options()
+    options._devices, options._timeout = [device], timeout
+    return options
+
+
+def group_without_backend(store: dist.Store, rank: int, size: int) -> ProcessGroup:
+    """Return a process group that is registered nowhere and has no connections yet."""
+    group = ProcessGroup(store, rank, size)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group
+
+
+def add_gloo_backend(group: ProcessGroup, backend: Any, timeout: timedelta) -> None:
+    """Give a group its connections; ``timeout`` holds for its collectives."""
+    backend._set_default_timeout(timeout)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+
+
+def broadcast_coalesced(group: ProcessGroup, tensors: list[Tensor], buffer_bytes: int, source: int) -> None:
+    """Broadcast tensors from one rank of a group, several in one message."""
+    cast(Any, dist)._broadcast_coalesced(group, tensors, buffer_bytes, source)
+
+
+# RPC
+
+
+def rpc_is_initialized() -> bool:
+    """Return whether this process takes part in an RPC session."""
+    return rpc.api._is_current_rpc_agent_set()
+
+
+def rpc_workers() -> list[Any]:
+    """Return name and id of every process of the current RPC session."""
+    return rpc.api._get_current_rpc_agent().get_worker_infos()
+
+
+def num_rpc_sessions_begun() -> int:
+    """Return how many sessions ``init_rpc`` has begun in this process."""
+    return rpc._init_counter
+
+
+def rpc_options(*, num_threads: int, timeout_seconds: float | None = None) -> Any:
+    """Return options of an RPC agent that uses plain TCP only.
+
+    torch's default transport on one machine, ``shm``, polls without pause and so takes one core per process. Its other
+    channels open dozens of listening sockets for tensors that Relay does not send by RPC.
+    """
+    given: Mapping[str, float] = {} if timeout_seconds is None else {"rpc_timeout": timeout_seconds}
+    return rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=num_threads, _transports=["uv"], _channels=["basic"], **cast(Any, given)
+    )
+
+
+def set_autograd_number(number: int) -> None:
+    """Set the number of this process in distributed autograd, which torch takes once in the life of a process."""
+    dist_autograd._init(number)
+
+
+def set_rpc_agent(agent: Any) -> None:
+    """Make ``agent`` the one of this process: the part of ``init_rpc`` that follows the creation of the agent."""
+    rpc.api._init_rpc_states(agent)
+
+
+def start_rpc_alone(name: str, options: Any) -> None:
+    """Start an RPC session of one process without counting it as ``init_rpc`` does."""
+    backend = rpc.backend_registry.BackendType["TENSORPIPE"]
+    rpc._init_rpc_backend(backend, dist.HashStore(), name, 0, 1, options)
+
+
+# Data loading
+
+
+def index_sampler(loader: Any) -> Iterable[Any]:
+    """Return what a ``DataLoader`` draws indices from: its batch sampler, or its sampler if it does not batch."""
+    return loader._index_sampler
+
+
+def makes_own_iterator(kind: type, base: type) -> bool:
+    """Return whether a subclass of ``DataLoader`` overrides how iterators are made."""
+    return cast(Any, kind)._get_iterator is not cast(Any, base)._get_iterator
+
+
+def has_given_length(sampler: Any) -> bool:
+    """Return whether a ``RandomSampler`` was given ``num_samples``."""
+    return sampler._num_samples is not None
