@@ -24,7 +24,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.profiling import layer_seconds, layer_sizes
-from strategies.pipeline.state.placement import cut
+from strategies.pipeline.partition.sequential import cut
 
 VECTORS, MICROBATCHES, STEPS, STAGES = 2000, 4, 4, 2
 

@@ -23,8 +23,8 @@ from benchmarks.models import VOCABULARY, gpt_balance, gpt_layers
 from benchmarks.timeline import Listens, Span, spans_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.context import PassContext
-from strategies.pipeline.state.placement import cut
 
 PROCESSES = 2
 LEARNING_RATE = 1e-4

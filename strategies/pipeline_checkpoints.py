@@ -25,8 +25,8 @@ from strategies.lightning.restarts import Restarts
 from strategies.lightning.weight_averaging import averages_weights
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.randomness import Seeds
-from strategies.pipeline.state.placement import cut
 from strategies.sharding.states import whole_state_dict
 
 

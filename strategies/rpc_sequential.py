@@ -32,7 +32,7 @@ from strategies.optim.trial import check_divisible
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.randomness import Seeds
-from strategies.pipeline.state.placement import without_layers, without_meta_tensors
+from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
 from strategies.pipeline_checkpoints import PipelineCheckpoints
 
 

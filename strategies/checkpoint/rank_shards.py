@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from strategies.checkpoint import shards
 from strategies.common.trees import flat
-from strategies.sharding.partition import assign_owners
+from strategies.sharding.ownership import assign_owners
 
 
 def own_part(checkpoint: Mapping[str, Any], group: ProcessGroup) -> dict[str, Tensor]:

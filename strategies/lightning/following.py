@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from pytorch_lightning.core.optimizer import LightningOptimizer
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from strategies.pipeline.optim.hooks import take_along
-from strategies.pipeline.optim.optimizers import PipelineOptimizers
+from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 
 
 def follow(
@@ -28,7 +27,7 @@ def follow(
     listed = list(wrappers)
     for own in optimizers.optimizers:
         around = [wrapper for wrapper in listed if wrapper.optimizer is own]
-        undo += take_along(
+        undo += follow_optimizer(
             own, optimizers, holders=around, refused=MisconfigurationException, after_method=after_method
         )
     return undo

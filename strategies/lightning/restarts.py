@@ -29,7 +29,7 @@ from torchmetrics import Metric
 
 from strategies.common.errors import WorkerLost
 from strategies.lightning.checks import check_restarted_callbacks
-from strategies.pipeline.state.placement import move_from_meta
+from strategies.pipeline.state.stand_ins import move_from_meta
 
 
 class Restarts(_Launcher):

@@ -16,9 +16,9 @@ from strategies.common.names import did_you_mean
 from strategies.launch.workers import share_of_threads
 from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs
 from strategies.pipeline.partition.probe import input_of
+from strategies.pipeline.partition.sequential import check_balance
 from strategies.pipeline.stage.calling import call_with_one
 from strategies.pipeline.stage.skip import verify_skippables
-from strategies.pipeline.state.placement import check_balance
 
 BALANCE_MODES = ("balance_by_size", "balance_by_time")
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from strategies.common.torch_compat import tree_map
-from strategies.pipeline.state.placement import cut
+from strategies.pipeline.partition.sequential import cut
 
 
 def show_stages(trainer: Any, module: nn.Sequential, balance: Sequence[int]) -> Callable[[], None]:

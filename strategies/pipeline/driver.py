@@ -33,15 +33,16 @@ from strategies.pipeline.executor.ports import Ports, connected_ports, ports_of_
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.context import PassContext
 from strategies.pipeline.stage.randomness import Seeds
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage
-from strategies.pipeline.state.placement import cut, move_from_meta, move_to_meta, pickled, tensors_here, without_layers
 from strategies.pipeline.state.remote_operations import Holder
+from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, tensors_here, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
-from strategies.pipeline.worker.payload import Cargo
+from strategies.pipeline.worker.payload import Cargo, pickled
 from strategies.pipeline.worker.process import host
 
 _END_SECONDS = 5.0

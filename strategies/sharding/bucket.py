@@ -1,7 +1,7 @@
 """Parameters that travel together: their gradients to the rank that owns them, their new values back from it."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -175,3 +175,27 @@ def _divided(parameters: Sequence[Tensor], packed: bool) -> tuple[list[Tensor], 
     """Those that travel as they are, and those that are copied."""
     large = [p for p in parameters if p.nbytes >= _LARGE_BYTES and not packed]
     return large, [p for p in parameters if p.nbytes < _LARGE_BYTES or packed]
+
+
+def form_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], cap: int) -> list[list[int]]:
+    """Puts items of one kind into common buckets, and buckets into the order in which they are complete.
+
+    Args:
+        kinds: One for each item, in the order in which items become available.
+        sizes: One for each item.
+        cap: A bucket is closed once it holds so much.
+
+    Returns:
+        The numbers of the items of each bucket.
+
+    >>> form_buckets("abab", [1, 2, 1, 2], 2)
+    [[1], [0, 2], [3]]
+    """
+    closed: list[list[int]] = []
+    filling: dict[Hashable, list[int]] = {}
+    for item, kind in enumerate(kinds):
+        bucket = filling.setdefault(kind, [])
+        bucket.append(item)
+        if sum(sizes[other] for other in bucket) >= cap:
+            closed.append(filling.pop(kind))
+    return sorted([*closed, *filling.values()], key=lambda bucket: bucket[-1])

@@ -26,9 +26,8 @@ from strategies.optim.restricted import (
     restricted,
     within_a_step,
 )
-from strategies.sharding.bucket import Bucket
+from strategies.sharding.bucket import Bucket, form_buckets
 from strategies.sharding.ownership import Ownership
-from strategies.sharding.partition import form_buckets
 from strategies.sharding.reducer import LAG, Reducer
 from strategies.sharding.transfer import Exchange, InFlight
 

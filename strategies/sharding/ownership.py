@@ -4,14 +4,13 @@ Around a step the groups of an optimizer are whole, and so is everything that a 
 hold this rank's parameters only.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.optim.restricted import numbers_of, parameters_of
-from strategies.sharding.partition import assign_owners
 
 
 class Ownership:
@@ -87,3 +86,23 @@ class Ownership:
         owners = assign_owners([parameter.nbytes for parameter in parameters], loads)
         self.owners.update(zip(parameters, owners, strict=True))
         self.optimizer_of.update(dict.fromkeys(parameters, number))
+
+
+def assign_owners(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Gives each item to a rank, the largest first, each to the rank that has least so far (sorted-greedy).
+
+    The fullest rank then holds at most 4/3 of what the best partition would give it (Graham, 1969), and nearly as much
+    as the others where items are small against a share.
+
+    Args:
+        sizes: One for each item.
+        loads: For each rank what it has already.
+
+    Returns:
+        The rank of each item.
+    """
+    filled, owners = list(loads), [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        owners[item] = min(range(len(filled)), key=lambda rank: filled[rank])
+        filled[owners[item]] += sizes[item]
+    return owners

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from strategies.pipeline.state.placement import move_to_meta
 from strategies.pipeline.state.remote_operations import HeldValues, Holder, OnStages
+from strategies.pipeline.state.stand_ins import move_to_meta
 
 
 class Worker:

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_leaves
 from strategies.pipeline import NoChunk
 from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
 from strategies.pipeline.microbatch.split import merge, split
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.context import PassContext
 from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.recompute import num_recomputed
 from strategies.pipeline.stage.stage import Mailbox, Pass, Stage
-from strategies.pipeline.state.placement import cut
 
 pytestmark = pytest.mark.usefixtures("float64")
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from strategies.pipeline.state.placement import cut
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.transport.ties import Tie, find_ties
 
 

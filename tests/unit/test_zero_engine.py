@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from strategies.sharding.partition import assign_owners, form_buckets
+from strategies.sharding.bucket import form_buckets
+from strategies.sharding.ownership import assign_owners
 
 SIZES = st.lists(st.integers(1, 1000), max_size=40)
 

@@ -20,8 +20,8 @@ from strategies.launch.private_rpc import PrivateRpc
 from strategies.launch.session import Session
 from strategies.optim.restricted import parameters_of
 from strategies.pipeline.microbatch.chunks import gather, scatter
-from strategies.pipeline.pipe.one_graph import ForwardPass, OneGraph
-from strategies.pipeline.pipe.placed import Placed
+from strategies.pipeline.pipe.local_engine import ForwardPass, LocalEngine
+from strategies.pipeline.pipe.remote_engine import RemoteEngine
 from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
 from strategies.pipeline.stage.context import PassContext
 from strategies.pipeline.stage.recompute import RECOMPUTE_MODES, num_recomputed
@@ -82,11 +82,11 @@ class Pipe(nn.Module):
         # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
         self._modules.update(layers_of(partitions))
         self._built_of = self._parts()
-        self._engine: OneGraph | Placed
+        self._engine: LocalEngine | RemoteEngine
         if any(partition.place.worker for partition in partitions):
-            self._engine = Placed(self, partitions, deferred_batch_norm=deferred_batch_norm)
+            self._engine = RemoteEngine(self, partitions, deferred_batch_norm=deferred_batch_norm)
         else:
-            self._engine = OneGraph(partitions, deferred_batch_norm=deferred_batch_norm)
+            self._engine = LocalEngine(partitions, deferred_batch_norm=deferred_batch_norm)
 
     def forward(self, *inputs: Any) -> Any:
         """Runs one batch.
@@ -138,7 +138,7 @@ class Pipe(nn.Module):
         Raises:
             ValueError: If it has stepped before, cannot be divided over processes, or if this follows it already.
         """
-        if isinstance(self._engine, Placed):
+        if isinstance(self._engine, RemoteEngine):
             self._engine.followed.follow(optimizer)
         return optimizer
 
@@ -148,7 +148,7 @@ class Pipe(nn.Module):
         Returns:
             The norm before, a scalar.
         """
-        if isinstance(self._engine, Placed):
+        if isinstance(self._engine, RemoteEngine):
             return self._engine.followed.optimizers.clip_grad_norm(optimizer, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
 

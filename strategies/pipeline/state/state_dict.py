@@ -13,7 +13,7 @@ from strategies.common.torch_compat import set_state_dict_hooks, state_dict_hook
 from strategies.common.trees import with_meta_tensors
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.state.mirror import set_attributes
-from strategies.pipeline.state.placement import replace_buffers
+from strategies.pipeline.state.stand_ins import replace_buffers
 
 
 class StateOfStages:

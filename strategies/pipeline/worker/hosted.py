@@ -18,8 +18,7 @@ from strategies.optim.restricted import (
     put_together,
 )
 from strategies.pipeline.optim.gathered import GatheredGradients
-from strategies.pipeline.optim.replicas import Averaging
-from strategies.pipeline.optim.shared_steps import SharedSteps
+from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.context import PassContext
 from strategies.pipeline.stage.side_outputs import SideOutputs

@@ -11,7 +11,7 @@ from strategies.common.activity import Activity
 from strategies.common.torch_compat import unscale_grads
 from strategies.common.trees import layouts, on_cpu
 from strategies.optim.restricted import load_states, norms_of_gradients, parameters_of, part_of, set_hyperparameters
-from strategies.pipeline.optim.shared_steps import SharedSteps
+from strategies.pipeline.optim.replicas import SharedSteps
 from strategies.pipeline.stage.context import PassContext
 from strategies.pipeline.stage.stage import Stage
 

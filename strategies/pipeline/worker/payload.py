@@ -1,11 +1,15 @@
 """What is shipped to a worker: the layers of a stage, and its part of the optimizers."""
 
+import io
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 from torch import nn
 from torch.optim import Optimizer
 
+from strategies.common.torch_compat import has_gradient_hooks, is_compiled_in_place
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.stage.calling import CallLayers, call_in_turn
 from strategies.pipeline.transport.ties import Tie
@@ -42,3 +46,69 @@ class Cargo:
     call: CallLayers = call_in_turn
     notes_side_outputs: bool = False
     copies: list[nn.Sequential] = field(default_factory=list)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Refuses to take the user's whole model along with a layer that refers to it."""
+
+    def __init__(self, file: io.BytesIO, forbidden: Any) -> None:
+        super().__init__(file)
+        self._forbidden = forbidden
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is self._forbidden:
+            raise ValueError(
+                f"a layer of the pipelined module refers to the whole model ({type(obj).__name__}), for example by a "
+                "bound method or an attribute, so it cannot be sent to another process without the model; let the "
+                "layer hold only what it needs"
+            )
+        return super().reducer_override(obj)
+
+
+def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
+    """Pickles what goes to a worker, with classes and functions of scripts and notebooks.
+
+    Args:
+        cargo: What to pickle.
+        layers: The layers in it, for a message that names the one that cannot be pickled.
+        forbidden: The model as a whole, which must not travel along.
+
+    Raises:
+        ValueError: If something cannot be pickled, or refers to ``forbidden``.
+    """
+    hooked = [name for name, p in layers.named_parameters() if has_gradient_hooks(p)]
+    if hooked:
+        raise ValueError(
+            f"parameter {hooked[0]} has a hook (register_hook), which cannot follow it to another process; register "
+            "hooks on the output of a layer instead, in its forward. To log gradients read the parameter's .grad in "
+            'on_before_optimizer_step, and pass log="parameters" to WandbLogger.watch'
+        )
+    for name, layer in layers.named_modules():
+        if is_compiled_in_place(layer):
+            warnings.warn(
+                f"layer {name} was compiled by .compile(), which is lost on the way to another process: it runs "
+                "uncompiled there. Put torch.compile(layer) in its place, or compile functions that it calls.",
+                stacklevel=2,
+            )
+    file = io.BytesIO()
+    try:
+        _Pickler(file, forbidden).dump(cargo)
+    except ValueError:
+        raise
+    except Exception as error:  # pickling raises whatever the objects' own methods raise
+        culprits = [
+            f"layer {name}, a {type(layer).__name__}," for name, layer in layers.named_children() if _fails(layer)
+        ]
+        raise ValueError(
+            f"{' and '.join(culprits) or 'an optimizer'} cannot be sent to another process "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    return file.getvalue()
+
+
+def _fails(layer: nn.Module) -> bool:
+    try:
+        cloudpickle.dumps(layer)
+    except Exception:  # as above
+        return True
+    return False

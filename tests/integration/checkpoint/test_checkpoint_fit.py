@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
 from strategies.checkpoint.validate import check_fit, places
 from strategies.optim.restricted import check_optimizer_states
-from strategies.pipeline.state.placement import cut
+from strategies.pipeline.partition.sequential import cut
 
 
 class Renames(nn.Module):

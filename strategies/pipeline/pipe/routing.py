@@ -21,7 +21,7 @@ from torch.distributed import rpc
 from strategies.common.errors import PeerFailed
 from strategies.common.torch_compat import tree_leaves, tree_map_only
 from strategies.common.waiting import Wait, wait_here
-from strategies.pipeline.pipe.one_graph import check_output
+from strategies.pipeline.pipe.local_engine import check_output
 from strategies.pipeline.stage.skip import Key
 from strategies.pipeline.worker.wiring import Wiring
 
@@ -29,7 +29,7 @@ _UNDER_WAY = 8
 """How many messages of a partition may be on their way before it waits for the oldest."""
 
 
-class Place(NamedTuple):
+class MessageKey(NamedTuple):
     """What a message is: direction, pass, micro-batch, and which skip, or ``None`` for what every layer hands on."""
 
     direction: Literal["F", "B"]
@@ -43,17 +43,17 @@ class Inbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._arrived: dict[Place, Any] = {}
+        self._arrived: dict[MessageKey, Any] = {}
         self._given_up: set[int] = set()
 
-    def put(self, place: Place, value: Any) -> None:
+    def put(self, place: MessageKey, value: Any) -> None:
         """Puts something in, unless its pass has been given up."""
         with self._changed:
             if place.number not in self._given_up:
                 self._arrived[place] = value
                 self._changed.notify_all()
 
-    def take(self, place: Place) -> Any:
+    def take(self, place: MessageKey) -> Any:
         """Waits for something and takes it out.
 
         Raises:
@@ -81,7 +81,7 @@ class Inbox:
                     self._arrived.pop(place, None)
 
 
-def deliver(inbox: Any, place: Place, value: Any) -> None:
+def deliver(inbox: Any, place: MessageKey, value: Any) -> None:
     """Puts something into the inbox behind an ``RRef``, from its owner's process."""
     inbox.local_value().put(place, value)
 
@@ -97,7 +97,7 @@ class Post:
     def __init__(self) -> None:
         self._under_way: deque[Any] = deque()
 
-    def send(self, inbox: Any, place: Place, value: Any) -> None:
+    def send(self, inbox: Any, place: MessageKey, value: Any) -> None:
         """Sends a value to the inbox behind an ``RRef``; tensors travel over the host's memory."""
         if inbox.is_owner():
             deliver(inbox, place, value)
@@ -164,7 +164,7 @@ class Router:
         parts: dict[Key | None, Any] = {}
         wanting = []
         for skip in self._routes.sources:
-            value, flags = self._wait(partial(self._inbox.take, Place("F", number, m, skip)))
+            value, flags = self._wait(partial(self._inbox.take, MessageKey("F", number, m, skip)))
             parts[skip] = self._received(value, flags)
             if any(flags):
                 wanting.append((skip, sum(flags)))
@@ -183,14 +183,14 @@ class Router:
             if any(flags):
                 expected.append(skip)
             detached = tree_map_only(Tensor, lambda tensor: tensor.detach(), part)
-            self._post.send(self._routes.targets[skip], Place("F", number, m, skip), (detached, flags))
+            self._post.send(self._routes.targets[skip], MessageKey("F", number, m, skip), (detached, flags))
         if expected:
             self._expected[number, m] = expected
 
     def receive_grads(self, number: int, m: int) -> list[Tensor | None]:
         """The gradients of what was sent, in its order."""
         expected = self._expected.pop((number, m))
-        grads = [self._wait(partial(self._inbox.take, Place("B", number, m, skip))) for skip in expected]
+        grads = [self._wait(partial(self._inbox.take, MessageKey("B", number, m, skip))) for skip in expected]
         return [None if grad is None else grad.to(self._device) for part in grads for grad in part]
 
     def send_grads(self, grads: Sequence[Tensor | None], number: int, m: int, **_: Any) -> None:
@@ -198,7 +198,7 @@ class Router:
         ahead = iter(grads)
         for skip, count in self._wanting.pop((number, m)):
             part = [next(ahead) for _ in range(count)]
-            self._post.send(self._routes.sources[skip], Place("B", number, m, skip), part)
+            self._post.send(self._routes.sources[skip], MessageKey("B", number, m, skip), part)
 
     def settle(self) -> None:
         """Waits until everything sent has arrived."""

@@ -45,7 +45,7 @@ class ForwardPass:
     context: PassContext
 
 
-class OneGraph:
+class LocalEngine:
     """Runs the partitions.
 
     Args:

@@ -1,62 +1,19 @@
-"""Which layers form which stage, and what stays of a stage on the driver while its layers live on a worker.
+"""Layers whose values live on a worker: what stays of them on the driver, and how they get their values back.
 
-The driver keeps the module objects, so that names, shapes, counts and ``requires_grad`` can be read, but their tensors
-are on the ``meta`` device. Parameters keep their identity (optimizers and users hold on to them).
+The driver keeps the module objects, so names, shapes, counts and ``requires_grad`` can be read, but the tensors in them
+are stand-ins on the ``meta`` device. Parameters keep their identity, because optimizers and users hold on to them.
 """
 
-import io
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
-import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.common.torch_compat import has_gradient_hooks, is_compiled_in_place
 from strategies.pipeline.state.remote_tensor import Source, StageReader, remote_buffer, remote_parameter
-
-
-def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Returns the balance as a list if it places every layer on a stage and none is empty.
-
-    Raises:
-        ValueError: If it does not.
-    """
-    if not isinstance(balance, Sequence) or isinstance(balance, str):
-        raise ValueError(f"The balance must be a list of numbers of layers, one for each device, got {balance!r}.")
-    sizes = list(balance)
-    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
-        raise ValueError(
-            f"The provided balance {sizes} must consist of whole numbers above 0: no stage without a layer."
-        )
-    if sum(sizes) != num_layers:
-        raise ValueError(
-            f"The provided balance sum: {sum(sizes)} does not match your Sequential length: {num_layers}. "
-            f"Give each layer to exactly one stage, or leave the balance out to have it found."
-        )
-    if len(sizes) != num_stages:
-        raise ValueError(
-            f"The provided balance {sizes} is for {len(sizes)} stages, but there are {num_stages} devices. "
-            f"Give one number of layers for each device, or set devices={len(sizes)}."
-        )
-    return sizes
-
-
-def cut(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    """The stages: parts of ``module`` that share its layers and keep their names."""
-    children = list(module._modules.items())  # not named_children(), which leaves a repeated layer out
-    ends = list(accumulate(balance))
-    stages = []
-    for start, stop in zip([0, *ends], ends, strict=False):
-        stage = nn.Sequential()
-        for name, child in children[start:stop]:
-            stage.add_module(name, child)
-        stages.append(stage)
-    return stages
 
 
 @contextmanager
@@ -90,72 +47,6 @@ def without_meta_tensors(model: nn.Module) -> Iterator[None]:
             before.update(tensors)
             tensors.clear()
             tensors.update(before)
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Refuses to take the user's whole model along with a layer that refers to it."""
-
-    def __init__(self, file: io.BytesIO, forbidden: Any) -> None:
-        super().__init__(file)
-        self._forbidden = forbidden
-
-    def reducer_override(self, obj: Any) -> Any:
-        if obj is self._forbidden:
-            raise ValueError(
-                f"a layer of the pipelined module refers to the whole model ({type(obj).__name__}), for example by a "
-                "bound method or an attribute, so it cannot be sent to another process without the model; let the "
-                "layer hold only what it needs"
-            )
-        return super().reducer_override(obj)
-
-
-def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
-    """Pickles what goes to a worker, with classes and functions of scripts and notebooks.
-
-    Args:
-        cargo: What to pickle.
-        layers: The layers in it, for a message that names the one that cannot be pickled.
-        forbidden: The model as a whole, which must not travel along.
-
-    Raises:
-        ValueError: If something cannot be pickled, or refers to ``forbidden``.
-    """
-    hooked = [name for name, p in layers.named_parameters() if has_gradient_hooks(p)]
-    if hooked:
-        raise ValueError(
-            f"parameter {hooked[0]} has a hook (register_hook), which cannot follow it to another process; register "
-            "hooks on the output of a layer instead, in its forward. To log gradients read the parameter's .grad in "
-            'on_before_optimizer_step, and pass log="parameters" to WandbLogger.watch'
-        )
-    for name, layer in layers.named_modules():
-        if is_compiled_in_place(layer):
-            warnings.warn(
-                f"layer {name} was compiled by .compile(), which is lost on the way to another process: it runs "
-                "uncompiled there. Put torch.compile(layer) in its place, or compile functions that it calls.",
-                stacklevel=2,
-            )
-    file = io.BytesIO()
-    try:
-        _Pickler(file, forbidden).dump(cargo)
-    except ValueError:
-        raise
-    except Exception as error:  # pickling raises whatever the objects' own methods raise
-        culprits = [
-            f"layer {name}, a {type(layer).__name__}," for name, layer in layers.named_children() if _fails(layer)
-        ]
-        raise ValueError(
-            f"{' and '.join(culprits) or 'an optimizer'} cannot be sent to another process "
-            f"({type(error).__name__}: {error})"
-        ) from error
-    return file.getvalue()
-
-
-def _fails(layer: nn.Module) -> bool:
-    try:
-        cloudpickle.dumps(layer)
-    except Exception:  # as above
-        return True
-    return False
 
 
 def tensors_here(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[list[nn.Parameter], list[Tensor]]:

@@ -1,7 +1,5 @@
-"""Where layers live: the balance, what is shipped, and what stays behind of a stage."""
+"""What stays on the driver of layers that live on workers, and how they become whole again."""
 
-import pickle
-import threading
 import weakref
 from typing import Any
 
@@ -9,65 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.pipeline.state.placement import (
-    check_balance,
-    cut,
-    move_from_meta,
-    move_to_meta,
-    pickled,
-    without_layers,
-)
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
-
-# Balance
-
-
-def test_a_balance_that_fits_is_returned_as_a_list() -> None:
-    assert check_balance((1, 2), 3, 2) == [1, 2]
-
-
-@pytest.mark.parametrize(
-    ("balance", "num_layers", "num_stages", "message"),
-    [
-        (
-            [2, 2],
-            3,
-            2,
-            r"The provided balance sum: 4 does not match your Sequential length: 3\. Give each layer to exactly one",
-        ),
-        ([1, 2], 3, 3, r"The provided balance \[1, 2\] is for 2 stages, but there are 3 devices\. .*set devices=2"),
-        ([3], 3, 2, r"The provided balance \[3\] is for 1 stages, but there are 2 devices\."),
-        ([3, 0], 3, 2, r"The provided balance \[3, 0\] must consist of whole numbers above 0: no stage without"),
-        ([4, -1], 3, 2, r"The provided balance \[4, -1\] must consist of whole numbers above 0"),
-        ([1.5, 1.5], 3, 2, r"The provided balance \[1\.5, 1\.5\] must consist of whole numbers"),
-        ([True, 2], 3, 2, r"The provided balance \[True, 2\] must consist of whole numbers"),
-        ("12", 3, 2, r"The balance must be a list of numbers of layers, one for each device, got '12'\."),
-    ],
-)
-def test_a_balance_that_does_not_fit(balance: Any, num_layers: int, num_stages: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        check_balance(balance, num_layers, num_stages)
-
-
-# Stages
-
-
-def test_stages_share_layers_and_keep_their_names() -> None:
-    module = nn.Sequential()
-    for name in ("embed", "block", "head"):
-        module.add_module(name, nn.Linear(2, 2))
-    first, second = cut(module, [1, 2])
-    assert list(dict(first.named_parameters())) == ["embed.weight", "embed.bias"]
-    assert list(dict(second.named_children())) == ["block", "head"]
-    assert second[1] is module[2]
-
-
-def test_a_layer_at_two_places_is_at_two_places() -> None:
-    relu = nn.ReLU()
-    module = nn.Sequential(nn.Linear(2, 2), relu, nn.Linear(2, 2), relu, nn.Linear(2, 2))
-    stages = cut(module, [2, 3])
-    assert [type(layer).__name__ for stage in stages for layer in stage] == [type(layer).__name__ for layer in module]
-    assert [len(stage) for stage in stages] == [2, 3]
+from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, without_layers
 
 
 def test_without_layers() -> None:
@@ -82,81 +23,6 @@ def test_without_layers() -> None:
     with pytest.raises(KeyError), without_layers(module, 3):
         raise KeyError
     assert list(module) == layers
-
-
-# What is shipped
-
-
-class Scaled(nn.Module):
-    """A layer that calls something it was given."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-class Model(nn.Module):
-    def scale(self, x: Tensor) -> Tensor:
-        return 2 * x
-
-
-def test_layers_go_with_functions_of_scripts() -> None:
-    layers, factor = nn.Sequential(Scaled(lambda x: factor * x)), 3
-    arrived = pickle.loads(pickled(layers, layers, Model()))
-    assert arrived(torch.ones(2)).tolist() == [3, 3]
-
-
-def pickle_layer(layer: nn.Module, model: nn.Module) -> bytes:
-    layers = nn.Sequential(nn.ReLU(), layer)
-    return pickled({"layers": layers}, layers, model)
-
-
-def test_a_layer_that_refers_to_the_whole_model() -> None:
-    model = Model()
-    message = r"refers to the whole model \(Model\), for example by a bound method .*let the layer hold only what it"
-    with pytest.raises(ValueError, match=message):
-        pickle_layer(Scaled(model.scale), model)
-    with pytest.raises(ValueError, match=message):
-        pickle_layer(Scaled(lambda x: model.scale(x)), model)
-    assert pickle_layer(Scaled(Model().scale), model)  # some other object's method may go along
-
-
-def test_a_layer_that_cannot_be_pickled_is_named() -> None:
-    message = r"layer 1, a Scaled, cannot be sent to another process \(TypeError: cannot pickle '_thread.lock'"
-    layers = nn.Sequential(Scaled(threading.Lock()), Scaled(threading.Lock()))
-    with pytest.raises(ValueError, match=r"^layer 0, a Scaled, and layer 1, a Scaled, cannot be sent"):
-        pickled(layers, layers, Model())
-    with pytest.raises(ValueError, match=message):
-        pickle_layer(Scaled(threading.Lock()), Model())
-    parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"layer 1, a ParametrizedLinear, cannot be sent .*only supported through"):
-        pickle_layer(parametrized, Model())
-    with pytest.raises(ValueError, match=r"an optimizer cannot be sent to another process \(TypeError: "):
-        pickled([threading.Lock()], nn.Sequential(nn.ReLU()), Model())
-
-
-def test_a_layer_that_was_compiled_in_place() -> None:
-    layer = nn.Linear(2, 2)
-    layer.compile(backend="eager")
-    with pytest.warns(
-        UserWarning, match=r"layer 1 was compiled by \.compile\(\), .*Put torch\.compile\(layer\) in its"
-    ):
-        pickle_layer(layer, Model())
-
-
-def test_hooks_of_parameters_cannot_follow() -> None:
-    message = r"parameter 1\.weight has a hook \(register_hook\), .*register hooks on the output of a layer instead"
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        linear = nn.Linear(2, 2)
-        getattr(linear.weight, register)(lambda *args: None)
-        with pytest.raises(ValueError, match=message):
-            pickle_layer(linear, Model())
-
-
-# What stays
 
 
 def with_ties() -> nn.Sequential:

@@ -17,36 +17,41 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
+from torch.optim import Optimizer
 
 from strategies.common.activity import Activity
 from strategies.common.autograd import with_backward
 from strategies.common.errors import is_consequence
+from strategies.common.formatting import locate
 from strategies.common.torch_compat import rpc_is_initialized, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
+from strategies.optim.trial import check_divisible
 from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.run import Run
 from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
-from strategies.pipeline.pipe.inbox import Inbox, Place, Post, Router, Routes, give_up
-from strategies.pipeline.pipe.one_graph import ForwardPass, clock_cycles
-from strategies.pipeline.pipe.optimizers import Followed
+from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
+from strategies.pipeline.pipe.local_engine import ForwardPass, clock_cycles
+from strategies.pipeline.pipe.routing import Inbox, MessageKey, Post, Router, Routes, give_up
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.skip import Key, skips_of
 from strategies.pipeline.stage.stage import Pass, Stage
 from strategies.pipeline.state.mirror import Mirror
-from strategies.pipeline.state.placement import move_to_meta, pickled
+from strategies.pipeline.state.stand_ins import move_to_meta
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.worker.hosted import unpack
-from strategies.pipeline.worker.payload import Cargo
+from strategies.pipeline.worker.payload import Cargo, pickled
 from strategies.pipeline.worker.process import Host
 from strategies.pipeline.worker.wiring import Wiring
 
 
-class Placed(NotCopied):
+class RemoteEngine(NotCopied):
     """Leads the partitions.
 
     Args:
@@ -130,15 +135,15 @@ class Placed(NotCopied):
         for m, part in enumerate(parts):
             flags = [this.grad and leaf.requires_grad for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
             own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), part)  # a layer may change it in place
-            self._post.send(self._first, Place("F", this.number, m, None), (own, flags))
+            self._post.send(self._first, MessageKey("F", this.number, m, None), (own, flags))
         for m, i in clock_cycles(num, last + 1):
             if i in self._stages:
                 self._stages[i].run([Action("F", m, i)], this)
         self._settle()
-        return [self._desk.take(Place("F", this.number, m, None)) for m in range(num)]
+        return [self._desk.take(MessageKey("F", this.number, m, None)) for m in range(num)]
 
     def backward(
-        self, run: "Run[Placed]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self, run: "Run[RemoteEngine]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
         """Runs the backward part of a pass on every partition, and waits for all.
 
@@ -155,7 +160,7 @@ class Placed(NotCopied):
             for m, flags in enumerate(run.flags):
                 if any(flags):
                     part = [next(ahead) for flag in flags if flag]
-                    self._post.send(self._last, Place("B", this.number, m, None), part)
+                    self._post.send(self._last, MessageKey("B", this.number, m, None), part)
             started = []
             for i, remote in self.remotes.items():
                 self._carry_changes(i)  # autograd leaves out what wants no gradient by now
@@ -169,7 +174,9 @@ class Placed(NotCopied):
             if not inputs:
                 return []
             return [
-                grad for m in range(this.microbatches) for grad in self._desk.take(Place("B", this.number, m, None))
+                grad
+                for m in range(this.microbatches)
+                for grad in self._desk.take(MessageKey("B", this.number, m, None))
             ]
 
     def forget(self, number: int) -> None:
@@ -246,6 +253,61 @@ class Placed(NotCopied):
             kill=lambda: None,  # it is the user's
             failures=self._failures,
         )
+
+
+_ADVICE = (
+    "Let the pipeline follow the optimizer, optimizer = pipe.follow(optimizer), so that its steps reach every process; "
+    "for gradients of all partitions call pipe.clip_grad_norm_(optimizer, max_norm), and to clear them zero_grad() of "
+    "the optimizer or of the Pipe."
+)
+
+
+class Followed:
+    """Makes optimizers those of all processes.
+
+    Args:
+        elsewhere: The layers of each partition that lives elsewhere, whose parameters are stand-ins here.
+        remotes: Where they live.
+    """
+
+    def __init__(self, elsewhere: Sequence[nn.Sequential], remotes: Sequence[RemoteStage]) -> None:
+        self._elsewhere, self._remotes = list(elsewhere), list(remotes)
+        self.optimizers = PipelineOptimizers([], self._remotes, partial(locate, self._elsewhere, None), lambda: None)
+        self.optimizers.numbers = [[] for _ in self._remotes]
+        for layers in elsewhere:
+            for parameter in layers.parameters():
+                vars(parameter).update(relay_advice=_ADVICE, relay_is_followed=False)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Takes an optimizer along from now on; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
+        if any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
+            raise ValueError(
+                f"this {type(optimizer).__name__} already has a state of parameters that live in another process; let "
+                "the Pipe follow it before its first step and before load_state_dict"
+            )
+        if any(optimizer is own for own in self.optimizers.optimizers):
+            raise ValueError(f"the Pipe follows this {type(optimizer).__name__} already")
+        owned = [list(layers.parameters()) for layers in self._elsewhere]
+        elsewhere = {id(p) for part in owned for p in part}
+        check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
+        parts = [_part(optimizer, layers) for layers in self._elsewhere]
+        for remote, (blob, numbers) in zip(self._remotes, parts, strict=True):
+            remote.call("adopt", blob, numbers)
+        self.optimizers.add(optimizer, [numbers for _, numbers in parts])
+        follow_optimizer(optimizer, self.optimizers)
+        for parameter in parameters_of(optimizer):
+            if parameter.is_meta:
+                vars(parameter)["relay_is_followed"] = True
+
+
+def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
+    """The part of an optimizer for some layers, with names for their parameters; and the numbers of those."""
+    owned = list(layers.parameters())
+    names = {id(parameter): name for name, parameter in layers.named_parameters()}
+    cls, attributes = taken_apart(restricted(optimizer, owned))
+    groups = attributes["param_groups"]
+    attributes["param_groups"] = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in groups]
+    return cloudpickle.dumps((cls, attributes)), numbers_of(optimizer, owned)
 
 
 def host_partition(blob: bytes, routes: Routes) -> Host:

@@ -1,0 +1,45 @@
+"""Splitting an ``nn.Sequential`` into stages of consecutive layers."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import nn
+
+
+def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
+    """Returns the balance as a list if it places every layer on a stage and none is empty.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if not isinstance(balance, Sequence) or isinstance(balance, str):
+        raise ValueError(f"The balance must be a list of numbers of layers, one for each device, got {balance!r}.")
+    sizes = list(balance)
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        raise ValueError(
+            f"The provided balance {sizes} must consist of whole numbers above 0: no stage without a layer."
+        )
+    if sum(sizes) != num_layers:
+        raise ValueError(
+            f"The provided balance sum: {sum(sizes)} does not match your Sequential length: {num_layers}. "
+            f"Give each layer to exactly one stage, or leave the balance out to have it found."
+        )
+    if len(sizes) != num_stages:
+        raise ValueError(
+            f"The provided balance {sizes} is for {len(sizes)} stages, but there are {num_stages} devices. "
+            f"Give one number of layers for each device, or set devices={len(sizes)}."
+        )
+    return sizes
+
+
+def cut(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+    """The stages: parts of ``module`` that share its layers and keep their names."""
+    children = list(module._modules.items())  # not named_children(), which leaves a repeated layer out
+    ends = list(accumulate(balance))
+    stages = []
+    for start, stop in zip([0, *ends], ends, strict=False):
+        stage = nn.Sequential()
+        for name, child in children[start:stop]:
+            stage.add_module(name, child)
+        stages.append(stage)
+    return stages
