@@ -5,10 +5,11 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo test nightly check bench clean
+.PHONY: help demo unit test nightly check bench clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
+	@echo "make unit     run the tests that start no process (under a minute)"
 	@echo "make test     run the tests, but for the slow and the nightly ones"
 	@echo "make nightly  run the tests that neither make test nor .ci/run has time for"
 	@echo "make check    lint, format, types and the layers of imports"
@@ -17,6 +18,9 @@ help:
 
 demo: $(INSTALLED)
 	python -m trainer fit --config configs/pipeline.yaml
+
+unit: $(INSTALLED)
+	python -m pytest tests/unit -m "not slow" --numprocesses 2 --dist worksteal
 
 test: $(INSTALLED)
 	python -m pytest -m "not slow and not nightly"

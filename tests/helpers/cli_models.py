@@ -7,6 +7,32 @@ import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, TensorDataset
 
+CONFIG = """
+seed_everything: 7
+model:
+  class_path: cli_models.Net
+  init_args:
+    width: 16
+data:
+  class_path: cli_models.Data
+  init_args:
+    rows: 32
+    width: ${model.init_args.width}
+trainer:
+  accelerator: cpu
+  devices: 1
+  max_epochs: 1
+  logger: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  default_root_dir: run
+  strategy:
+    class_path: strategies.DDPStrategy
+    init_args:
+      comm_hook: none
+"""
+"""An experiment with the classes below."""
+
 
 class Net(pl.LightningModule):
     """A linear model; ``trouble`` names the moment at which it raises."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import dropout
 from torch.optim import SGD, AdamW, Optimizer
 
 
@@ -46,6 +47,19 @@ class Leaves(nn.Linear):
         if self.training and torch.is_grad_enabled():
             self.average.mul_(0.5).add_(0.5)
         return y + 0.1 * self.average.sum() * self.constant.sum()
+
+
+class Draws(nn.Module):
+    """A linear layer with dropout, which appends its mask to its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[rows, 6 + n]`` to ``[rows, 6 + n + 6]``: the last columns are the mask of this layer."""
+        mask = dropout(torch.ones_like(x[:, :6]), 0.4, self.training)
+        return torch.cat([self.linear(x[:, :6]) * mask, x[:, 6:], mask], 1)
 
 
 class Doubled:

@@ -5,6 +5,8 @@ import socket
 import struct
 from pathlib import Path
 
+MEBI = 2**20
+
 
 def family(session: int, scratch: Path) -> list[int]:
     """The living processes of a session, and those that left it but still work in, or were told of, its scratch folder.
@@ -56,6 +58,12 @@ def listeners(pids: list[int]) -> set[tuple[str, int]]:
                 packed = struct.pack(f"={words}I", *(int(address[8 * k : 8 * k + 8], 16) for k in range(words)))
                 found.add((socket.inet_ntop(family, packed), int(port, 16)))
     return found
+
+
+def own_memory_bytes(what: str) -> int:
+    """``VmRSS``, which is what this process holds now, or ``VmHWM``, the most it has ever held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
 def shm_segments() -> set[str]:

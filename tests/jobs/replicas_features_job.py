@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity_parts import Draws
+from parity_scaler import Exact, Explodes
 from replicas_job import REPLICAS, WIDTH, ManualNet, Net, fit
-from test_1f1b_randomness import Draws
-from test_parity_scaler import Exact, Explodes
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset

@@ -115,7 +115,7 @@ def save_in_parts(path: Path, checkpoint: dict[str, Any]) -> None:
 
 
 def with_these_modules() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": PYTHONPATH}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([PYTHONPATH, str(Path(__file__).parent)])}
 
 
 def save_until_killed(path: Path, in_parts: bool, start: int, begun: int) -> None:

@@ -12,10 +12,10 @@ import pytest
 import torch
 from checkpoint_job import fit, pipeline, single
 from harness import run
+from parity_scaler import Exact
 from parity_trainers import alike
 from paths import PYTHONPATH
 from pytorch_lightning import Callback
-from test_parity_scaler import Exact
 
 from strategies.checkpoint import shards
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, batches, fit
-from test_parity_recompute import MEBI, own_memory_bytes
+from procfs import MEBI, own_memory_bytes
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+import parity_batchnorm as batchnorm
+import parity_scaler as scaling
 import pytest
-import test_parity_batchnorm as batchnorm
-import test_parity_scaler as scaling
 import torch
 from harness import run
 from parity import Fresh, check, compare, fit

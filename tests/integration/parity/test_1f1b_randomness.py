@@ -10,7 +10,8 @@ import pytest
 import torch
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, compare, fit
-from test_parity_precision import SIZES, InParts, Model
+from parity_parts import Draws
+from parity_precision import SIZES, InParts, Model
 from torch import Tensor, nn
 from torch.nn.functional import dropout, mse_loss
 
@@ -21,17 +22,6 @@ NUM_LAYERS = 6
 
 def data() -> Any:
     return batches(SIZES)
-
-
-class Draws(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[rows, WIDTH + n]`` to ``[rows, WIDTH + n + WIDTH]``: the last columns are the mask of this layer."""
-        mask = dropout(torch.ones_like(x[:, :WIDTH]), 0.4, self.training)
-        return torch.cat([self.linear(x[:, :WIDTH]) * mask, x[:, WIDTH:], mask], 1)
 
 
 class Dropped(Small):

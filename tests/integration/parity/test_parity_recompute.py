@@ -1,12 +1,12 @@
 """What is recomputed, on every stage: how often, to what end (memory, in bytes), and that it changes no number."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, check, fit
+from procfs import MEBI, own_memory_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -113,16 +113,9 @@ def test_number_of_forward_passes(runs: dict[str, list[list[dict[str, int]]]], m
 ROWS, MANY = 64, 16
 """Rows of a micro-batch, and micro-batches of a step."""
 
-MEBI = 2**20
 ACTIVATION_BYTES = MEBI
 NUM_ACTIVATIONS = 16
 """What a stage keeps of a micro-batch is 16 activations of 1 MiB; of 16 micro-batches, 256 MiB."""
-
-
-def own_memory_bytes(what: str) -> int:
-    """``VmRSS``, which is what this process holds now, or ``VmHWM``, the most it has ever held."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
 class Widens(nn.Linear):

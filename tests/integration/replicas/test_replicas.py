@@ -1,6 +1,5 @@
 """``data_parallel_size``: two pipelines of two stages train what one process trains on both shares of each batch."""
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,7 @@ import pytest
 import replicas_job
 import torch
 from harness import run
-from paths import PYTHONPATH
+from paths import environment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -38,11 +37,6 @@ def test_devices_that_do_not_divide() -> None:
 def test_one_replica_divides_nothing() -> None:
     with pytest.raises(MisconfigurationException, match=r"there is one only: set data_parallel_size to 2 or more"):
         RPCSequentialStrategy(shard_optimizer_states=True)
-
-
-def environment() -> dict[str, str]:
-    """In which a script finds what it imports."""
-    return {**os.environ, "PYTHONPATH": PYTHONPATH}
 
 
 def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:

@@ -11,9 +11,9 @@ import replicas_features_job as job
 import torch
 from harness import run
 from parity import WIDTH
+from paths import environment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from replicas_job import fit
-from test_replicas import environment
 
 from strategies import RPCSequentialStrategy
 

@@ -2,11 +2,11 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from stage_parts import CPU, assert_same_gradients, pipelined
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -14,8 +14,6 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.randomness import Seeds
 from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -25,17 +23,6 @@ def float64() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
-
-
-@contextmanager
-def pipelined(module: nn.Sequential, microbatches: int = 4, **settings: Any) -> Iterator[Pipeline]:
-    """Within this, calling ``module`` runs the pipeline."""
-    pipeline = Pipeline(module, [len(module)], [CPU], Settings(microbatches=microbatches, **settings), seeds=Seeds(1))
-    pipeline.start()
-    try:
-        yield pipeline
-    finally:
-        pipeline.finish()
 
 
 def num_kept(pipeline: Pipeline) -> int:
@@ -81,11 +68,6 @@ def leaves_of(x: Any) -> Any:
 
 def unleafed(leaf: Any) -> Any:
     return leaf * 1 if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-
-def assert_same_gradients(layers: nn.Module, plain: nn.Module) -> None:
-    for (name, actual), wanted in zip(layers.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad, wanted.grad, rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
 
 
 class Layer(nn.Module):

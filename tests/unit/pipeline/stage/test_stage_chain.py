@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from skip_nets import u_net
-from test_stage import assert_same_gradients
+from stage_parts import CPU, WIDTH, Block, Cache, Last, assert_same_gradients
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -23,8 +23,6 @@ from strategies.pipeline.stage.recompute import num_recomputed
 from strategies.pipeline.stage.stage import Mailbox, Pass, Stage
 
 pytestmark = pytest.mark.usefixtures("float64")
-CPU = torch.device("cpu")
-WIDTH = 4
 
 
 def assert_alike(layers: nn.Sequential, balance: list[int], make_input: Callable[[Tensor], Any], shape: Any) -> None:
@@ -84,42 +82,6 @@ def test_skip_connections() -> None:
     layers[3] = nn.GroupNorm(2, 12)  # BatchNorm sees micro-batches
     for balance in ([2, 2, 4], [1, 1, 6], [2, 4, 2]):
         assert_alike(layers, balance, lambda x: x, (5, 2, 8))
-
-
-class Cache:
-    """Keys of the layers so far, as Hugging Face's caches have them; and the same again, in another way."""
-
-    def __init__(self) -> None:
-        self.keys: dict[int, Tensor] = {}
-        self.updates = 0
-
-    def update(self, layer: int, keys: Tensor) -> Tensor:
-        self.updates += 1
-        self.keys[layer] = torch.cat([*([self.keys[layer]] if layer in self.keys else []), keys], 1)
-        return self.keys[layer]
-
-
-class Block(nn.Module):
-    """Attends to what the cache has for this layer; also to what it has for the first one, perhaps on another stage."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__()
-        self.number = number
-        self.key, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, given: tuple[Tensor, Cache]) -> tuple[Tensor, Cache]:
-        x, cache = given
-        keys = cache.update(self.number, self.key(x))
-        assert cache.updates == self.number + 1
-        return x + self.out((x @ keys.mT / keys.shape[1]) @ keys) + cache.keys[0], cache
-
-
-class Last(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 2)
-
-    def forward(self, given: tuple[Tensor, Cache]) -> Tensor:
-        return super().forward(given[0])
 
 
 def test_objects_that_layers_change() -> None:

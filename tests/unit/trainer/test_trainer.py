@@ -1,11 +1,8 @@
 """trainer.Trainer: the strategies' names, and otherwise Lightning's Trainer to the letter."""
 
 import inspect
-import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -117,11 +114,6 @@ def test_did_you_mean() -> None:
     assert did_you_mean("xx_29", many).startswith("; the nearest of 30 valid names: ")
 
 
-def test_names_cost_no_import_of_lightning() -> None:
-    code = "import sys, strategies, strategies.common.names; sys.exit(any('lightning' in name for name in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
-
-
 class OwnIterator(DataLoader):
     """A loader that goes through its batches in a generator of its own."""
 
@@ -148,11 +140,6 @@ class WithState:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.place = state["place"]
-
-
-class OwnWorkers(OwnIterator):
-    def __init__(self) -> None:
-        super().__init__(RandomDataset(32, 8), num_workers=2)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
@@ -207,14 +194,6 @@ def test_it_can_be_pickled_and_copied(name: str) -> None:
     copy.fit_loop.max_epochs = 3
     copy.fit(FirstLoader(), LOADERS[name]())
     assert copy.global_step == 9
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_workers_of_a_loader_end_with_fit() -> None:
-    before = set(multiprocessing.active_children())
-    trainer = fitted(OwnWorkers)
-    assert not set(multiprocessing.active_children()) - before
-    assert isinstance(trainer.train_dataloader, OwnWorkers)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -1,7 +1,5 @@
 """The command line: what it takes, what it saves, and the one line that it says to a mistake."""
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +10,8 @@ import cli_models
 import pytest
 import torch
 import yaml
-from harness import run
+from cli_models import CONFIG
 from jsonargparse import Namespace
-from paths import PYTHONPATH
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from trainer.cli import main
@@ -22,30 +19,6 @@ from trainer.config import SaveConfigBesideCheckpoints
 from trainer.messages import condense, unknown_class, unknown_key
 from trainer.parser import Parser
 
-CONFIG = """
-seed_everything: 7
-model:
-  class_path: cli_models.Net
-  init_args:
-    width: 16
-data:
-  class_path: cli_models.Data
-  init_args:
-    rows: 32
-    width: ${model.init_args.width}
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_epochs: 1
-  logger: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  default_root_dir: run
-  strategy:
-    class_path: strategies.DDPStrategy
-    init_args:
-      comm_hook: none
-"""
 ONE_DEVICE = "--trainer.strategy=auto"  # a run of it needs no process group in the process of the tests
 
 
@@ -341,29 +314,6 @@ def test_the_other_commands_use_a_checkpoint_and_write_nothing(subcommand: str, 
     before = sorted(in_folder.rglob("*"))
     main([subcommand, "--config=config.yaml", ONE_DEVICE, f"--ckpt_path={checkpoint}"])
     assert sorted(in_folder.rglob("*")) == before
-
-
-def test_two_processes_from_any_directory() -> None:
-    run(two_ranks, timeout_seconds=120)
-
-
-def two_ranks() -> None:
-    """DDP from the command line in a folder with the user's module: one config, one checkpoint, two ranks."""
-    Path("mine.py").write_text("from cli_models import Net\nclass Mine(Net):\n    pass\n")
-    Path("config.yaml").write_text(CONFIG.replace("cli_models.Net", "mine.Mine").replace("devices: 1", "devices: 2"))
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-W", "ignore", "-m", "trainer", *option("--trainer.strategy.comm_hook=fp16_compress")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert "MEMBER: 2/2" in done.stderr
-    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["config.yaml", "epoch=0-step=2.ckpt"]
-    # Both ranks refuse the same set-up; one of them says so.
-    refused = subprocess.run(
-        [*command, "--model.trouble=setup"], env=environment, capture_output=True, text=True, timeout=100
-    )
-    lines = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-    assert (refused.returncode, len(lines)) == (2, 1), (refused.returncode, refused.stderr)
-    assert "Traceback" not in refused.stderr
 
 
 def test_unknown_key_at_each_level() -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_stage import pipelined
-from test_stage_chain import Block, Cache, Last
+from stage_parts import Block, Cache, Last, pipelined
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 

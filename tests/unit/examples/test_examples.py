@@ -1,10 +1,7 @@
 """The examples do what the README says: held-out text, models that learn, configurations that differ in one block."""
 
 import ast
-import contextlib
-import io
 import math
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +13,6 @@ from paths import ROOT
 from pytorch_lightning import Trainer, seed_everything
 from pytorch_lightning.cli import LightningCLI
 
-from examples.digits import DigitClassifier, Digits
 from examples.gpt import GPT, generate, warmup_cosine
 from examples.report import Report
 from examples.text import PythonDocs, decode, encode, python_documentation, unigram_loss
@@ -109,91 +105,7 @@ def test_generate_samples_from_the_model():
     assert generate(model, "ab", 30) == "ab" + 30 * "x"  # past the block size, too
 
 
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory):
-    """A tiny GPT after one short epoch: trainer, model, data and what was printed."""
-    seed_everything(0, verbose=False)
-    data, model = PythonDocs(block_size=16, batch_size=64), GPT(**TINY, learning_rate=1e-2)
-    trainer = one_process_trainer(
-        tmp_path_factory.mktemp("gpt"),
-        max_epochs=1,
-        limit_train_batches=120,
-        limit_val_batches=10,
-        callbacks=[Report(num_characters=20)],
-    )
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        trainer.fit(model, data)
-    return trainer, model, data, printed.getvalue()
-
-
-def test_gpt_learns(fitted):
-    trainer, _, data, _ = fitted
-    metrics = trainer.callback_metrics
-    assert metrics["val_loss"] < data.unigram_loss - 0.3
-    assert metrics["val_perplexity"] == pytest.approx(math.exp(metrics["val_loss"]), rel=1e-3)
-    assert 0.25 < metrics["val_accuracy"] < 1
-    assert "train_loss" in metrics
-
-
-def test_gpt_decays_matrices_only(fitted):
-    trainer, model, _, _ = fitted
-    decayed, others = trainer.optimizers[0].param_groups
-    assert decayed["weight_decay"] > 0 == others["weight_decay"]
-    assert {p.ndim for p in others["params"]} == {1}
-    grouped = [id(p) for group in (decayed, others) for p in group["params"]]
-    assert sorted(grouped) == sorted(id(p) for p in model.parameters())
-
-
-def test_report_says_what_was_achieved(fitted):
-    trainer, model, data, printed = fitted
-    assert f" {trainer.callback_metrics['val_loss']:.3f} nats" in printed
-    assert f"{data.unigram_loss:.3f}" in printed
-    assert "tokens/s" in printed
-    assert "balance" not in printed  # one process has none
-    assert trainer.checkpoint_callback.best_model_path in printed
-    assert printed.endswith(generate(model, 'The "', 20) + "\n")
-
-
-def test_report_prints_the_balance_of_whatever_strategy_has_one(fitted, capsys):
-    trainer, model, _, _ = fitted
-    trainer.strategy.balance = [2, 3]
-    Report(num_characters=1).on_fit_end(trainer, model)
-    del trainer.strategy.balance
-    assert "[2, 3]" in capsys.readouterr().out
-
-
-def test_report_does_without_a_validation(tmp_path, capsys):
-    trainer = one_process_trainer(tmp_path, max_steps=1, enable_checkpointing=False, callbacks=[Report()])
-    trainer.fit(GPT(**TINY), PythonDocs(block_size=16))
-    printed = capsys.readouterr().out
-    assert "tokens/s" in printed
-    assert "loss" not in printed
-
-
-def test_checkpoint_loads_without_relay(fitted):
-    trainer, model, _, _ = fitted
-    script = (
-        "import sys; from examples.gpt import GPT, generate; "
-        "model = GPT.load_from_checkpoint(sys.argv[1]); print(generate(model, 'The \"', 20)); "
-        "assert not {'strategies', 'trainer'} & set(sys.modules)"
-    )
-    command = [sys.executable, "-W", "ignore", "-c", script, trainer.checkpoint_callback.best_model_path]
-    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout == generate(model, 'The "', 20) + "\n"
-
-
 # Digits
-
-
-def test_digits_are_classified(tmp_path):
-    seed_everything(0, verbose=False)
-    data = Digits()
-    assert not set(data.train_set.indices) & set(data.validation_set.indices)
-    assert len(data.train_set) + len(data.validation_set) == 1797
-    trainer = one_process_trainer(tmp_path, max_epochs=3, enable_checkpointing=False)
-    trainer.fit(DigitClassifier(), data)
-    assert trainer.callback_metrics["val_accuracy"] > 0.95
 
 
 # Configurations and scripts

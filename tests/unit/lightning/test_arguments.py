@@ -90,7 +90,7 @@ def test_a_wrong_value_of_any_argument(mistake: tuple[type, str, Any]) -> None:
     if name in ("accelerator", "parallel_devices") and value is not OBJECT and not isinstance(value, int):
         return  # Lightning's own, which the Trainer gives
     if name in ("balance", "module") and isinstance(value, list | str):
-        return  # depends on the model: see test_pipeline_errors.py
+        return  # depends on the model: see test_rpc_sequential.py
     if name == "max_restarts" and value == 0:
         return  # which is right
     error = told(strategy, {name: value})

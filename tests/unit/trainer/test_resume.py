@@ -47,27 +47,6 @@ def test_no_sample_is_repeated_or_left_out(name: str, tmp_path: Path) -> None:
     assert_resumable(tmp_path, LOADERS[name], ENDS, max_epochs=2 if name != "distributed" else 3)
 
 
-EVERYWHERE = [
-    *((hook, calls) for hook in ("on_train_batch_start", "on_train_batch_end") for calls in range(1, 10)),
-    *(("on_train_epoch_start", calls) for calls in (1, 2, 3)),
-    *(("on_train_epoch_end", calls) for calls in (1, 2, 3)),
-    *(("on_validation_end", calls) for calls in (1, 2, 3)),
-    ("on_train_end", 1),
-]
-"""For three epochs of three batches, with one validation in each."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
-)
-@pytest.mark.parametrize(
-    "name", ["shuffled", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("stream", "stream with state"))]
-)
-def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
-    assert_resumable(tmp_path, LOADERS[name], EVERYWHERE, **arguments)
-
-
 @pytest.mark.parametrize(
     ("arguments", "places"),
     [
@@ -85,26 +64,6 @@ def test_what_was_left_of_a_step_or_an_epoch_is_done(
 ) -> None:
     loaders = shuffled(arguments.pop("num_rows", 10))
     assert_resumable(tmp_path, loaders, places, **arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "loaders",
-    [
-        shuffled(22, num_workers=2),
-        shuffled(22, num_workers=3, persistent_workers=True),
-        *(
-            pytest.param(loaders, marks=pytest.mark.nightly)
-            for loaders in (
-                lambda: DataLoader(Rows(22), batch_sampler=DrawsBatches(22), num_workers=2, persistent_workers=True),
-                lambda: DataLoader(Stream(22), batch_size=4, num_workers=2),
-            )
-        ),
-    ],
-)
-def test_with_workers_whose_random_numbers_go_on(loaders: Callable[[], Any], tmp_path: Path) -> None:
-    places = [("on_train_batch_end", calls) for calls in (1, 3, 8, 12)]
-    assert_resumable(tmp_path, loaders, [*places, ("on_train_batch_start", 3), ("on_train_epoch_end", 1)])
 
 
 def test_a_run_that_max_steps_has_ended_goes_on_in_its_epoch(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""A run resumes from wherever it was saved, and with loaders whose workers draw random numbers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from resume_job import assert_resumable, shuffled
+from resume_parts import DrawsBatches, Rows, StatefulStream, Stream
+from torch.utils.data import DataLoader
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+LOADERS: dict[str, Callable[[], Any]] = {
+    "shuffled": shuffled(10),
+    "stream": lambda: DataLoader(Stream(10), batch_size=4),
+    "stream with state": lambda: DataLoader(StatefulStream(10), batch_size=4),
+}
+
+
+EVERYWHERE = [
+    *((hook, calls) for hook in ("on_train_batch_start", "on_train_batch_end") for calls in range(1, 10)),
+    *(("on_train_epoch_start", calls) for calls in (1, 2, 3)),
+    *(("on_train_epoch_end", calls) for calls in (1, 2, 3)),
+    *(("on_validation_end", calls) for calls in (1, 2, 3)),
+    ("on_train_end", 1),
+]
+"""For three epochs of three batches, with one validation in each."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
+)
+@pytest.mark.parametrize(
+    "name", ["shuffled", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("stream", "stream with state"))]
+)
+def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumable(tmp_path, LOADERS[name], EVERYWHERE, **arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loaders",
+    [
+        shuffled(22, num_workers=2),
+        shuffled(22, num_workers=3, persistent_workers=True),
+        *(
+            pytest.param(loaders, marks=pytest.mark.nightly)
+            for loaders in (
+                lambda: DataLoader(Rows(22), batch_sampler=DrawsBatches(22), num_workers=2, persistent_workers=True),
+                lambda: DataLoader(Stream(22), batch_size=4, num_workers=2),
+            )
+        ),
+    ],
+)
+def test_with_workers_whose_random_numbers_go_on(loaders: Callable[[], Any], tmp_path: Path) -> None:
+    places = [("on_train_batch_end", calls) for calls in (1, 3, 8, 12)]
+    assert_resumable(tmp_path, loaders, [*places, ("on_train_batch_start", 3), ("on_train_epoch_end", 1)])
