@@ -23,6 +23,7 @@ from benchmarks.models import encoder_layers
 from benchmarks.report import Effort, Section, Table, spread
 from strategies import RPCSequentialStrategy
 from strategies.checkpoint.atomic import remove
+from strategies.checkpoint.writer import Writer
 from trainer import Trainer
 
 NUM_LAYERS, WIDTH, ROWS, LENGTH, ROUNDS, WARM_UP = 8, 512, 4, 32, 5, 2
@@ -86,9 +87,9 @@ class Saving(Callback):
 
     def begin(self, trainer: Any, way: str) -> None:
         how = WAYS[way]
-        self.background = self.background or self.strategy._background
+        self.background = self.background or self.strategy._writer
         self.strategy._state_dict_type, in_background = how or ("full", False)
-        self.strategy._background = self.background if in_background else None
+        self.strategy._writer = self.background if in_background else Writer()
         if how is None:
             self.state = trainer._checkpoint_connector.dump_checkpoint()
         remove(self.path)
@@ -113,8 +114,7 @@ class Saving(Callback):
             self.background._saving.add_done_callback(lambda _: vars(self).update(written=perf_counter() - began))
 
     def end(self, way: str, warm: bool) -> None:
-        if self.strategy._background is not None:
-            self.background.wait()
+        self.strategy._writer.wait()
         peaks = [memory_mib(pid, "VmHWM") for pid in self.pids]
         driver, worker = (peak - before for peak, before in zip(peaks, self.before, strict=True))
         self.grown[way].append((driver, worker))
@@ -122,7 +122,7 @@ class Saving(Callback):
             self.seconds[way].append((self.pause, self.written))
 
     def on_train_end(self, *args: Any) -> None:
-        self.strategy._background = self.background  # ended by the strategy
+        self.strategy._writer = self.background  # ended by the strategy
 
 
 def main(effort: Effort) -> Section:

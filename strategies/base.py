@@ -1,12 +1,17 @@
-"""The contract of Relay's strategies: a thin layer on Lightning's own ``Strategy``.
+"""The contract of Relay's strategies, on top of Lightning's ``Strategy``.
 
 A plug-in names this class first and the Lightning strategy that it builds on second::
 
     class DDPStrategy(StrategyPlugin, pytorch_lightning.strategies.DDPStrategy): ...
     class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy): ...  # which is a ParallelStrategy
 
-The seven members below are abstract, so every plug-in states in one place, and documents, what it does at each point of
-a run. Their bodies here pass the call on, so a plug-in reaches Lightning's behaviour with ``super()``.
+The contract is the seven abstract methods of :class:`StrategyPlugin`, in the order of a run:
+
+    setup_environment ─▶ setup ─▶ { pre_backward ─▶ post_optimizer_step }* ─▶ save_checkpoint ─▶ teardown
+                                    barrier, at any time
+
+Each plug-in overrides all seven and documents what it does there. The bodies in this module do what is the same for
+all strategies and then call Lightning's method, which a plug-in reaches by ``super()``.
 """
 
 from abc import abstractmethod
@@ -31,134 +36,148 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from strategies.checkpoint import shards
-from strategies.checkpoint.background import Background, check_links, snapshot, wait_before_looking
-from strategies.checkpoint.io import AtomicCheckpointIO, local_path
+from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
+from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
 from strategies.launch.lifeline import Lifeline
 from strategies.lightning.arguments import check_backend, checked
+from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
 from strategies.lightning.compat import is_stand_in, unwrapped
-from strategies.lightning.loading import convert
 from strategies.lightning.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.lightning.script_launcher import in_place_of, met
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 
 
 class StrategyPlugin(Strategy):
-    """What each strategy of Relay owns, in the order of a run.
+    """The methods that every strategy of Relay implements, and what all of them do alike.
 
-    One thing is done here for all of them: ``post_optimizer_step`` hangs on the user's own optimizer objects.
-    Lightning's ``Strategy.optimizer_step`` is no place for it, because a ``LightningModule`` that calls
-    ``self.optimizers(use_pl_optimizer=False).step()`` never gets there.
+    ``post_optimizer_step`` is called by a hook on the user's own optimizer objects, because Lightning's
+    ``Strategy.optimizer_step`` is bypassed by a ``LightningModule`` that calls
+    ``self.optimizers(use_pl_optimizer=False).step()``.
+
+    This class has no constructor, so that the command line sees the arguments of each strategy as they are. A plug-in
+    sets ``_state_dict_type`` and ``_async_save`` in its own.
     """
 
-    _step_handles: tuple[RemovableHandle, ...] = ()
-    _async_save = False
     _state_dict_type = "full"
-    _background: Background | None = None
+    """The form of checkpoints: ``"full"``, one file, or ``"sharded"``, a directory."""
+    _async_save = False
+    """Whether checkpoints are written in the background, from a copy in host memory."""
+    _writer = Writer()  # in the background only within a run, so that no error is lost
+    _shards: Path | None = None
+    """Directory of the values that have not been read of the checkpoint that is being loaded."""
+    _timeout: timedelta | None = None
+    """Time limit of operations of the process group."""
+    _step_handles: tuple[RemovableHandle, ...] = ()
     _lifeline: Lifeline | None = None
-    _waiting: Sequence[Callable[[], None]] = ()
-    _timeout: timedelta | None = None  # of the process group
+    _undo_waiting: Sequence[Callable[[], None]] = ()
     _on_loopback: ExitStack | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls) and cls.__module__.partition(".")[0] == __name__.partition(".")[0]:
             own = cast(Any, cls)
-            own.__init__ = checked(own.__init__)  # of Relay's own; a user's subclass takes what it likes
+            own.__init__ = checked(own.__init__)  # of Relay's strategies; a user's subclass takes any arguments
 
-    def _configure_launcher(self) -> None:
-        # Called when the Trainer is built: the environment is known, and no process has been started.
-        ranks, start_method = cast(Any, self), getattr(self, "_start_method", "popen")
-        check_backend(getattr(self, "_process_group_backend", None))
-        if hasattr(self, "cluster_environment"):
-            ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
-        super()._configure_launcher()
-        self._launcher = in_place_of(self._launcher)
+    # The contract
 
     @abstractmethod
     def setup_environment(self) -> None:
-        """Start what the run needs before the model is set up, such as process groups; ranks then end with rank 0."""
+        """Start what the run needs before the model is set up, such as process groups.
+
+        From here on, every other rank ends when rank 0 does.
+        """
         model = self.lightning_module
         trainer = model.trainer if self._async_save and model is not None else None
         if trainer is not None:
             check_links(trainer)
-        ranks = cast(Any, self)  # all of ours are parallel strategies
-        in_group = getattr(ranks, "is_distributed", True)  # a single pipeline is in none
-        if in_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
+        ranks = cast(Any, self)  # every strategy of Relay is a ParallelStrategy
+        has_group = getattr(ranks, "is_distributed", True)  # a single pipeline has no process group
+        if has_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
             self._on_loopback = connect(ranks, self._timeout or default_pg_timeout)
         super().setup_environment()
         if ranks.world_size > 1:
             self._lifeline = Lifeline(ranks.broadcast(f"relay/lifeline/{uuid4().hex}"))
         met(self.launcher)
         if self._async_save:
-            self._background = Background()
-        if self._background is not None and trainer is not None:
-            self._waiting = wait_before_looking(trainer, self._background)
+            self._writer = BackgroundWriter()
+        if trainer is not None:
+            self._undo_waiting = wait_before_naming(trainer, self._writer)
 
     @abstractmethod
     def setup(self, trainer: Trainer) -> None:
-        """Prepare model, optimizers and processes; raise errors of configuration before any process starts."""
+        """Prepare the model, the optimizers and the processes of the strategy.
+
+        Errors of the user's configuration are raised before any process is started.
+        """
         super().setup(trainer)
 
     @abstractmethod
     def barrier(self, name: str | None = None) -> None:
-        """Return when every process of the strategy has come here; ``name`` is for messages only."""
+        """Return when every process of the strategy has called this; ``name`` is only for error messages."""
         cast(Any, super()).barrier(name)  # abstract in Lightning's Strategy, concrete in the one behind this class
 
     @abstractmethod
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Called with the loss (a scalar) before each backward pass."""
+        """Prepare a backward pass. Called with the loss, a scalar, before each backward pass."""
         super().pre_backward(closure_loss)
 
     @abstractmethod
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Called after every step of ``optimizer``, the object that ``configure_optimizers`` returned.
+        """Follow a step of ``optimizer``, one of the objects that ``configure_optimizers`` returned.
 
-        It follows each step, under automatic and manual optimization, and also when the user steps the bare
-        optimizer. A step that a gradient scaler skips is no step.
+        Called after each step under automatic and manual optimization, also when the user steps the bare optimizer.
+        A step that a gradient scaler skips does not count.
         """
 
     @abstractmethod
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Write one complete checkpoint, whatever process the state lives in. Every process calls it.
+        """Write one complete checkpoint, whichever processes hold the state. Every process calls this.
 
-        With ``async_save`` a copy of it is written while training goes on. Outside of a run it is written at once.
+        With ``async_save``, and within a run, a thread writes a copy of the checkpoint while training continues.
+
+        Args:
+            checkpoint: What Lightning has collected by ``lightning_module_state_dict`` and ``optimizer_state``.
+            filepath: The file, or the directory of a sharded checkpoint.
+            storage_options: Passed to the ``CheckpointIO``; not supported for sharded checkpoints.
 
         Raises:
-            Exception: With ``async_save`` also what went wrong with the checkpoint before.
+            Exception: With ``async_save`` also the error of the checkpoint before.
         """
         if self._state_dict_type == "sharded":
             if storage_options is not None:
                 raise TypeError('state_dict_type="sharded" takes no storage_options: it does not use the CheckpointIO.')
             if (path := local_path(filepath)) is None:
                 raise ValueError(
-                    f'state_dict_type="sharded" writes into directories of this machine only, got {filepath}.'
+                    f'state_dict_type="sharded" writes to directories of this machine only, got {filepath}.'
                 )
-            self._save_in_parts(checkpoint, path)
-        elif self._background is None:
+            self._save_sharded(checkpoint, path)
+        elif not self._writer.in_background:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif self.is_global_zero:
-            self._background.wait()  # before there is another copy
+            self._writer.wait()  # before there is another copy
             copy = snapshot(checkpoint, self._private_tensors())
-            self._background.save(partial(self.checkpoint_io.save_checkpoint, copy, filepath, storage_options))
+            self._writer.save(partial(self.checkpoint_io.save_checkpoint, copy, filepath, storage_options))
 
     @abstractmethod
     def teardown(self) -> None:
-        """End what ``setup`` started. Safe at any stage of set-up; never masks the first error."""
+        """End what ``setup_environment`` and ``setup`` have started.
+
+        Can be called at any point of the set-up. After an error or an interrupt, errors in here become warnings, so
+        that the user sees the first one.
+        """
         self._remove_step_hooks()
         if self._lifeline is not None:
             self._lifeline.end()
             self._lifeline = None
-        background, self._background = self._background, None
-        for undo in self._waiting:
+        for undo in self._undo_waiting:
             undo()
-        self._waiting = ()
+        self._undo_waiting = ()
+        writer, self._writer = self._writer, Writer()
         try:
-            if background is not None:
-                background.end()
+            writer.end()
         except Exception as error:
             model = self.lightning_module
             if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
@@ -170,113 +189,22 @@ class StrategyPlugin(Strategy):
                 self._on_loopback = None
             super().teardown()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
-        """Scale gradients so that their common norm, over all processes that have some, is at most ``max_norm``.
+    # Start-up
 
-        For an overridden ``configure_gradient_clipping``; what ``torch.nn.utils.clip_grad_norm_`` is in one process.
+    def _configure_launcher(self) -> None:
+        # Called when the Trainer is built: the environment is known, and no process has been started.
+        ranks, start_method = cast(Any, self), getattr(self, "_start_method", "popen")
+        check_backend(getattr(self, "_process_group_backend", None))
+        if hasattr(self, "cluster_environment"):
+            ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
+        super()._configure_launcher()
+        self._launcher = in_place_of(self._launcher)
 
-        Args:
-            max_norm: The largest norm.
-            norm_type: The p of the p-norm; may be ``inf``.
-            optimizer: Whose parameters; may be left out if there is only one.
-
-        Returns:
-            The total norm before clipping, a scalar.
-
-        Raises:
-            MisconfigurationException: If it is not clear which optimizer is meant.
-        """
-        clip = self._clipping()
-        if optimizer is None:
-            if (number := len(self.optimizers)) != 1:
-                raise MisconfigurationException(
-                    f"There are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
-                )
-            optimizer = self.optimizers[0]
-        if is_stand_in(optimizer):
-            clip = StrategyPlugin._clipping(self)
-        return clip(unwrapped(optimizer), float(max_norm), float(norm_type))
-
-    def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
-        """What clips the gradients of an optimizer; here every process has all of them."""
-        return lambda optimizer, *norm: torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), *norm)
-
-    def remove_checkpoint(self, filepath: str | Any) -> None:
-        """Remove a checkpoint, but not before the one that takes its place is there."""
-        remove = partial(super().remove_checkpoint, filepath)
-        if self._background is None:
-            remove()
-        else:
-            self._background.after_saving(remove)
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, else one that replaces files atomically."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # does nothing where it wraps one of the user's
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    def _private_tensors(self) -> list[Tensor]:
-        """Of what has been gathered for the next checkpoint, the tensors that nobody else knows."""
-        return []
-
-    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, a file or one in parts, as every process needs it."""
-        if self._background is not None:
-            try:
-                self._background.wait()  # it may be the one that is being written
-            finally:
-                self.barrier("load_checkpoint")  # by the first rank, which alone waits for that
-        local = local_path(checkpoint_path)
-        if local is not None and shards.is_sharded(local):
-            return self._load_in_parts(local, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def _save_in_parts(self, checkpoint: dict[str, Any], path: Path) -> None:
-        """Write a checkpoint in parts, this process's and those of others. Here there is one part only."""
-        own = shards.flat({part: checkpoint[part] for part in shards.PARTS if part in checkpoint})
-        shards.save(path, checkpoint, [shards.plan(own)], lambda home, plans: [shards.write(home, plans[0], own)])
-
-    def _load_in_parts(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        """Read a checkpoint in parts."""
-        return shards.load(path, weights_only=weights_only)[0]
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a checkpoint, all of them or none, in the precision in which the model trains.
-
-        Raises:
-            RuntimeError: If names or shapes are not those of the model; it is as it was then. A model with a
-                ``load_state_dict`` of its own is asked nothing before.
-        """
-        convert(self)
-        assert self.lightning_module is not None
-        if type(self.lightning_module).load_state_dict is nn.Module.load_state_dict:  # another one knows what to do
-            self._check_weights(checkpoint["state_dict"], strict)
-        super().load_model_state_dict(checkpoint, strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer states of a checkpoint, all of them or none.
-
-        Raises:
-            ValueError: If they belong to other optimizers than those of the model.
-        """
-        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
-        super().load_optimizer_state_dict(checkpoint)
-
-    def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
-        """Refuse weights that are not those of the model."""
-        assert self.lightning_module is not None
-        check_fit(self.lightning_module, state, strict=strict)
+    # Optimizers
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers. Assigning them (Lightning does in ``setup``) hangs ``post_optimizer_step`` on each."""
+        """The user's optimizers. Assigning them, as Lightning does in ``setup``, adds the hook on each."""
         return self._optimizers
 
     @optimizers.setter
@@ -294,3 +222,108 @@ class StrategyPlugin(Strategy):
         for handle in self._step_handles:
             handle.remove()
         self._step_handles = ()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Scale the gradients so that their total norm, over all processes, is at most ``max_norm``.
+
+        For an overridden ``configure_gradient_clipping``; equals ``torch.nn.utils.clip_grad_norm_`` in one process.
+
+        Args:
+            max_norm: The largest total norm.
+            norm_type: The p of the p-norm; may be ``inf``.
+            optimizer: The optimizer whose parameters are clipped; may be left out if there is only one.
+
+        Returns:
+            The total norm before clipping, a scalar.
+
+        Raises:
+            MisconfigurationException: If there are several optimizers and none is given.
+        """
+        clip = self._clipping()
+        if optimizer is None:
+            if (number := len(self.optimizers)) != 1:
+                raise MisconfigurationException(
+                    f"There are {number} optimizers; say whose gradients to clip: clip_grad_norm_(..., optimizer=...)"
+                )
+            optimizer = self.optimizers[0]
+        if is_stand_in(optimizer):
+            clip = StrategyPlugin._clipping(self)
+        return clip(unwrapped(optimizer), float(max_norm), float(norm_type))
+
+    def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
+        """The function that clips the gradients of an optimizer; by default, this process holds all of them."""
+        return lambda optimizer, *norm: torch.nn.utils.clip_grad_norm_(parameters_of(optimizer), *norm)
+
+    # Checkpoints
+
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
+        """Write a sharded checkpoint; by default, this process holds all of it. Every process calls this."""
+        if self._writer.in_background:
+            self._writer.wait()
+            checkpoint = snapshot(checkpoint)
+        self._writer.save(partial(save_sharded, checkpoint, path))
+
+    def _private_tensors(self) -> list[Tensor]:
+        """Tensors gathered for the next checkpoint to which nothing else refers, so that a copy may share them."""
+        return []
+
+    def remove_checkpoint(self, filepath: str | Any) -> None:
+        """Remove a checkpoint, once the one being written is complete."""
+        self._writer.after_saving(partial(super().remove_checkpoint, filepath))
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's ``CheckpointIO``; otherwise one that replaces files atomically."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # has no effect if it wraps one of the user's
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, a file or a directory. Every process calls this, and gets what it needs of it."""
+        self._shards = None
+        if self._writer.in_background:
+            try:
+                self._writer.wait()  # it may be the checkpoint that is being written
+            finally:
+                self.barrier("load_checkpoint")  # only the first rank waits for the file
+        local = local_path(checkpoint_path)
+        if local is not None and is_sharded(local):
+            return self._load_sharded(local, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        """Read a sharded checkpoint; by default all of it."""
+        return load_sharded(path, weights_only=weights_only)[0]
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint, all or none, in the precision in which the model trains.
+
+        Raises:
+            RuntimeError: If names or shapes are not those of the model, which is left unchanged. A model with a
+                ``load_state_dict`` of its own is not checked.
+        """
+        convert_model(self)
+        assert self.lightning_module is not None
+        if type(self.lightning_module).load_state_dict is nn.Module.load_state_dict:
+            self._check_weights(checkpoint["state_dict"], strict)
+        super().load_model_state_dict(checkpoint, strict)
+
+    def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
+        """Raise an error if ``state`` does not fit the model."""
+        assert self.lightning_module is not None
+        check_fit(self.lightning_module, state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer states of a checkpoint, all or none.
+
+        Raises:
+            ValueError: If they belong to other optimizers than those of the model.
+        """
+        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
+        super().load_optimizer_state_dict(checkpoint)

@@ -1,8 +1,9 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: the Lightning side of :mod:`strategies.pipeline`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
@@ -12,11 +13,16 @@ from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.base import StrategyPlugin
+from strategies.checkpoint.stages import StageStates
+from strategies.checkpoint.store import load_sharded
+from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
+from strategies.checkpoint.writer import snapshot
 from strategies.common.names import did_you_mean
-from strategies.common.torch_compat import BatchNorm
+from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.lightning import checks
 from strategies.lightning.compat import is_stand_in, unwrapped
 from strategies.lightning.following import follow
@@ -27,16 +33,18 @@ from strategies.lightning.replicas import ReplicatedStrategy
 from strategies.lightning.restarts import Restarts
 from strategies.lightning.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 from strategies.lightning.summary import show_stages
-from strategies.lightning.weight_averaging import average_on_stages, find_copies
+from strategies.lightning.weight_averaging import average_on_stages, averages_weights, find_copies
+from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.randomness import Seeds
 from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
-from strategies.pipeline_checkpoints import PipelineCheckpoints
+from strategies.sharding.states import gather_state_dict
 
 
-class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
+class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     """Cuts an ``nn.Sequential`` of the model into stages and trains them on one process each.
 
     The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
@@ -134,9 +142,9 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
         self._state_dict_type, self._async_save = state_dict_type, async_save
-        self._gathered, self._gathered_states = {}, {}
+        self._stage_states: StageStates | None = None
         self._divides_states = shard_optimizer_states
-        self._restarts = Restarts(max_restarts, self._settle, self._abandon) if max_restarts else None
+        self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
         self._averages_gradients = True
         self._undo: list[Callable[[], Any]] = []
         self._profiled: ProfiledStages | None = None
@@ -209,13 +217,14 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
                 copies=find_copies(trainer, module, self._module_path),
             )
             self._pipeline.start()
+        self._stage_states = StageStates(self._pipeline, model, self._module_path)
         if self._profiled is not None:
             self._profiled.follow(self._pipeline)
         self._undo = [
             show_stages(trainer, module, balance),
-            *follow(self._pipeline.optimizers, self._lightning_optimizers, self._refresh_gathered),
+            *follow(self._pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
             *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
-            *self._load_whole(self._pipeline),
+            *self._stage_states.check_before_loading(),
             *average_on_stages(trainer),
         ]
 
@@ -274,15 +283,121 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
         """Brings new values to the other replicas, if they divide the steps; workers have stepped along."""
         if self._pipeline is not None:
             self._pipeline.optimizers.after_step(optimizer)
-            self._forget_gathered()
+        if self._stage_states is not None:
+            self._stage_states.forget()
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
         return as_misconfiguration()(self._running().optimizers.clip_grad_norm)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights of every stage, gathered one stage after another; on the first replica only, which writes."""
+        if not self.is_global_zero:
+            return {}
+        if self._stage_states is None:
+            return super().lightning_module_state_dict()
+        # With an average there are two sets of weights. The stages would write one; the driver gathers and writes both.
+        assert self.lightning_module is not None
+        values = self._state_dict_type == "full" or averages_weights(self.lightning_module.trainer)
+        return self._stage_states.weights(values=values)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer over all stages, as in one process; on the first replica only."""
+        if not (self.is_global_zero or self._divides_states):
+            return {}
+        own = unwrapped(optimizer)
+        if self._stage_states is not None and not is_stand_in(own):
+            state = self._stage_states.optimizer_state(own, values=self._state_dict_type == "full")
+            return state if self.is_global_zero else {}
+        if self._divides_states and not is_stand_in(own) and torch.distributed.is_initialized():  # after fit
+            return gather_state_dict(own, default_group())
+        return super().optimizer_state(optimizer)
+
+    def _refresh_states(self) -> None:
+        if (
+            self._stage_states is not None and self._state_dict_type == "full"
+        ):  # if sharded, stages write what they have
+            self._stage_states.refresh()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
+    ) -> None:
+        """Write the checkpoint, for which Lightning has gathered the state of every stage.
+
+        The position of the layers' random number generators goes to the key ``relay``, unless the checkpoint holds
+        weights only.
+        """
+        is_resumable = "optimizer_states" in checkpoint
+        if self._seeds is not None and is_resumable:
+            checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._stage_states is not None:
+            self._stage_states.forget()
+        if is_resumable and self._restarts is not None:
+            self._restarts.checkpoint_saved(filepath)
+
+    def _private_tensors(self) -> list[Tensor]:
+        return self._stage_states.gathered_tensors() if self._stage_states is not None else []
+
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
+        stages, in_background = self._stage_states, self._writer.in_background
+        if not self.is_global_zero:
+            if stages is not None and self._divides_states:
+                stages.join_first_replica()
+        elif stages is None:
+            super()._save_sharded(checkpoint, path)
+        else:
+            if in_background:
+                self._writer.wait()
+                checkpoint = snapshot(checkpoint)
+            self._writer.save(stages.prepare_sharded(checkpoint, path, needs_copy=in_background))
+
+    def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; training that is resumed from it draws the random numbers that would have come next."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
+        if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
+            self._seeds = self._seeds or Seeds(0)
+            self._seeds.load_state_dict(state)
+        return checkpoint
+
+    def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        # The model is whole in this process at this time, so the weights are read here. Each stage reads its own
+        # optimizer states in load_optimizer_state_dict, when it has its layers.
+        checkpoint, self._shards = load_sharded(path, ["state_dict"], weights_only)
+        return checkpoint
+
+    def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
+        model, given = self.lightning_module, self._given_balance
+        if self._stage_states is not None or model is None:
+            return  # load_state_dict of the model checks by itself then
+        module = dict(model.named_modules()).get(self._module_path)
+        stage_of: DescribeStage = no_stage
+        if given is not None and given != "even" and isinstance(module, nn.Sequential):
+            stage_of = stages_by_name(cut(module, given), f"{self._module_path}.")
+        check_fit(model, state, strict=strict, stage_of=stage_of)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give each stage the optimizer states of its parameters; of a sharded checkpoint it reads them itself."""
+        if self._shards is None or self._stage_states is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
+        self._stage_states.load_optimizer_states(checkpoint["optimizer_states"], self._shards)
+
+    def rpc_save_model(self, trainer: Trainer, save_model_fn: Callable[[Trainer, Any], Any], filepath: Any) -> None:
+        """Call ``save_model_fn(trainer, filepath)`` while the model has the weights of every stage.
+
+        As in Lightning 1.3: within the call, the pipelined module of ``trainer.lightning_module`` is a plain
+        ``nn.Sequential`` with the values of every stage, which can be pickled, copied or exported. Layers of other
+        stages are copies: changing them does not change the run.
+        """
+        with self._stage_states.whole_module() if self._stage_states is not None else nullcontext():
+            save_model_fn(trainer, filepath)
+
     def teardown(self) -> None:
         """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""
-        self._settle()
-        self._forget_gathered()
+        self._writer.settle()  # stages may be writing
+        self._stage_states = None
         for undo in self._undo:
             undo()
         self._undo, self._batch_norms = [], {}
@@ -303,8 +418,12 @@ class RPCSequentialStrategy(PipelineCheckpoints, ReplicatedStrategy):
             with without_meta_tensors(model) if model is not None else nullcontext():
                 super().teardown()
 
+    def _settle_writer(self) -> None:
+        self._writer.settle()
+
     def _abandon(self) -> None:
-        self._settle()
+        self._writer.settle()
+        self._stage_states = None
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.abandon()

@@ -1,13 +1,16 @@
 """ZeRO: data parallelism in which each rank keeps its share of the optimizer state, for any optimizer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning_fabric.utilities.optimizer import _optimizers_to_device
 from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.trainer.states import TrainerFn
@@ -16,18 +19,22 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, device
 from torch.optim import Optimizer
 
+from strategies.base import StrategyPlugin
+from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
+from strategies.checkpoint.store import load_sharded, without_values
+from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
 from strategies.lightning.checks import check_state_dict_type
 from strategies.lightning.compat import is_stand_in, unwrapped
 from strategies.lightning.stages_of_model import as_misconfiguration
 from strategies.lightning.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
 from strategies.optim.hooks import take_methods_along
+from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
 from strategies.sharding.optimizers import ShardedOptimizers
-from strategies.zero_checkpoints import ZeROCheckpoints
 
 
-class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
+class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     """One copy of the model per process; optimizer state, and the work of the step, are divided among the processes.
 
     Each rank owns whole parameters, about 1/N of the bytes. The optimizer is the user's own object; it has state for
@@ -37,8 +44,8 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
     the life of rank 0; ``setup`` brings every rank to the weights of rank 0 and divides the optimizers that
     ``configure_optimizers`` returned; ``barrier`` waits for all ranks; ``pre_backward`` has the backward pass reduce
     gradients, bucket by bucket; ``post_optimizer_step`` sends the new values from their owners to all ranks;
-    ``save_checkpoint`` writes from rank 0, on which ``optimizer_state`` has put the states together, or in parts;
-    ``teardown`` lets go of parameters and optimizers.
+    ``save_checkpoint`` writes on rank 0, on which ``optimizer_state`` has gathered the states, or on every rank if
+    sharded; ``teardown`` lets go of parameters and optimizers.
 
     Args:
         stage: What is divided. 1: optimizer state. 2: gradients as well: each is reduced to the rank that owns it, and
@@ -106,10 +113,11 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
         self._find_unused, self._broadcast_buffers = find_unused_parameters, broadcast_buffers
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         self._groups: tuple[Any, Any] | None = None  # for gradients and values; for states, on gloo
+        self._saving_group: Any | None = None
         self._sharded: ShardedOptimizers | None = None
+        self._states: RankStates | None = None
         self._communicates, self._buffers_may_differ = True, True
         self._undo: list[Callable[[], Any]] = []
-        self._gathered = {}
 
     def setup_environment(self) -> None:
         """Join the process group."""
@@ -146,6 +154,7 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
             find_unused_parameters=self._find_unused,
             bucket_bytes=self._bucket_bytes,
         )
+        self._states = RankStates(self._sharded.ownership, self._groups[1])
         self._undo = [self._sharded.close]
         for own in optimizers:
             around = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is own]
@@ -202,22 +211,62 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
                 "share of it. Change the optimizer's groups or its state instead."
             )
         self._sharded.after_step(optimizer)
-        self._gathered.clear()
+        if self._states is not None:
+            self._states.forget()
 
     def _call_method(self, optimizer: Optimizer, *call: Any) -> Any:
         result = self._running().call_method(optimizer, *call)
-        self._refresh_gathered(optimizer)
+        if self._states is not None:
+            self._states.refresh(optimizer)
         return result
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
         return self._running().clip_grad_norm
 
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict that one process would have, on rank 0; empty on the others. Every rank calls this.
+
+        For a sharded checkpoint each rank has its own states, and rank 0 also those of the others, without values.
+        """
+        plain = unwrapped(optimizer)
+        if self._sharded is None or self._states is None or plain not in self._sharded.optimizers:
+            return super().optimizer_state(optimizer)
+        return self._states.state_dict(plain, values=self._state_dict_type == "full")
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Write from rank 0, which has got the state of the others by :meth:`optimizer_state`, or from every rank."""
+        """Write on rank 0, which has gathered the other ranks' states; or on every rank, if sharded."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._gathered.clear()
+        if self._states is not None:
+            self._states.forget()
+
+    def _save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if not dist.is_initialized():
+            if self.is_global_zero:
+                super()._save_sharded(checkpoint, path)
+            return
+        if self._saving_group is None:  # not used by anything else: a thread may use it while training continues
+            self._saving_group = dist.new_group(backend="gloo")
+        group, own = self._saving_group, own_tensors(checkpoint, self._saving_group)
+        if self._writer.in_background:
+            self._writer.wait()
+            checkpoint, own = snapshot(without_values(checkpoint)), snapshot(own)
+        self._writer.save(partial(save_over_ranks, checkpoint, path, own, group))
+
+    def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        # Each rank reads its own optimizer states in load_optimizer_state_dict, when it is known which they are.
+        checkpoint, self._shards = load_sharded(path, ["state_dict"], weights_only)
+        return checkpoint
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's share of each optimizer's state, whatever strategy and number of ranks has saved it."""
+        self._running()
+        assert self._states is not None
+        plain, states = [unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"]
+        check_optimizer_states(plain, states)
+        self._states.load([None if is_stand_in(own) else own for own in plain], states, self._shards)
+        _optimizers_to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
         """Let go of parameters and optimizers. Who owns what stays known, for a checkpoint after ``fit``."""
@@ -225,7 +274,7 @@ class ZeROStrategy(ZeROCheckpoints, pl.strategies.DDPStrategy):
             undo()
         self._undo = []
         if not dist.is_initialized():  # a rank has failed, and the groups have ended
-            self._groups = None
+            self._groups = self._saving_group = None
         super().teardown()
 
     def _running(self) -> ShardedOptimizers:

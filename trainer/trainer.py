@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import strategies
 from strategies.common.names import PLUGINS, did_you_mean
-from strategies.lightning.loading import load_as_ours
+from strategies.lightning.checkpoints import load_as_relay
 from trainer.resume import (
     ResumingCheckpointConnector,
     ResumingEpochLoop,
@@ -61,7 +61,7 @@ class Trainer(pl.Trainer):
         except MisconfigurationException as error:  # its message names the strategy by the argument
             error.args = tuple(str(arg).replace(repr(kwargs.get("strategy")), repr(name)) for arg in error.args)
             raise
-        load_as_ours(self.strategy)
+        load_as_relay(self.strategy)
         lightnings = self.fit_loop
         self.fit_loop = ResumingFitLoop(self, lightnings.min_epochs, lightnings.max_epochs)
         self.fit_loop.epoch_loop = ResumingEpochLoop(

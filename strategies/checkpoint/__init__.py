@@ -1,5 +1,8 @@
-"""One checkpoint store: full files and sharded directories, written atomically, in the foreground or the background.
+"""The checkpoint store: a file or a sharded directory, written atomically, in the foreground or the background.
 
-In: state dicts with the names of one process. Out: files and directories, or validated state dicts. May import the
-engine (``pipeline``, ``sharding``) and what is below it.
+``store`` has the two forms, ``atomic`` the files and directories beneath them, ``writer`` the foreground and the
+background. ``stages`` (a pipeline) and ``ranks`` (ZeRO) gather what processes hold and write it together; ``validate``
+checks a state dict before it is loaded. In: state dicts, a running pipeline or divided optimizers. Out: files and
+directories, state dicts with the names of one process. Strategies and ``consolidate`` call this; it may import the
+engine (``pipeline``, ``sharding``) and what is below, and never Lightning.
 """

@@ -1,8 +1,9 @@
-"""Files and directories that appear whole or not at all, whenever the process or the machine stops.
+"""Files and directories that appear completely or not at all, whenever the process or the machine stops.
 
-    write beside it ── fsync ──▶ rename ── fsync of the directory ──▶ there
+    write a temporary file ── fsync ──▶ rename it ── fsync the directory ──▶ done
 
-What a killed process leaves beside is removed by the next one that writes into the same directory.
+The temporary file is in the same directory. If a process is killed and leaves one, the next process that writes into
+the directory removes it.
 """
 
 import errno
@@ -18,12 +19,12 @@ from uuid import uuid4
 
 _PREFIX, _SUFFIX = ".relay-", ".part"
 _YOUNG_SECONDS = 60.0
-"""Younger leftovers stay: between creating and locking one, its writer cannot be told from a dead one."""
+"""Younger temporary files are kept: before their writer locks them, they look like those of a dead process."""
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` at the end, unless something is raised before.
+    """Yield a new file that replaces ``path`` at the end, unless the body raises.
 
     Its permissions are those of any new file.
     """
@@ -43,10 +44,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """A directory that becomes ``path`` at the end, unless something is raised before.
+    """Yield a new directory that is renamed to ``path`` at the end, unless the body raises.
 
-    Its files must have been synchronised. A file or directory that is at ``path`` is replaced; these are two steps,
-    between which there is only the new one, under its temporary name.
+    The body synchronises the files that it writes. A file or directory at ``path`` is removed first, so for a moment
+    there is only the new directory, under its temporary name.
     """
     temporary = _beside(path)
     temporary.mkdir()
@@ -66,19 +67,19 @@ def new_directory(path: Path) -> Iterator[Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Has the names in a directory written to the disk."""
+    """Write the entries of a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems cannot, and need not
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems do not support it
             raise
     finally:
         os.close(descriptor)
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a directory, if it is there."""
+    """Remove a file or a directory, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -86,17 +87,17 @@ def remove(path: Path) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A new name in the directory of ``path``, which exists then and holds no leftovers."""
+    """A temporary name in the directory of ``path``; creates the directory, and removes leftovers from it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in path.parent.glob(_PREFIX + "[0-9a-f]" * 32 + _SUFFIX):  # nothing of anyone else's
-        with suppress(OSError):  # its writer lives and holds the lock, or it has just been removed
+    for leftover in path.parent.glob(_PREFIX + "[0-9a-f]" * 32 + _SUFFIX):  # names of other programs do not match
+        with suppress(OSError):  # another process has just removed it
             if time.time() - leftover.stat().st_mtime > _YOUNG_SECONDS and not _is_locked(leftover):
                 remove(leftover)
     return path.parent / f"{_PREFIX}{uuid4().hex}{_SUFFIX}"
 
 
 def _lock(descriptor: int) -> None:
-    with suppress(OSError):  # not every network filesystem can; leftovers stay there
+    with suppress(OSError):  # some network filesystems have no locks; there, leftovers are kept
         fcntl.flock(descriptor, fcntl.LOCK_EX)
 
 

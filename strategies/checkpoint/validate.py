@@ -1,6 +1,6 @@
-"""A state dict is loaded whole or not at all: whether it fits is found out before anything is changed.
+"""Check that a state dict fits a module before any of it is loaded, so that all of it is loaded or nothing.
 
-``load_state_dict`` of torch copies what fits and raises afterwards, so that a model is left half loaded.
+torch's ``load_state_dict`` copies what fits and raises afterwards, which leaves a half-loaded model.
 """
 
 import warnings
@@ -19,26 +19,26 @@ from strategies.common.patching import replaced
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, non_persistent_buffers
 
 _ANY = "any"
-"""The shape of a parameter that has none yet."""
+"""Stands for the shape of a lazy parameter, which has none yet."""
 
-Place = Callable[[str], str]
-"""Tells of a name in a state dict on which stage it is, in words; nothing if on none or if that is not known."""
+DescribeStage = Callable[[str], str]
+"""Describes the stage that holds a name of a state dict; an empty string if there is none or it is not known."""
 
 
-def nowhere(name: str) -> str:
-    """The place where there are no stages."""
+def no_stage(name: str) -> str:
+    """The :data:`DescribeStage` of a model without stages."""
     return ""
 
 
-def places(stages: Sequence[nn.Sequential], prefix: str) -> Place:
-    """The place of each name in the state dict of a module that has the stages' layers under ``prefix``."""
+def stages_by_name(stages: Sequence[nn.Sequential], prefix: str) -> DescribeStage:
+    """The :data:`DescribeStage` of a module that has the stages' layers under ``prefix``."""
     firsts = [sum(map(len, stages[:i])) for i in range(len(stages))]
-    words = {
+    described = {
         name: describe(i, layers, first)
         for i, (layers, first) in enumerate(zip(stages, firsts, strict=True))
         for name in layers._modules
     }
-    return lambda name: words.get(name[len(prefix) :].partition(".")[0], "") if name.startswith(prefix) else ""
+    return lambda name: described.get(name[len(prefix) :].partition(".")[0], "") if name.startswith(prefix) else ""
 
 
 def check_fit(
@@ -46,20 +46,20 @@ def check_fit(
     state: Mapping[str, Any],
     *,
     strict: bool = True,
-    place: Place = nowhere,
-    dry: Callable[[], AbstractContextManager[Any]] | None = None,
+    stage_of: DescribeStage = no_stage,
+    dry_run: Callable[[], AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Checks that ``state`` can be loaded into ``module``.
+    """Check that ``state`` can be loaded into ``module``.
 
-    Names and shapes are compared; only where they differ, torch is asked by loading into tensors without values, since
-    hooks of a module may know what to do about it.
+    Names and shapes are compared. Where they differ, ``load_state_dict`` is tried on tensors without values, because
+    hooks of the module may handle the difference.
 
     Args:
-        module: Where to load; nothing of it is changed.
-        state: What is to be loaded.
+        module: The module; it is not changed.
+        state: The state dict.
         strict: As in ``load_state_dict``.
-        place: For the message.
-        dry: Makes a context in which loading has no effect on other processes.
+        stage_of: Describes the stage of a name, for the error message.
+        dry_run: Returns a context in which ``load_state_dict`` has no effect on other processes.
 
     Raises:
         RuntimeError: If it does not fit.
@@ -69,66 +69,72 @@ def check_fit(
     if expected == {name: shape if expected.get(name) != _ANY else _ANY for name, shape in given.items()}:
         return
     complaints, missing, unexpected = [], expected.keys() - state.keys(), state.keys() - expected.keys()
-    with _without_values(module), dry() if dry else warnings.catch_warnings():
+    with _without_values(module), dry_run() if dry_run else warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is a no-op")
         try:
             missing, unexpected = map(set, nn.Module.load_state_dict(module, state, strict=False))
-        except RuntimeError as error:  # of shapes, or of a layer of the user's
+        except RuntimeError as error:  # about shapes, or from a layer of the user
             complaints = [line.strip() for line in str(error).splitlines()[1:]] or [str(error)]
     if strict:
         order = [*expected, *state]
-        complaints += [f"missing {words}" for words in _listed(missing, order, place)]
-        complaints += [f"unexpected {words}" for words in _listed(unexpected, order, place)]
+        complaints += [f"missing {names}" for names in _by_stage(missing, order, stage_of)]
+        complaints += [f"unexpected {names}" for names in _by_stage(unexpected, order, stage_of)]
     if complaints:
-        told = "".join(f"\n  {complaint}" for complaint in complaints)
+        lines = "".join(f"\n  {complaint}" for complaint in complaints)
         raise RuntimeError(
-            f"the state dict does not fit {type(module).__name__}, and nothing of it has been loaded:{told}"
+            f"the state dict does not fit {type(module).__name__}, and nothing of it has been loaded:{lines}"
         )
 
 
-def load_whole(
-    model: nn.Module, path: str, stages: Sequence[nn.Sequential], dry: Callable[[], AbstractContextManager[Any]]
+def check_before_loading(
+    model: nn.Module, path: str, stages: Sequence[nn.Sequential], dry_run: Callable[[], AbstractContextManager[Any]]
 ) -> list[Callable[[], None]]:
-    """Has ``load_state_dict`` check first, on the model, the pipelined module at ``path`` and what lies between.
+    """Make ``load_state_dict`` call :func:`check_fit` first, on the modules from ``model`` to the one at ``path``.
 
     A module with a ``load_state_dict`` of its own keeps it.
 
+    Args:
+        model: The model.
+        path: Dotted path of the pipelined module.
+        stages: The stages of the pipelined module.
+        dry_run: As in :func:`check_fit`.
+
     Returns:
-        Functions that end this.
+        Functions that undo this.
     """
     names, undo = path.split("."), []
     for k in range(len(names) + 1):
         module: Any = attrgetter(".".join(names[:k]))(model) if k else model
         if isinstance(module, nn.Module) and type(module).load_state_dict is nn.Module.load_state_dict:
-            place = places(stages, "".join(f"{name}." for name in names[k:]))
-            undo.append(replaced(module, "load_state_dict", partial(_load_whole, module, place, dry)))
+            stage_of = stages_by_name(stages, "".join(f"{name}." for name in names[k:]))
+            undo.append(replaced(module, "load_state_dict", partial(_check_and_load, module, stage_of, dry_run)))
     return undo
 
 
-def _load_whole(
+def _check_and_load(
     module: nn.Module,
-    place: Place,
-    dry: Callable[[], AbstractContextManager[Any]],
+    stage_of: DescribeStage,
+    dry_run: Callable[[], AbstractContextManager[Any]],
     state_dict: Mapping[str, Any],
     strict: bool = True,
     assign: bool = False,
 ) -> Any:
     if isinstance(state_dict, Mapping):
-        check_fit(module, state_dict, strict=strict, place=place, dry=dry)
+        check_fit(module, state_dict, strict=strict, stage_of=stage_of, dry_run=dry_run)
     return nn.Module.load_state_dict(module, state_dict, strict=strict, assign=assign)
 
 
-def _listed(names: Collection[str], order: Iterable[str], place: Place) -> Iterator[str]:
-    """The names, in order, by their places."""
-    by_place: dict[str, list[str]] = {}
+def _by_stage(names: Collection[str], order: Iterable[str], stage_of: DescribeStage) -> Iterator[str]:
+    """One string per stage that lists those of ``names`` that it holds, in the given order."""
+    of_stage: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for name in order if name in names):
-        by_place.setdefault(place(name), []).append(name)
-    for words, own in by_place.items():
-        yield f"{f'in {words}' if words else 'keys'}: {', '.join(own)}"
+        of_stage.setdefault(stage_of(name), []).append(name)
+    for stage, own in of_stage.items():
+        yield f"{f'in {stage}' if stage else 'keys'}: {', '.join(own)}"
 
 
 def _shapes(module: nn.Module) -> dict[str, Any]:
-    """The shape of each entry that a state dict of ``module`` has without hooks; ``None`` for an extra state."""
+    """The shape of each entry of the state dict of ``module``, hooks aside; ``None`` for an extra state."""
     shapes: dict[str, Any] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
@@ -143,16 +149,16 @@ def _shapes(module: nn.Module) -> dict[str, Any]:
 
 
 def _shape(value: Any) -> Any:
-    if is_lazy(value):  # takes the shape of what is loaded
+    if is_lazy(value):  # it takes the shape of the tensor that is loaded
         return _ANY
     return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 @contextmanager
 def _without_values(module: nn.Module) -> Iterator[None]:
-    """Puts tensors on the ``meta`` device into all places of ``module``; extra states are not taken in either."""
+    """Within this, parameters and buffers of ``module`` are on the ``meta`` device, and extra states are ignored."""
     children = list(module.modules())
-    # Some layers keep what they load among their attributes.
+    # Some layers store what they load in attributes.
     before = [(child, dict(child._parameters), dict(child._buffers), dict(vars(child))) for child in children]
     for child, parameters, buffers, _ in before:
         child._parameters.update({name: _like(p) for name, p in parameters.items() if p is not None})

@@ -18,7 +18,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
-from strategies.checkpoint.shards import STATE_DICT_TYPES
+from strategies.checkpoint.store import STATE_DICT_TYPES
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm
 from strategies.pipeline.executor.settings import Settings

@@ -1,7 +1,8 @@
-"""The state of divided optimizers, put together on one rank.
+"""Gather on rank 0 the state of optimizers that ranks have divided.
 
-Rank 0 receives from one rank after the other, tensor by tensor, so that it never holds more than the whole state, and
-no other rank more than its own part. The group is gloo's, so tensors arrive in the memory of the host.
+Rank 0 receives from one rank after another, tensor by tensor, so it never holds more than the whole state, and no other
+rank more than its own part. (``torch.distributed.gather_object`` holds a second copy of everything as pickles.) The
+group is gloo's, so tensors arrive in host memory.
 """
 
 import pickle
@@ -18,26 +19,26 @@ from strategies.common.waiting import Wait, wait_here
 from strategies.optim.restricted import in_order
 
 _TAG = 3
-"""Of these messages."""
+"""Tag of these messages."""
 
 
-def whole_state_dict(optimizer: Optimizer, group: ProcessGroup) -> dict[str, Any]:
-    """On rank 0 the state dict of an optimizer that ranks have divided; on the others nothing. Every rank calls it."""
+def gather_state_dict(optimizer: Optimizer, group: ProcessGroup) -> dict[str, Any]:
+    """The state dict of an optimizer that ranks have divided, on rank 0; empty on the others. Every rank calls this."""
     state = optimizer.state_dict()
-    state["state"] = gathered(state["state"], group)
+    state["state"] = gather_states(state["state"], group)
     return state if group.rank() == 0 else {}
 
 
-def gathered(state: dict[int, Any], group: ProcessGroup, wait: Wait = wait_here) -> dict[int, Any]:
-    """Puts together what ranks have; every rank calls this.
+def gather_states(state: dict[int, Any], group: ProcessGroup, wait: Wait = wait_here) -> dict[int, Any]:
+    """Gather the states of parameters on rank 0. Every rank calls this.
 
     Args:
-        state: What this rank has: by number, any structure of tensors and plain values.
+        state: The states on this rank, by the number of the parameter: nested tensors and plain values.
         group: The ranks, on gloo.
-        wait: Calls what waits for another rank.
+        wait: Calls a function that waits for another rank.
 
     Returns:
-        On rank 0 what all ranks have, in order of numbers; on the others nothing.
+        On rank 0 the states of all ranks, ordered by number; an empty dict on the others.
     """
     if group.rank() > 0:
         _send(state, group, wait)
@@ -71,7 +72,7 @@ def _receive(rank: int, group: ProcessGroup, wait: Wait) -> dict[int, Any]:
 
 
 class _Outline:
-    """Stands for a tensor that follows."""
+    """Shape and dtype of a tensor that follows in a message of its own."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tensor.shape, tensor.dtype

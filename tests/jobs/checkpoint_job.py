@@ -16,9 +16,11 @@ from parity import WIDTH, Small
 from pytorch_lightning import Callback, seed_everything
 from pytorch_lightning.callbacks import EarlyStopping
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
+from strategies.checkpoint.stages import plan_shard, write_shard
 from trainer import Trainer
 
 ROWS, GLOBAL_BATCH = 24, 8
@@ -115,6 +117,20 @@ class Saves(Callback):
 
     def on_train_end(self, trainer: Trainer, *args: Any) -> None:
         trainer.save_checkpoint(self.path)
+
+
+def write_shards(shards: Path, parts: list[dict[str, Tensor]], planned: list[dict[str, Tensor]] | None = None) -> None:
+    """Writes, in this process, what several would: as the driver of a pipeline and its workers do.
+
+    Args:
+        shards: The directory.
+        parts: The tensors of each process.
+        planned: What the plan is made of, such as the same tensors without values.
+    """
+    writer = dcp.FileSystemWriter(shards)
+    plans, metadata = dcp.DefaultSavePlanner().create_global_plan([plan_shard(part) for part in planned or parts])
+    final = writer.prepare_global_plan(plans)
+    writer.finish(metadata, [write_shard(shards, plan, part) for plan, part in zip(final, parts, strict=True)])
 
 
 if __name__ == "__main__":

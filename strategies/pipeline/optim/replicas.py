@@ -21,7 +21,7 @@ from strategies.launch.rendezvous import LOOPBACK
 from strategies.launch.session import join_group
 from strategies.optim.restricted import parameters_of, within_a_step
 from strategies.sharding.ownership import Ownership
-from strategies.sharding.states import gathered
+from strategies.sharding.states import gather_states
 
 _BUCKET_BYTES = 25 * 2**20
 """As in DistributedDataParallel: large enough to use the network well, and so that little memory is taken twice."""
@@ -111,8 +111,8 @@ class Averaging:
                 tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # a copy is where its type may be
 
     def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
-        """Puts optimizer states together on replica 0; see :func:`~strategies.sharding.states.gathered`."""
-        return gathered(states, self._group, self._wait)
+        """Puts optimizer states together on replica 0; see :func:`~strategies.sharding.states.gather_states`."""
+        return gather_states(states, self._group, self._wait)
 
     def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
         """Lets a parameter that has a gradient in some replica have one in this one too, and of the same layout."""

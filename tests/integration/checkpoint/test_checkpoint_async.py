@@ -17,9 +17,9 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import DDPStrategy
-from strategies.checkpoint import shards
-from strategies.checkpoint.background import Background, check_links, snapshot, wait_before_looking
-from strategies.checkpoint.io import AtomicCheckpointIO
+from strategies.checkpoint import store
+from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
+from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, wait_before_naming
 
 
 def test_a_snapshot_is_a_copy_that_shares_what_was_shared() -> None:
@@ -38,7 +38,7 @@ def fail() -> None:
 
 
 def test_one_at_a_time_and_errors_surface() -> None:
-    background, go, done = Background(), threading.Event(), []
+    background, go, done = BackgroundWriter(), threading.Event(), []
     background.save(lambda: (go.wait(10), done.append("first"))[0])
     background.after_saving(lambda: done.append("removed"))
     assert done == []
@@ -56,8 +56,19 @@ def test_one_at_a_time_and_errors_surface() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("relay-save")]
 
 
-def saving(path: Path) -> Background:
-    background = Background()
+def test_in_the_foreground() -> None:
+    writer, done = Writer(), []
+    assert not writer.in_background
+    writer.save(lambda: done.append("saved"))
+    writer.after_saving(lambda: done.append("removed"))
+    with pytest.raises(OSError, match="the disk is full"):
+        writer.save(fail)
+    writer.settle(), writer.wait(), writer.end()
+    assert done == ["saved", "removed"]
+
+
+def saving(path: Path) -> BackgroundWriter:
+    background = BackgroundWriter()
     background.save(lambda: (time.sleep(0.2), path.touch())[1])
     return background
 
@@ -68,7 +79,7 @@ def test_a_name_is_taken_once_it_is_being_written(tmp_path: Path) -> None:
     callback.setup(trainer, LightningModule(), "fit")
     trainer.state.fn = TrainerFn.FITTING
     background = saving(tmp_path / "a.ckpt")
-    undo = wait_before_looking(trainer, background)
+    undo = wait_before_naming(trainer, background)
     assert callback.file_exists(tmp_path / "a.ckpt", trainer)
     background.end()
     for function in undo:
@@ -82,7 +93,9 @@ def test_no_links_to_what_is_not_there_yet() -> None:
     kept = ModelCheckpoint(save_last="link")
     model.trainer = trainer = Trainer(accelerator="cpu", logger=False, callbacks=[kept])
     trainer.state.fn = TrainerFn.FITTING
-    with pytest.raises(MisconfigurationException, match=r'save_last="link"\) makes a link .* Use save_last=True'):
+    with pytest.raises(
+        MisconfigurationException, match=r'save_last="link"\) links to a checkpoint .* Use save_last=True'
+    ):
         strategy.setup_environment()
     trainer.state.fn = TrainerFn.TESTING
     check_links(trainer)
@@ -97,7 +110,7 @@ def test_every_process_reads_what_the_first_has_written(tmp_path: Path) -> None:
 
     path, strategy = tmp_path / "a.ckpt", Ranks(async_save=True)
     torch.save({"a": 1}, tmp_path / "b")
-    strategy._background = background = Background()
+    strategy._writer = background = BackgroundWriter()
     background.save(lambda: (time.sleep(0.2), (tmp_path / "b").rename(path))[0])
     assert strategy.load_checkpoint(path) == {"a": 1}
     assert there == [True]
@@ -143,7 +156,9 @@ class Steps(Callback):
 def contents(folder: Path) -> dict[str, Any]:
     found = {}
     for path in folder.glob("*.ckpt"):
-        found[path.name] = shards.load(path)[0] if shards.is_sharded(path) else torch.load(path, weights_only=True)
+        found[path.name] = (
+            store.load_sharded(path)[0] if store.is_sharded(path) else torch.load(path, weights_only=True)
+        )
         found[path.name].pop("callbacks")  # has the paths
     return found
 

@@ -12,14 +12,15 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from checkpoint_job import write_shards
 from harness import run
 from paths import PYTHONPATH
 from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from strategies import DDPStrategy, RPCSequentialStrategy
-from strategies.checkpoint import shards
+from strategies.checkpoint import store
 from strategies.checkpoint.atomic import new_directory, replacing
-from strategies.checkpoint.io import AtomicCheckpointIO
+from strategies.lightning.checkpoints import AtomicCheckpointIO
 
 
 def test_the_default_and_the_users_own() -> None:
@@ -105,13 +106,9 @@ def saved(version: int) -> dict[str, Any]:
 
 
 def save_in_parts(path: Path, checkpoint: dict[str, Any]) -> None:
-    tensors = list(shards.flat(checkpoint["state_dict"], "state_dict").items())
-    halves = [dict(tensors[: TENSORS // 2]), dict(tensors[TENSORS // 2 :])]
-
-    def write_all(directory: Path, plans: Any) -> list[Any]:
-        return [shards.write(directory, plan, half) for plan, half in zip(plans, halves, strict=True)]
-
-    shards.save(path, checkpoint, [shards.plan(half) for half in halves], write_all)
+    tensors = list(store.sharded_tensors(checkpoint).items())
+    with store.writing_shards(checkpoint, path) as shards:
+        write_shards(shards, [dict(tensors[: TENSORS // 2]), dict(tensors[TENSORS // 2 :])])
 
 
 def with_these_modules() -> dict[str, str]:
@@ -158,7 +155,7 @@ def killed_at_random(in_parts: bool) -> list[int]:
     for _ in range(25):
         print(versions[-1] + 1, moments.uniform(0.0, 0.3), file=forks.stdin, flush=True)
         assert forks.stdout.readline() == "killed\n"
-        checkpoint = shards.load(path)[0] if in_parts else torch.load(path, weights_only=True)
+        checkpoint = store.load_sharded(path)[0] if in_parts else torch.load(path, weights_only=True)
         versions.append(checkpoint["version"])
         assert len(checkpoint["state_dict"]) == TENSORS
         assert all(torch.equal(v, torch.full_like(v, versions[-1])) for v in checkpoint["state_dict"].values())
@@ -222,9 +219,9 @@ def killed_within_a_save(kind: str, moment: float) -> dict[str, Any]:
     assert list(Path().glob(".*.part")) or len(list(Path("last.ckpt").glob("shards-*"))) == 2  # it was within a save
     checkpoints = {}
     for name in ("last.ckpt", "good.ckpt")[: 1 if kind == "async" else 2]:  # the other one may just be being written
-        sharded = shards.is_sharded(Path(name))
+        sharded = store.is_sharded(Path(name))
         assert sharded == (kind == "sharded")
-        checkpoint = shards.load(Path(name))[0] if sharded else torch.load(name, weights_only=True)
+        checkpoint = store.load_sharded(Path(name))[0] if sharded else torch.load(name, weights_only=True)
         assert checkpoint["state_dict"]["large"].numel() == 3_000_000 and len(
             checkpoint["optimizer_states"][0]["state"]
         )

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torchmetrics import MeanMetric
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
-from strategies.checkpoint.validate import check_fit, places
+from strategies.checkpoint.validate import check_fit, stages_by_name
 from strategies.optim.restricted import check_optimizer_states
 from strategies.pipeline.partition.sequential import cut
 
@@ -89,7 +89,7 @@ def test_names_and_stages() -> None:
     )
     named = {f"layers.{name}": value for name, value in state.items()}
     with pytest.raises(RuntimeError) as raised:
-        check_fit(whole, named, place=places(cut(module, [1, 2]), "layers."))
+        check_fit(whole, named, stage_of=stages_by_name(cut(module, [1, 2]), "layers."))
     assert str(raised.value) == message
     assert module[2].extra == "nothing"
     check_fit(whole, named, strict=False)

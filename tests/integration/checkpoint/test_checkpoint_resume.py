@@ -17,7 +17,7 @@ from parity_trainers import alike
 from paths import PYTHONPATH
 from pytorch_lightning import Callback
 
-from strategies.checkpoint import shards
+from strategies.checkpoint import store
 
 LOADS_WITHOUT_RELAY = """
 import sys
@@ -76,7 +76,8 @@ def signature(value: Any) -> Any:
 def check_checkpoints(folder: Path) -> None:
     paths = sorted(folder.glob("*.ckpt"))
     checkpoints = {
-        path.stem: shards.load(path)[0] if path.is_dir() else torch.load(path, weights_only=True) for path in paths
+        path.stem: store.load_sharded(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
+        for path in paths
     }
     whole = checkpoints.pop("whole")
     for name, checkpoint in checkpoints.items():

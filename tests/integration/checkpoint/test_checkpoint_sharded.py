@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_job import Resumed, Saves, fit, pipeline, single
+from checkpoint_job import Resumed, Saves, fit, pipeline, single, write_shards
 from harness import run
 from parity_trainers import alike
 from paths import PYTHONPATH
@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from strategies import DDPStrategy, RPCSequentialStrategy
-from strategies.checkpoint import shards
-from strategies.checkpoint.io import AtomicCheckpointIO
+from strategies.checkpoint import store
 from strategies.consolidate import main
+from strategies.lightning.checkpoints import AtomicCheckpointIO
 from trainer import Trainer
 
 SHARDED: dict[str, Any] = {"state_dict_type": "sharded"}
@@ -46,14 +46,11 @@ def write(path: Path) -> dict[str, Any]:
     state: Any = model.state_dict()
     state["empty"] = torch.zeros(0, 3)
     checkpoint = {"state_dict": state, "optimizer_states": [optimizer.state_dict()], "epoch": 3, "other": torch.ones(2)}
-    tensors = list(shards.flat({part: checkpoint[part] for part in shards.PARTS}).items())
+    tensors = list(store.sharded_tensors(checkpoint).items())
     parts = [dict(tensors[::2]), dict(tensors[1::2])]
-
-    def write_all(directory: Path, plans: Any) -> list[Any]:
-        return [shards.write(directory, plan, part) for plan, part in zip(plans, parts, strict=True)]
-
     bare = [{name: torch.empty_like(tensor, device="meta") for name, tensor in part.items()} for part in parts]
-    shards.save(path, checkpoint, [shards.plan(part) for part in bare], write_all)
+    with store.writing_shards(checkpoint, path) as shards:
+        write_shards(shards, parts, bare)
     return checkpoint
 
 
@@ -71,7 +68,7 @@ def test_the_file_of_one_process_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert bare["state_dict"]["0.weight"].is_meta and not bare["other"].is_meta
     with pytest.raises(SystemExit):
         main([str(tmp_path), str(out)])
-    assert capsys.readouterr().err == f"error: {tmp_path} is no checkpoint in parts: it has no meta.pt\n"
+    assert capsys.readouterr().err == f"error: {tmp_path} is not a sharded checkpoint: it has no meta.pt\n"
 
 
 def test_a_file_in_its_place(tmp_path: Path) -> None:
@@ -95,18 +92,18 @@ def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureF
     for broken in (b"", content[:-1]):
         file.write_bytes(broken)
         with pytest.raises(RuntimeError, match=r"too short: __1_0.distcp, written by process 1\).*state_dict.0.b"):
-            shards.load(path)
+            store.load_sharded(path)
     file.unlink()
     with pytest.raises(SystemExit):
         main([str(path), str(tmp_path / "out.ckpt")])
-    assert "is not whole (absent or too short: __1_0.distcp" in capsys.readouterr().err
+    assert "is incomplete (absent or too short: __1_0.distcp" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["a.ckpt"]
     file.write_bytes(content)
     bare = torch.load(path / "meta.pt", weights_only=True)
     bare["state_dict"]["more"] = bare["state_dict"].pop("0.weight")
     torch.save(bare, path / "meta.pt")
     with pytest.raises(RuntimeError, match=r"missing \['state_dict.more'\], unexpected \['state_dict.0.weight'\]"):
-        shards.load(path)
+        store.load_sharded(path)
 
 
 class Runs:
@@ -129,7 +126,7 @@ def test_nothing_in_it_is_run(
             main([str(path), "out.ckpt", "--trust"])
         assert told in capsys.readouterr().err
     with pytest.raises(CheckpointException, match=r"holds a dict, not metadata"):
-        shards.fill(metadata.parent, {"state_dict.empty": torch.empty(0, 3, device="meta")})
+        store.read_tensors(metadata.parent, {"state_dict.empty": torch.empty(0, 3, device="meta")})
     assert os.listdir(tmp_path) == ["a.ckpt"]
 
 
@@ -139,8 +136,10 @@ def test_its_tensors_are_in_it(tmp_path: Path, name: str) -> None:
     bare = torch.load(path / "meta.pt", weights_only=True)
     bare["relay"]["shards"] = name
     torch.save(bare, path / "meta.pt")
-    with pytest.raises(RuntimeError, match=f"says that its tensors are in '{name}', which is not a part of it"):
-        shards.load(path)
+    with pytest.raises(
+        RuntimeError, match=f"names '{name}' as the directory of its tensors, which is not a subdirectory"
+    ):
+        store.load_sharded(path)
 
 
 class Drops(Resumed):
@@ -182,11 +181,11 @@ def in_parts() -> dict[str, Any]:
     seen["kept"] = (
         sorted(os.listdir("kept")),
         Path(kept.last_model_path).name,
-        shards.is_sharded(Path("kept/last.ckpt")),
+        store.is_sharded(Path("kept/last.ckpt")),
     )
 
     fit(pipeline(2, **SHARDED), 1, make=Drops, callbacks=[Saves("dropped")])
-    seen["dropped"] = sorted(shards.load(Path("dropped"))[0]["state_dict"])
+    seen["dropped"] = sorted(store.load_sharded(Path("dropped"))[0]["state_dict"])
     with pytest.raises(ValueError, match=r"directories of this machine only, got memory://a"):
         fit(pipeline(2, **SHARDED), 1, callbacks=[Saves("memory://a")])
 

@@ -14,7 +14,7 @@ from parity_trainers import alike
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 
-from strategies.checkpoint import shards
+from strategies.checkpoint import store
 
 KIND = {"full": {}, "sharded": {"state_dict_type": "sharded"}}
 
@@ -81,7 +81,7 @@ def save_by_hand(trainer: Any, path: str) -> None:
 
 
 def load(path: Path) -> Any:
-    return shards.load(path)[0] if shards.is_sharded(path) else torch.load(path, weights_only=False)
+    return store.load_sharded(path)[0] if store.is_sharded(path) else torch.load(path, weights_only=False)
 
 
 def odd_models() -> dict[str, Any]:

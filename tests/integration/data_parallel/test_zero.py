@@ -19,7 +19,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import StrategyPlugin, ZeROStrategy
-from strategies.checkpoint import shards
+from strategies.checkpoint import store
 
 # With two ranks there is one order to add their gradients in. With three, float64 shows that nothing else differs;
 # float32 and below round, and 16-bit passes carry that on.
@@ -179,7 +179,7 @@ def chain() -> list[dict[str, Any]]:
         torch.set_num_threads(1)
         for start, end in ((files[5], 6), (None, 6)):
             zero_job.resumed(1, SingleDeviceStrategy("cpu"), end, start, files[6] if start else files[0])
-        assert [shards.is_sharded(file) for file in files[1:5]] == [False, True, True, False]
+        assert [store.is_sharded(file) for file in files[1:5]] == [False, True, True, False]
         return [torch.load(file, weights_only=True) for file in (files[6], files[0])]
 
 

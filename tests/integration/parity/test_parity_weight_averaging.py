@@ -21,7 +21,7 @@ from pytorch_lightning.callbacks import (
 )
 from torch import Tensor, nn
 
-from strategies.checkpoint import shards
+from strategies.checkpoint import store
 
 
 class Averaged(Small):
@@ -160,7 +160,7 @@ def test_averages_over_stages() -> None:
 
 def contents_of(path: Path) -> dict[str, Any]:
     """A checkpoint, without what differs between strategies and what names folders."""
-    content = shards.load(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
+    content = store.load_sharded(path)[0] if path.is_dir() else torch.load(path, weights_only=True)
     callbacks = {name: state for name, state in content["callbacks"].items() if "ModelCheckpoint" not in name}
     left_out = {name: content.pop(name, None) for name in ("relay", "loops")}
     return {**content, "callbacks": callbacks, "keys": sorted({*content, *left_out})}

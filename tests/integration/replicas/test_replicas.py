@@ -16,7 +16,7 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import RPCSequentialStrategy
-from strategies.checkpoint import shards
+from strategies.checkpoint import store
 from trainer import Trainer
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,7 +54,7 @@ def launch() -> dict[str, Any]:
         seen["checkpoints"] = {file.stem: torch.load(file, weights_only=True) for file in Path(folder).glob("*.ckpt")}
         seen["resumed"] = {
             "full": torch.load(Path(folder) / "2 full", weights_only=True),
-            "sharded": shards.load(Path(folder) / "2 sharded")[0],
+            "sharded": store.load_sharded(Path(folder) / "2 sharded")[0],
         }
         return seen
 

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils.data import DataLoader
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy, consolidate
-from strategies.checkpoint import shards
-from strategies.checkpoint.metadata import ShardReader
+from strategies.checkpoint import store
 from trainer import Trainer
 from trainer.cli import main
 from trainer.tracked_loader import Resumption, TrackedLoader
@@ -113,9 +112,7 @@ def in_a_file(path: Path) -> None:
 
 
 def in_parts(path: Path, **more: Any) -> None:
-    own = {"state_dict.weight": torch.ones(2)}
-    checkpoint = {"state_dict": {"weight": torch.ones(2)}, "more": Runs(), **more}
-    shards.save(path, checkpoint, [shards.plan(own)], lambda home, plans: [shards.write(home, plans[0], own)])
+    store.save_sharded({"state_dict": {"weight": torch.ones(2)}, "more": Runs(), **more}, path)
 
 
 def ran() -> bool:
@@ -181,7 +178,7 @@ def test_nothing_in_a_part_is_run(folder: Path) -> None:
     """Not even where the checkpoint itself is trusted: torch writes nothing but tensors there."""
     in_parts(path := folder / "a.ckpt", more=None)
     (part,) = path.rglob("*.distcp")
-    metadata, file = ShardReader(part.parent).read_metadata(), part.parent / ".metadata"
+    metadata, file = store.ShardReader(part.parent).read_metadata(), part.parent / ".metadata"
     metadata.storage_meta, buffer = None, io.BytesIO()
     torch.save(Runs(), buffer)
     part.write_bytes(buffer.getvalue())
@@ -189,12 +186,12 @@ def test_nothing_in_a_part_is_run(folder: Path) -> None:
         place.offset, place.length = 0, len(buffer.getvalue())
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointException) as raised:
-        shards.load(path, weights_only=False)
+        store.load_sharded(path, weights_only=False)
     assert "GLOBAL posix.mkdir whose module posix is blocked" in str(raised.value.failures[0][0])
     metadata.state_dict_metadata["state_dict.weight"] = BytesStorageMetadata()  # which torch would unpickle
     file.write_bytes(pickle.dumps(metadata))
     with pytest.raises(RuntimeError, match=r"names torch.distributed.checkpoint.metadata.BytesStorageMetadata, which"):
-        shards.load(path, weights_only=False)
+        store.load_sharded(path, weights_only=False)
     assert not ran()
 
 
@@ -204,7 +201,7 @@ def test_consolidating_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[
         consolidate.main(["a.ckpt", "b.ckpt"])
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
-    assert "Where you trust its author, give --trust." in said
+    assert "If you trust its author, give --trust." in said
     assert not ran() and os.listdir() == ["a.ckpt"]
     consolidate.main(["a.ckpt", "b.ckpt", "--trust"])
     assert ran()

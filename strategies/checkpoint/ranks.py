@@ -1,0 +1,178 @@
+"""Checkpoints of ranks that run the same script and have divided the optimizer states: ZeRO.
+
+full      every rank ──optimizer states──▶ rank 0, which has the checkpoint of one process
+sharded   every rank: its share ──▶ torch.distributed.checkpoint.save ──▶ its own file;  rank 0: meta.pt
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.optim import Optimizer
+
+from strategies.checkpoint.store import read_tensors, sharded_tensors, writing_shards
+from strategies.common.trees import flat, layouts, replaced, take_over, with_meta_tensors
+from strategies.optim.restricted import in_order
+from strategies.sharding.ownership import Ownership, assign_owners
+from strategies.sharding.states import gather_state_dict, gather_states
+
+
+class RankStates:
+    """The optimizer states that ranks have divided, gathered for checkpoints and loaded from them.
+
+    Args:
+        ownership: Which rank has the state of which parameter.
+        group: The ranks, on gloo.
+    """
+
+    def __init__(self, ownership: Ownership, group: ProcessGroup) -> None:
+        self._ownership, self._group = ownership, group
+        self._gathered: dict[Optimizer, dict[Any, Any]] = {}
+
+    def state_dict(self, optimizer: Optimizer, *, values: bool) -> dict[str, Any]:
+        """The state dict that one process would have. Every rank calls this.
+
+        Args:
+            optimizer: One of those that are divided.
+            values: Gather values on rank 0, and return an empty dict on the others. If ``False``, each rank returns
+                its own states; on rank 0 the states of the others are added with tensors on the ``meta`` device.
+        """
+        if values:
+            state = gather_state_dict(optimizer, self._group)
+            self._gathered[optimizer] = state.get("state", {})
+            return state
+        state = optimizer.state_dict()
+        others = with_meta_tensors(gather_states(layouts(state["state"]), self._group))
+        return {**state, "state": in_order({**others, **state["state"]})}
+
+    def refresh(self, optimizer: Optimizer) -> None:
+        """Update the state dict that :meth:`state_dict` returned last, after a method of the optimizer was called.
+
+        In one process a state dict shares its tensors with the optimizer, so it reflects what a hook such as
+        ``on_save_checkpoint`` changes through the optimizer. Every rank calls this.
+        """
+        if optimizer in self._gathered:
+            now = gather_state_dict(optimizer, self._group)
+            take_over(self._gathered[optimizer], now.get("state", {}))
+
+    def forget(self) -> None:
+        """Release the states that have been gathered."""
+        self._gathered.clear()
+
+    def load(
+        self, optimizers: Sequence[Optimizer | None], states: Sequence[Mapping[str, Any]], shards: Path | None
+    ) -> None:
+        """Load this rank's share of the optimizer states of a checkpoint, whatever number of ranks wrote it.
+
+        Args:
+            optimizers: The divided optimizers, in the order of ``states``; ``None`` where there is nothing to load.
+            states: The state dicts in the checkpoint.
+            shards: The directory with the values of tensors that are on the ``meta`` device.
+        """
+        own = []
+        for k, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+            if optimizer is None:
+                continue
+            mine = self._ownership.own_part(optimizer, state["state"])
+            if shards is not None:
+                prefix = f"optimizer_states.{k}.state"
+                mine = replaced(mine, read_tensors(shards, flat(mine, prefix)), prefix)
+            own.append((optimizer, {**state, "state": mine}))
+        for optimizer, state in own:  # only after everything has been read
+            optimizer.load_state_dict(state)
+
+
+def own_tensors(checkpoint: Mapping[str, Any], group: ProcessGroup) -> dict[str, Tensor]:
+    """The tensors that this rank writes, by key: the optimizer states that it has, and its share of the weights."""
+    tensors = sharded_tensors(checkpoint)
+    weights = {key: value for key, value in tensors.items() if key.startswith("state_dict.")}
+    owners = assign_owners([value.nbytes for value in weights.values()], [0] * group.size())
+    own = {key: value for (key, value), rank in zip(weights.items(), owners, strict=True) if rank == group.rank()}
+    return {**own, **{key: value for key, value in tensors.items() if key not in weights and not value.is_meta}}
+
+
+def save_over_ranks(checkpoint: Mapping[str, Any], path: Path, own: Mapping[str, Tensor], group: ProcessGroup) -> None:
+    """Write a sharded checkpoint. Every rank calls this.
+
+    Args:
+        checkpoint: The checkpoint; only rank 0's is used, and of its sharded tensors only shapes and dtypes.
+        path: The directory, the same on all ranks.
+        own: The tensors that this rank writes; see :func:`own_tensors`.
+        group: The ranks, on gloo. Nothing else may use the group at the same time.
+
+    Raises:
+        RuntimeError: On every rank, if one fails. What was at ``path`` before is still there then.
+    """
+    failure = None
+    if group.rank() > 0:
+        if (shards := _broadcast(None, group)) is not None:
+            _save_shards(own, shards, group, ())
+        failure = _broadcast(None, group)
+    else:
+        has_told = False
+        try:
+            with writing_shards(checkpoint, path) as shards:
+                has_told = True
+                _broadcast(shards, group)
+                if failure := _save_shards(own, shards, group, sharded_tensors(checkpoint)):
+                    raise RuntimeError(failure)
+        except Exception as error:  # of any kind: the other ranks wait for the outcome
+            failure = failure or f"rank 0: {_described(error)}"
+        if not has_told:
+            _broadcast(None, group)
+        _broadcast(failure, group)
+    if failure is not None:
+        raise RuntimeError(f"the checkpoint {path} could not be saved: {failure}")
+
+
+def _save_shards(own: Mapping[str, Tensor], shards: Path, group: ProcessGroup, wanted: Iterable[str]) -> str | None:
+    """Write this rank's file, and the metadata on rank 0; returns a description of what failed on any rank."""
+    try:
+        dcp.save(
+            dict(own),
+            storage_writer=dcp.FileSystemWriter(shards),
+            planner=_CheckingPlanner(wanted),
+            process_group=group,
+        )
+    except CheckpointException as error:  # raised on every rank
+        for cause, _ in error.failures.values():
+            if not isinstance(cause, Exception):
+                raise cause from None  # Ctrl-C
+        return "; ".join(f"rank {rank}: {_described(cause)}" for rank, (cause, _) in error.failures.items())
+    return None
+
+
+class _CheckingPlanner(dcp.DefaultSavePlanner):
+    """Checks on rank 0 that the ranks together write the tensors of rank 0's checkpoint."""
+
+    def __init__(self, wanted: Iterable[str]) -> None:
+        super().__init__()
+        self._wanted = set(wanted)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        planned = {item.index.fqn for plan in all_plans for item in plan.items}
+        if self._wanted != planned:
+            raise RuntimeError(
+                "ranks do not agree on the tensors of the checkpoint, so it has not been written: only rank 0 has "
+                f"{sorted(self._wanted - planned)}, only others have {sorted(planned - self._wanted)}. "
+                "on_save_checkpoint must do the same on every rank."
+            )
+        return super().create_global_plan(all_plans)
+
+
+def _broadcast(value: Any, group: ProcessGroup) -> Any:
+    """The value of rank 0."""
+    values = [value]
+    dist.broadcast_object_list(values, group=group, group_src=0)
+    return values[0]
+
+
+def _described(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,261 @@
+"""The two forms of a checkpoint, a file and a sharded directory: write them atomically and read them back.
+
+    FILE                       what ``torch.save`` writes
+
+    DIRECTORY/meta.pt          the checkpoint; tensors of ``state_dict`` and ``optimizer_states`` are on ``meta``
+    DIRECTORY/shards-.../      their values, a checkpoint of ``torch.distributed.checkpoint``: one file per process
+
+``meta.pt`` has the names, shapes and dtypes of all tensors, and names the subdirectory with their values. It is
+replaced last and in one step, so a directory always holds either the previous checkpoint or the new one. Tensors are
+keyed by their flattened path in the checkpoint of one process (``state_dict.layers.0.weight``,
+``optimizer_states.0.state.17.exp_avg``). The keys do not depend on who wrote them, so any number of processes can read
+the tensors that they need.
+"""
+
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import Any
+from uuid import uuid4
+
+import torch
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
+
+from strategies.checkpoint.atomic import new_directory, remove, replacing, sync_directory
+from strategies.common.trees import flat, replaced
+
+STATE_DICT_TYPES = ("full", "sharded")
+"""The forms of a checkpoint, named as in Lightning's ``FSDPStrategy``."""
+
+SHARDED_KEYS = ("state_dict", "optimizer_states")
+"""The entries of a checkpoint whose tensors are stored in shards; ``meta.pt`` holds the others with their values."""
+
+_META = "meta.pt"
+_SHARDS = "shards-"
+
+
+def local_path(path: str | Any) -> Path | None:
+    """The local path that a path or URL names; ``None`` if it names something on another filesystem."""
+    filesystem, stripped = url_to_fs(str(path))
+    return Path(stripped) if isinstance(filesystem, LocalFileSystem) else None
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether ``path`` is a sharded checkpoint."""
+    return (path / _META).is_file()
+
+
+def sharded_tensors(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of ``checkpoint`` that belong in shards, keyed by flattened path."""
+    return flat({key: checkpoint[key] for key in SHARDED_KEYS if key in checkpoint})
+
+
+def without_values(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """A shallow copy of ``checkpoint`` whose sharded entries have tensors on the ``meta`` device."""
+    return {**checkpoint, **{key: _on_meta(checkpoint[key]) for key in SHARDED_KEYS if key in checkpoint}}
+
+
+def _on_meta(tree: Any) -> Any:
+    bare = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat(tree).items()}
+    return replaced(tree, bare)
+
+
+# Writing
+
+
+def save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write ``checkpoint`` to one file, and return when the file is on the disk.
+
+    The file replaces what was at ``path`` in one step, except for a sharded checkpoint, which is removed just before.
+    """
+    with replacing(path) as file:
+        torch.save(checkpoint, file)
+        if is_sharded(path):  # a file cannot replace a directory in one step
+            file.flush()
+            os.fsync(file.fileno())
+            remove(path)
+
+
+def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Write the ``checkpoint`` of this process to a directory with one shard.
+
+    Processes that write one checkpoint together use :func:`writing_shards`.
+    """
+    with writing_shards(checkpoint, path) as shards, _without_warning():
+        dcp.save(sharded_tensors(checkpoint), storage_writer=dcp.FileSystemWriter(shards), no_dist=True)
+
+
+@contextmanager
+def writing_shards(checkpoint: Mapping[str, Any], path: Path) -> Iterator[Path]:
+    """Yield an empty directory for the shards of a checkpoint; at the end, make them the checkpoint at ``path``.
+
+    One process calls this. The body writes a checkpoint of ``torch.distributed.checkpoint`` to the directory, with the
+    tensors of all processes and their ``.metadata``. If the body raises, what was at ``path`` is still there.
+
+    Args:
+        checkpoint: The checkpoint. Of the tensors in its sharded entries only shapes and dtypes are used.
+        path: The directory of the checkpoint. A file or another checkpoint there is replaced.
+    """
+    with _directory_of(path) as directory:
+        shards = directory / f"{_SHARDS}{uuid4().hex}"
+        shards.mkdir()
+        try:
+            yield shards
+            sync_directory(shards)
+        except BaseException:
+            remove(shards)
+            raise
+        relay = {**checkpoint.get("relay", {}), "shards": shards.name}
+        with replacing(directory / _META) as file:
+            torch.save({**without_values(checkpoint), "relay": relay}, file)
+        for old in directory.glob(f"{_SHARDS}*"):
+            if old != shards:
+                remove(old)
+
+
+@contextmanager
+def _directory_of(path: Path) -> Iterator[Path]:
+    """The directory of an existing sharded checkpoint; otherwise a new one that appears at ``path`` at the end."""
+    if is_sharded(path):
+        yield path
+        return
+    with new_directory(path) as directory:
+        yield directory
+
+
+# Reading
+
+
+def load_sharded(
+    path: Path, keys: Sequence[str] = SHARDED_KEYS, weights_only: bool | None = None
+) -> tuple[dict[str, Any], Path]:
+    """Read a sharded checkpoint.
+
+    Args:
+        path: The directory.
+        keys: The sharded entries whose values are read; tensors of the others stay on the ``meta`` device.
+        weights_only: As in ``torch.load``; applies to ``meta.pt``. Shards hold nothing but tensors.
+
+    Returns:
+        The checkpoint, and the directory from which :func:`read_tensors` reads the values left out.
+
+    Raises:
+        RuntimeError: If a tensor is missing, or if the checkpoint names a directory outside of itself.
+    """
+    checkpoint = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
+    name = checkpoint["relay"].pop("shards")
+    if not name.startswith(_SHARDS) or Path(name).name != name:
+        raise RuntimeError(
+            f"the checkpoint {path} names {name!r} as the directory of its tensors, which is not a subdirectory of it; "
+            "nothing has been loaded"
+        )
+    shards = path / name
+    _check_complete(shards, sharded_tensors(checkpoint))
+    for key in keys:
+        if key in checkpoint:
+            checkpoint[key] = replaced(checkpoint[key], read_tensors(shards, flat(checkpoint[key], key)), key)
+    if not checkpoint["relay"]:
+        del checkpoint["relay"]
+    return checkpoint, shards
+
+
+def read_tensors(shards: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read those tensors of ``wanted`` that are on the ``meta`` device, with the keys, shapes and dtypes given."""
+    tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in wanted.items() if like.is_meta}
+    with _without_warning():
+        dcp.load(dict(tensors), storage_reader=ShardReader(shards), no_dist=True)
+    return tensors
+
+
+def _check_complete(shards: Path, wanted: Mapping[str, Tensor]) -> None:
+    """Check that ``shards`` holds the tensors ``wanted`` and no others, before any of them is read."""
+    metadata = ShardReader(shards).read_metadata()
+    missing = [name for name in wanted if name not in metadata.state_dict_metadata]
+    unexpected = [name for name in metadata.state_dict_metadata if name not in wanted]
+    ends: dict[str, int] = {}
+    stored = {index.fqn: place for index, place in (metadata.storage_data or {}).items()}
+    for place in stored.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    broken = [
+        file for file, end in ends.items() if not (shards / file).is_file() or (shards / file).stat().st_size < end
+    ]
+    missing += [name for name, place in stored.items() if place.relative_path in broken]
+    if missing or unexpected:
+        writers = [f"{file}, written by process {file.lstrip('_').partition('_')[0]}" for file in sorted(broken)]
+        files = f" (absent or too short: {'; '.join(writers)})" if writers else ""
+        raise RuntimeError(
+            f"the checkpoint {shards.parent} is incomplete{files}, and nothing of it has been loaded: missing "
+            f"{missing}, unexpected {unexpected}"
+        )
+
+
+@contextmanager
+def _without_warning() -> Iterator[None]:
+    """Suppress torch's warning that one process saves or loads by itself, which is intended."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+_TORCH_NAMES = {
+    ("torch", "Size"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+"""The globals, besides dtypes, that torch writes to ``.metadata`` for plain tensors."""
+
+
+class ShardReader(dcp.FileSystemReader):
+    """A ``FileSystemReader`` that reads ``.metadata`` without running code from it.
+
+    ``.metadata`` is a pickle. torch's reader unpickles it without restriction, and so calls any function that the file
+    names.
+    """
+
+    def __init__(self, shards: Path) -> None:
+        super().__init__(shards)
+        self._directory = shards
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The keys, shapes and dtypes of all tensors, and the file and offset of each.
+
+        Raises:
+            RuntimeError: If the file holds anything that torch does not write.
+        """
+        with open(self._directory / ".metadata", "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise RuntimeError(f"{self._directory / '.metadata'} holds a {type(metadata).__name__}, not metadata")
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("pathlib") and name == "PosixPath":  # the path at the time of writing, which is not used
+            return PurePosixPath
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _TORCH_NAMES:
+            raise RuntimeError(
+                f"the .metadata of a checkpoint names {module}.{name}, which torch does not write there; nothing has "
+                "been loaded. Do not trust this checkpoint."
+            )
+        return super().find_class(module, name)

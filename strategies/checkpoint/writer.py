@@ -1,0 +1,105 @@
+"""When a checkpoint is written: at once, or by a thread while training continues with a copy in host memory."""
+
+import copy
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torch import Tensor
+
+from strategies.common.torch_compat import tree_leaves
+
+
+def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict[str, Any]:
+    """A deep copy of a checkpoint in host memory; tensors that share memory share memory in the copy too.
+
+    Args:
+        checkpoint: The checkpoint.
+        private: Tensors of the checkpoint that nothing else refers to. They are not copied.
+    """
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in private}
+    for leaf in tree_leaves(checkpoint):
+        if not isinstance(leaf, Tensor) or id(leaf) in memo:
+            continue
+        if leaf.is_meta:  # no values to copy
+            memo[id(leaf)] = leaf
+        elif leaf.device.type != "cpu" or leaf.grad_fn is not None:
+            memo[id(leaf)] = leaf.detach().to("cpu", copy=True)
+    return copy.deepcopy(checkpoint, memo)
+
+
+class Writer:
+    """Writes checkpoints in the foreground: :meth:`save` returns when the checkpoint is written."""
+
+    in_background = False
+    """Whether training continues before a checkpoint is written, so that a copy has to be given to :meth:`save`."""
+
+    def save(self, write: Callable[[], None]) -> None:
+        """Call ``write``, which writes one checkpoint."""
+        write()
+
+    def after_saving(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once the checkpoint that is being written is complete; never if writing it fails."""
+        action()
+
+    def settle(self) -> None:
+        """Return when nothing is being written; errors are left for :meth:`wait`."""
+
+    def wait(self) -> None:
+        """Return when nothing is being written.
+
+        Raises:
+            Exception: The first error of a write since the last call.
+        """
+
+    def end(self) -> None:
+        """Like :meth:`wait`, and release what the writer holds."""
+
+
+class BackgroundWriter(Writer):
+    """Writes checkpoints on the thread ``relay-save``, one at a time."""
+
+    in_background = True
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="relay-save")
+        self._saving: Future[None] | None = None
+        self._actions: list[Future[None]] = []
+
+    def save(self, write: Callable[[], None]) -> None:
+        """Wait for the checkpoint before, then have the thread call ``write``.
+
+        Raises:
+            Exception: The error of the checkpoint before; ``write`` is not called then.
+        """
+        self.wait()
+        self._saving = self._executor.submit(write)
+
+    def after_saving(self, action: Callable[[], None]) -> None:
+        saving = self._saving
+
+        def act() -> None:
+            if saving is None or saving.exception() is None:
+                action()
+
+        self._actions.append(self._executor.submit(act))
+
+    def settle(self) -> None:
+        for future in self._futures():
+            future.exception()
+
+    def wait(self) -> None:
+        self.settle()
+        futures, self._saving, self._actions = self._futures(), None, []
+        for future in futures:
+            future.result()
+
+    def end(self) -> None:
+        """Like :meth:`wait`, and end the thread."""
+        try:
+            self.wait()
+        finally:
+            self._executor.shutdown()
+
+    def _futures(self) -> list[Future[None]]:
+        return [*([self._saving] if self._saving is not None else []), *self._actions]

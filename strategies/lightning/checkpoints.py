@@ -1,0 +1,133 @@
+"""Checkpoints in Lightning's terms: the ``CheckpointIO``, saving callbacks, and loading for every strategy."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.precision import DoublePrecision
+from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.trainer.states import TrainerFn
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_file
+from strategies.checkpoint.writer import Writer
+from strategies.common.patching import replaced
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's ``TorchCheckpointIO``, except that a local file is replaced in one step, once it is on the disk.
+
+    The checkpoint is written straight to the file; Lightning first makes two copies of it in memory. Other filesystems
+    (``s3://``, ...) are left to Lightning.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Any, storage_options: Any | None = None) -> None:
+        """Write ``checkpoint`` to ``path``, and return when the file is on the disk."""
+        local = local_path(path)
+        if storage_options is not None or local is None:
+            super().save_checkpoint(checkpoint, path, storage_options)
+        else:
+            save_file(checkpoint, local)
+
+    def load_checkpoint(
+        self,
+        path: str | Any,
+        map_location: Callable[..., Any] | None = lambda storage, _: storage,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Read a checkpoint; tensors and plain types only, unless ``weights_only`` is ``False``."""
+        return super().load_checkpoint(path, map_location, _weights_only(path, weights_only))
+
+
+def _weights_only(path: str | Any, weights_only: bool | None) -> bool | None:
+    """``weights_only`` for Lightning, which by default reads what comes from the web without restriction."""
+    return True if weights_only is None and str(path).startswith("http") else weights_only
+
+
+# Callbacks that save
+
+
+def check_links(trainer: Trainer) -> None:
+    """Check that no callback links to a checkpoint that is still being written in the background.
+
+    Raises:
+        MisconfigurationException: If a ``ModelCheckpoint`` of this ``fit`` has ``save_last="link"``.
+    """
+    if any(callback.save_last == "link" for callback in _model_checkpoints(trainer)):
+        raise MisconfigurationException(
+            'ModelCheckpoint(save_last="link") links to a checkpoint that async_save=True may still be writing. Use '
+            "save_last=True."
+        )
+
+
+def wait_before_naming(trainer: Trainer, writer: Writer) -> list[Callable[[], None]]:
+    """Make each ``ModelCheckpoint`` wait for the checkpoint being written before it looks for a free file name.
+
+    This takes no more time: the next save waits for that checkpoint anyway.
+
+    Returns:
+        Functions that undo this.
+    """
+
+    def file_exists(exists: Callable[..., bool], *args: Any) -> bool:
+        writer.settle()
+        return exists(*args)
+
+    callbacks = _model_checkpoints(trainer)
+    return [replaced(callback, "file_exists", partial(file_exists, callback.file_exists)) for callback in callbacks]
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    if trainer.state.fn != TrainerFn.FITTING:
+        return []
+    return [own for own in trainer.checkpoint_callbacks if isinstance(own, ModelCheckpoint)]
+
+
+# Loading
+
+
+def load_as_relay(strategy: Strategy) -> None:
+    """Make any strategy load weights in the precision in which it trains, and read sharded checkpoints.
+
+    Under ``precision="64-true"`` Lightning loads a checkpoint into float32 weights and converts them to float64
+    afterwards, which rounds them.
+    """
+    own, cls = vars(strategy), type(strategy)
+    # Partials can be pickled, for strategies that spawn processes.
+    own["load_model_state_dict"] = partial(_convert_and_load, strategy, partial(cls.load_model_state_dict, strategy))
+    if cls.load_checkpoint is Strategy.load_checkpoint:  # other strategies have formats of their own
+        own["load_checkpoint"] = partial(_load_checkpoint, partial(cls.load_checkpoint, strategy))
+
+
+def convert_model(strategy: Strategy) -> None:
+    """Convert the model to the precision in which it trains, unless that has been done."""
+    model = strategy.lightning_module
+    if model is None or not isinstance(strategy.precision_plugin, DoublePrecision):
+        return
+    # A tuner may load in the middle of a run. The model is converted then, and layers of other processes cannot be.
+    if any(
+        tensor.dtype in (torch.float32, torch.float16, torch.bfloat16)
+        for tensor in chain(model.parameters(), model.buffers())
+    ):
+        strategy.precision_plugin.convert_module(model)
+
+
+def _convert_and_load(
+    strategy: Strategy, load: Callable[..., None], checkpoint: Mapping[str, Any], strict: bool = True
+) -> None:
+    convert_model(strategy)
+    load(checkpoint, strict)
+
+
+def _load_checkpoint(
+    load: Callable[..., dict[str, Any]], checkpoint_path: Any, weights_only: bool | None = None
+) -> dict[str, Any]:
+    path = local_path(checkpoint_path)
+    if path is not None and is_sharded(path):
+        return load_sharded(path, weights_only=weights_only)[0]
+    return load(checkpoint_path, _weights_only(checkpoint_path, weights_only))
