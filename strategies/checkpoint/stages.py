@@ -28,6 +28,7 @@ from strategies.checkpoint.store import read_tensors, sharded_tensors, writing_s
 from strategies.checkpoint.validate import check_before_loading
 from strategies.common.trees import flat, layouts, replaced, take_over, with_meta_tensors
 from strategies.optim.restricted import parameters_of, part_of
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 
 _NUMBER = 0
@@ -119,7 +120,10 @@ class StageStates:
             if tensor.is_meta:
                 first = first_of.setdefault(id(tensor), key.replace(f"state_dict.{self._path}.", "state_dict.", 1))
                 keys[self._stage_of(first)][key] = first
-        replies = [remote.start("shelve", _NUMBER, own, needs_copy) for remote, own in zip(remotes, keys, strict=True)]
+        replies = [
+            remote.start(StageCommands.shelve, _NUMBER, own, needs_copy)
+            for remote, own in zip(remotes, keys, strict=True)
+        ]
         for remote, reply in zip(remotes, replies, strict=True):
             remote.result(reply)
         return keys
@@ -177,7 +181,7 @@ class StageStates:
         for reply in replies:
             reply.wait()
         for remote in self._pipeline.remotes:
-            remote.start("load_shelved_optimizer_states", _NUMBER)
+            remote.start(StageCommands.load_shelved_optimizer_states, _NUMBER)
         for k, optimizer in enumerate(optimizers.optimizers):
             optimizers.load_here(optimizer, {**states[k], **mine[k]})
         self._pipeline.wait()

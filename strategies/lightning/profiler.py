@@ -17,6 +17,7 @@ from pytorch_lightning.profilers.pytorch import RegisterRecordFunction
 from torch import nn
 from torch.profiler import ProfilerAction
 
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 
 _OPTIONS = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -87,7 +88,8 @@ class ProfiledStages:
         assert self._pipeline is not None
         given = self._profiler._profiler_kwargs
         for remote in self._pipeline.remotes:
-            remote.later("start_trace", {name: given[name] for name in _OPTIONS if name in given})
+            options = {name: given[name] for name in _OPTIONS if name in given}
+            remote.queue(StageCommands.start_trace, options)
         self._records = True
 
     def _save(self) -> None:
@@ -96,9 +98,9 @@ class ProfiledStages:
         if not self._records or pipeline is None or pipeline.failures.any:
             return
         self._records = False
-        answers = [(remote, remote.start("stop_trace")) for remote in pipeline.remotes]
+        answers = [(remote, remote.start(StageCommands.stop_trace)) for remote in pipeline.remotes]
         for i, (remote, answer) in enumerate(answers):
-            trace: bytes | None = remote.result(answer)
+            trace = remote.result(answer)
             if trace is not None and profiler.dirpath is not None and profiler._export_to_chrome:
                 name = profiler._prepare_filename(action_name=self._action or None, extension=f".stage-{i}")
                 path = Path(profiler.dirpath) / f"{name}.{time.time_ns()}.pt.trace.json"

@@ -25,6 +25,7 @@ from strategies.launch.workers import Workers, keep_freed_memory, share_of_threa
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.control.client import Failures, Patience, RemoteStage
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.averages import GradientAverages
 from strategies.pipeline.executor.interleaved import Code, interleave
@@ -151,13 +152,13 @@ class Pipeline:
         """
         if self._replicas is not None or any(remote.has_ended for remote in self.remotes):
             self.failures.raise_cause()
-        grads = [remote.rescue("grads") for remote in self.remotes]
+        grads = [remote.rescue(StageCommands.grads) for remote in self.remotes]
         self._fetch()
         self.abandon()
         self.failures = Failures()
         passes = self.start()
         for remote, own in zip(self.remotes, grads, strict=True):
-            remote.start("load_grads", own)
+            remote.start(StageCommands.load_grads, own)
         return passes
 
     def _start(self, blobs: Sequence[bytes]) -> Passes:
@@ -175,7 +176,7 @@ class Pipeline:
             deferred_batch_norm=self._settings.deferred_batch_norm,
             side_outputs=SideOutputs(last, self.stages[last]),
         )
-        self._holders = [Holder(remote.description, remote.later, remote.read) for remote in self.remotes]
+        self._holders = [Holder(remote) for remote in self.remotes]
         for number, (model, module, stages, optimizers) in enumerate(self._all()):
             named = dict(module.named_parameters(remove_duplicate=False))
             own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
@@ -241,7 +242,7 @@ class Pipeline:
 
     def wait(self) -> None:
         """Returns when every stage has done what it was told; passes and steps themselves do not wait for all."""
-        for remote, answer in [(remote, remote.start("num_kept")) for remote in self.remotes]:
+        for remote, answer in [(remote, remote.start(StageCommands.num_kept)) for remote in self.remotes]:
             remote.result(answer)
 
     def finish(self) -> None:
@@ -269,12 +270,12 @@ class Pipeline:
         for i, (layers, remote) in enumerate(zip(self.stages, self.remotes, strict=False)):
             try:
                 if self._passes is not None:
-                    self._passes.mirrors[i].carry_buffers(remote.later)
+                    self._passes.mirrors[i].carry_buffers(remote)
                 for number, (model, _, stages, optimizers) in enumerate(self._all()):
-                    move_from_meta(stages[i], model, optimizers, remote.rescue("tensors", number))
+                    move_from_meta(stages[i], model, optimizers, remote.rescue(StageCommands.tensors, number))
                 if self._passes is not None:
-                    self._passes.mirrors[i].take_back(remote.rescue("attributes"))
-                if extra := remote.rescue("extra_state"):
+                    self._passes.mirrors[i].take_back(remote.rescue(StageCommands.attributes))
+                if extra := remote.rescue(StageCommands.extra_state):
                     layers.load_state_dict(extra, strict=False)
                 self.optimizers.fetch(remote)
             except Exception as error:
@@ -339,7 +340,7 @@ class Pipeline:
         self._watch = Watch(self.remotes, session.timeout_seconds)
         last, device = len(blobs), self._devices[-1]
         patience = self._patience = Patience(self.failures)
-        unpacked = [remote.start("num_kept") for remote in self.remotes]
+        unpacked = [remote.start(StageCommands.num_kept) for remote in self.remotes]
         with self.failures.explained():
             group = join_data_plane(session, last, self.failures.raise_untold)
         for remote, answer in zip(self.remotes, unpacked, strict=True):

@@ -12,6 +12,7 @@ import torch
 from harness import run
 from torch import Tensor, nn
 
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.context import PassContext
@@ -90,7 +91,7 @@ def many_cases() -> dict[str, Any]:
             pipeline.wait()
             seen: dict[str, Any] = {}
             for remote in pipeline.remotes:
-                seen |= remote.call("grads")
+                seen |= remote.call(StageCommands.grads)
             seen |= {name: p.grad for name, p in layers.named_parameters() if not p.is_meta}
             for (name, _), grad in zip(layers.named_parameters(), grads, strict=True):
                 error = (seen[name] - grad).abs().max().item()

@@ -17,6 +17,7 @@ from torch.distributed import rpc
 from torch.utils._pytree import tree_leaves
 
 from strategies.pipeline import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
 
 
@@ -58,7 +59,7 @@ def odds() -> dict[str, Any]:
     pipe(x)  # never goes back
     gc.collect()
     pipe(x).local_value().sum().backward()
-    found["kept"] = [remote.call("num_kept") for remote in pipe._engine.remotes.values()]
+    found["kept"] = [remote.call(StageCommands.num_kept) for remote in pipe._engine.remotes.values()]
     pipe.load_state_dict({name: torch.full_like(value, 2) for name, value in plain.state_dict().items()})
     found["loaded"] = [value.double().mean().item() for value in pipe.state_dict().values()]
     found["keys"] = list(pipe.state_dict()) == list(plain.state_dict())

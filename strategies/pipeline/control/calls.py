@@ -11,11 +11,9 @@ import cloudpickle
 from torch.distributed import rpc
 from torch.futures import Future
 
+from strategies.commands.declaration import Call
 from strategies.common.activity import Progress
 from strategies.common.errors import is_consequence
-
-Command = tuple[str, tuple[Any, ...]]
-"""The name of a method of :class:`~strategies.pipeline.worker.hosted.HostedStage`, and its arguments."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +50,9 @@ def failure_of(error: BaseException, what: str, doing: str) -> Failure:
 
 
 @rpc.functions.async_execution
-def perform(stage: Any, number: int, commands: list[Command]) -> Future:
+def perform(stage: Any, number: int, calls: list[Call]) -> Future:
     """Runs commands on the stage behind the ``RRef``; see :meth:`Host.submit`."""
-    return stage.local_value().submit(number, commands)
+    return stage.local_value().submit(number, calls)
 
 
 def progress(stage: Any) -> Progress:

@@ -7,26 +7,24 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import Any, NoReturn
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch.distributed import rpc
 
+from strategies.commands.declaration import Call, call_of, declaration_of
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.common.tracing import unrecorded
-from strategies.pipeline.control.calls import Command, Failure, perform, progress
+from strategies.pipeline.control.calls import Failure, perform, progress
+from strategies.pipeline.control.commands import StageCommands
 
 _DIAGNOSIS_SECONDS = 2.0
 """How long to look for the cause of a failure that is only the consequence of another one."""
 
 
-_CHANGE_NO_VALUES = frozenset(
-    [
-        *("value", "gradient", "grads", "tensors", "attributes", "extra_state", "shelve", "num_kept", "discard"),
-        *("module_state", "module_layout", "optimizer_states", "whole_optimizer_states", "optimizer_layouts"),
-        *("set_attributes", "set_requires_grad", "start_trace", "stop_trace", "held_value", "free_value"),
-    ]
-)
-"""Commands after which parameters, buffers and gradients are what they were before."""
+P = ParamSpec("P")
+R = TypeVar("R")
+StageCommand = Callable[Concatenate[StageCommands, P], R]
+"""A method of :class:`StageCommands`, not yet bound to a stage."""
 
 
 class RemoteTraceback(Exception):
@@ -174,7 +172,7 @@ class RemoteStage(NotCopied):
         self._ended, self._doing, self._kill, self.failures = ended, doing, kill, failures
         self._number = 0
         self._lost: Future[None] = Future()
-        self._later: deque[Command] = deque()  # the garbage collector may append from any thread
+        self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
         self._end: Callable[[], None] | None = None
         self.version = 0
         """Another number whenever the stage may have changed a parameter, a buffer or a gradient."""
@@ -213,46 +211,49 @@ class RemoteStage(NotCopied):
         return self._doing()
 
     @property
-    def has_more_to_run(self) -> bool:
-        """Whether there are commands that the next call is to bring."""
-        return bool(self._later)
+    def has_queued(self) -> bool:
+        """Whether commands wait for the next call."""
+        return bool(self._queued)
 
-    def later(self, command: str, *arguments: Any) -> None:
-        """Runs a command just before that of the next call."""
+    def queue(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Queue a command, to be run just before that of the next call. Its result is dropped."""
         self._note(command)
-        self._later.append((command, arguments))
+        self._queued.append(call_of(command, *args, **kwargs))
 
-    def zero_grad_later(self, name: str, set_to_none: bool, module: int = 0) -> None:
-        """Clears the gradient of a parameter just before the next call; those cleared in a row go as one command."""
-        last, arguments = self._later[-1] if self._later else ("", ())
-        if last == "zero_grads" and arguments[1:] == (set_to_none, module):
-            self._note("zero_grads")
-            arguments[0].append(name)
+    def queue_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
+        """Queue the clearing of a parameter's gradient; consecutive ones become one command."""
+        clear = call_of(StageCommands.zero_grads, [name], set_to_none, module)
+        last = self._queued[-1] if self._queued else None
+        if last is not None and last[0] == clear[0] and last[1][1:] == clear[1][1:]:
+            self._note(StageCommands.zero_grads)
+            last[1][0].append(name)
         else:
-            self.later("zero_grads", [name], set_to_none, module)
+            self.queue(StageCommands.zero_grads, [name], set_to_none, module)
 
-    def start(self, command: str, *arguments: Any) -> "Future[Any]":
-        """Runs a command after those before it, without waiting.
+    def start(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
+        """Run a command after those before it, without waiting.
 
-        Failures are noted as soon as they are known; see :meth:`result`.
+        Failures are recorded as soon as they are known; see :meth:`result`.
         """
         self._note(command)
         if self._end is not None:
             self._end()  # if Ctrl-C interrupts this, the next command does it again
             self._end = None
-        done: Future[Any] = Future()
-        commands = [self._later.popleft() for _ in range(len(self._later))]
-        commands.append((command, arguments))
-        arguments = (self._stage, self._number, commands)
+        done: Future[R] = Future()
+        calls = [self._queued.popleft() for _ in range(len(self._queued))]
+        calls.append(call_of(command, *args, **kwargs))
+        arguments = (self._stage, self._number, calls)
         reply: Any = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
         self._number += 1
         failures = self.failures  # those of now: who leads the stages may have others by the time of the reply
         reply.add_done_callback(lambda reply: self._settle(reply, done, failures))
         return done
 
-    def start_until(self, end: Callable[[], None], command: str, *arguments: Any) -> None:
-        """Runs a command that goes on until ``end`` is called, which is done ahead of the next command."""
-        self.start(command, *arguments)
+    def start_until(
+        self, end: Callable[[], None], command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Run a command that goes on until ``end`` is called; the next command calls it before it is sent."""
+        self.start(command, *args, **kwargs)
         self._end = end
 
     def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -267,7 +268,7 @@ class RemoteStage(NotCopied):
         """Asks how far the stage is; the answer will be a :class:`~strategies.common.activity.Progress`."""
         return self.beside(progress)
 
-    def result(self, started: "Future[Any]") -> Any:
+    def result(self, started: "Future[R]") -> R:
         """Waits for what :meth:`start` began.
 
         Raises:
@@ -275,16 +276,16 @@ class RemoteStage(NotCopied):
                 a failure of this command: what can still be saved from a broken pipeline is.
         """
         if not self.failures.raised:
-            wait([started, self.failures.first], return_when=FIRST_COMPLETED)
+            _wait_for_any(started, self.failures.first)
             if self.failures.any:
                 self.failures.raise_cause()
         return self._rescued(started)
 
-    def call(self, command: str, *arguments: Any) -> Any:
-        """Runs a command and waits for its result; see :meth:`result`."""
-        return self.result(self.start(command, *arguments))
+    def call(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a command and wait for its result; see :meth:`result`."""
+        return self.result(self.start(command, *args, **kwargs))
 
-    def read(self, command: str, *arguments: Any) -> Any:
+    def read(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs a command that only reads, for user code, which may ask at any time.
 
         Raises:
@@ -303,21 +304,21 @@ class RemoteStage(NotCopied):
                 "layer's weight (a tied head), register the weight outside of the pipelined module as well, in "
                 "__init__: self.tied = self.sequential_module[0].weight; this process then holds it"
             )
-        return self.call(command, *arguments)
+        return self.call(command, *args, **kwargs)
 
-    def rescue(self, command: str, *arguments: Any) -> Any:
+    def rescue(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Like :meth:`call`, but goes on if another stage has failed.
 
         Raises:
             WorkerLost: If this one has been given up.
         """
-        return self._rescued(self.start(command, *arguments))
+        return self._rescued(self.start(command, *args, **kwargs))
 
-    def _note(self, command: str) -> None:
-        self.version += command not in _CHANGE_NO_VALUES
+    def _note(self, command: Callable[..., Any]) -> None:
+        self.version += declaration_of(command).changes_values
 
-    def _rescued(self, started: "Future[Any]") -> Any:
-        wait([started, self._lost], return_when=FIRST_COMPLETED)
+    def _rescued(self, started: "Future[R]") -> R:
+        _wait_for_any(started, self._lost)
         if self.is_lost and not started.done():
             raise WorkerLost(f"{self.description}, {self._process}, has been given up")
         return started.result()
@@ -339,6 +340,10 @@ class RemoteStage(NotCopied):
             done.set_exception(failed)
         else:
             done.set_result(value)
+
+
+def _wait_for_any(*futures: Future[Any]) -> None:
+    wait(futures, return_when=FIRST_COMPLETED)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.passes import Passes
 from strategies.pipeline.optim.replicas import Averaging
 
@@ -24,7 +25,7 @@ class GradientAverages:
         """Averages, whether or not there were backward passes since the last time."""
         self._num_averaged = self._passes.num_backward
         for remote in self._remotes:
-            remote.start("average_grads")
+            remote.start(StageCommands.average_grads)
         with self._passes.explained():
             self._own.average()
 

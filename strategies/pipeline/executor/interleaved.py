@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from strategies.common.autograd import with_backward
 from strategies.common.torch_compat import tree_leaves, tree_map_only
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.passes import Passes
 from strategies.pipeline.executor.run import Run
 from strategies.pipeline.executor.suspended import Step
@@ -62,7 +63,7 @@ def interleave(
     with torch.no_grad(), passes.explained():
         run = passes.begin(len(codes), True, context)
         for i, remote in enumerate(passes.remotes):
-            remote.start("interleave", run.this, passes.actions(i, run.this))
+            remote.start(StageCommands.interleave, run.this, passes.actions(i, run.this))
         gathered = GatheredGradients(parameters)
         pass_ = _Interleaved(passes, run, codes, [weight * scale for weight in weights])
         with gathered.gathering():
@@ -85,7 +86,7 @@ def _release(
     factor = 0.0 if grads[0] is None else grads[0].item() / scale
     with passes.explained():
         for remote in passes.remotes:
-            remote.start("release", run.this.number, factor)
+            remote.start(StageCommands.release, run.this.number, factor)
         gathered.release(factor)
     return []
 

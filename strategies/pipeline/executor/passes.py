@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from strategies.common.autograd import with_backward
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.ports import Ports
 from strategies.pipeline.executor.run import Run
 from strategies.pipeline.executor.settings import Settings
@@ -141,11 +142,11 @@ class Passes(NotCopied):
         follows_another, self._evaluates = self._evaluates, not this.grad
         if this.grad or not follows_another or not self.remotes:
             for i, remote in enumerate(self.remotes):
-                remote.start("forward", this, *self._actions(i, this))
+                remote.start(StageCommands.forward, this, *self._actions(i, this))
             return
-        if self._announcing != this.context or any(remote.has_more_to_run for remote in self.remotes):
+        if self._announcing != this.context or any(remote.has_queued for remote in self.remotes):
             for remote in self.remotes:
-                remote.start_until(self.end_announcements, "evaluate", this.context)
+                remote.start_until(self.end_announcements, StageCommands.evaluate, this.context)
             self._announcing = this.context
         for remote in self.remotes:
             remote.version += 1
@@ -184,7 +185,7 @@ class Passes(NotCopied):
                 self.ports.output_grads.send(parts, this.number, m)
             for i, remote in enumerate(self.remotes):
                 self._carry_changes(i)  # autograd leaves out what wants no gradient by now
-                remote.start("backward", this.number)
+                remote.start(StageCommands.backward, this.number)
             actions = self._actions(len(self.remotes), this)[1]
             self.run_stage(actions, this)
             self.ports.ties.move_gradients(this.number)
@@ -249,19 +250,19 @@ class Passes(NotCopied):
         now = self._num_steps(), ties.versions
         if now != self._shared and ties.any:
             for remote in self.remotes:
-                remote.later("share_values", number)
+                remote.queue(StageCommands.share_values, number)
             ties.share_values(number)
         self._shared = now
 
     def _carry_changes(self, i: int) -> None:
         """Carries what has changed on the driver to stage ``i``, together with the next call."""
-        self.mirrors[i].carry(self.remotes[i].later)
+        self.mirrors[i].carry(self.remotes[i])
 
     def forget(self, number: int) -> None:
         """Has every stage forget a pass whose backward part can no longer come."""
         self.stage.discard(number)
         for remote in self.remotes:
-            remote.later("discard", number)
+            remote.queue(StageCommands.discard, number)
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ from strategies.optim.restricted import (
     within_a_step,
 )
 from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.stage.context import PassContext
 
@@ -103,10 +104,11 @@ class PipelineOptimizers:
             )
         self._complete()
         values = hyperparameters(optimizer)
-        scaling = {name: vars(optimizer)[name].cpu() for name in ("grad_scale", "found_inf") if name in vars(optimizer)}
+        scaled = [name for name in ("grad_scale", "found_inf") if name in vars(optimizer)]
+        scaling: dict[str, Tensor] = {name: vars(optimizer)[name].cpu() for name in scaled}
         self.num_steps += 1
         for remote in self._remotes:
-            remote.start("step", k, values, scaling, torch.get_default_dtype(), arguments)
+            remote.start(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
         if self._shared_steps is not None:
             self._shared_steps.before_step(optimizer)
 
@@ -142,11 +144,11 @@ class PipelineOptimizers:
                 self._shared_steps.after_step(optimizer)
         if result is None or result is optimizer:
             for remote in self._remotes:
-                remote.later("call_method", k, *call)
+                remote.queue(StageCommands.call_method, k, *call)
             return result
         words = f"{type(optimizer).__name__}.{name}"
         check_same_result(words, result, {})
-        replies = [(remote, remote.start("call_method", k, *call)) for remote in self._remotes]
+        replies = [(remote, remote.start(StageCommands.call_method, k, *call)) for remote in self._remotes]
         check_same_result(words, result, {remote.description: remote.result(reply) for remote, reply in replies})
         return result
 
@@ -167,13 +169,15 @@ class PipelineOptimizers:
         """
         k = self._number_of(optimizer)
         self._complete()
-        replies = [(remote, remote.start("unscale_grads", k, inv_scale, allow_fp16)) for remote in self._remotes]
+        replies = [
+            (remote, remote.start(StageCommands.unscale_grads, k, inv_scale, allow_fp16)) for remote in self._remotes
+        ]
         return [partial(remote.result, reply) for remote, reply in replies]
 
     def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clears the workers' gradients before whatever they do next."""
         for remote in self._remotes:
-            remote.later("zero_grad", self._number_of(optimizer), set_to_none)
+            remote.queue(StageCommands.zero_grad, self._number_of(optimizer), set_to_none)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients of all stages so that their common norm is at most ``max_norm``.
@@ -185,10 +189,11 @@ class PipelineOptimizers:
         """
         k, own = self._number_of(optimizer), parameters_of(optimizer)
         self._complete()
-        replies = [remote.start("grad_norms", k, norm_type) for remote in self._remotes]
+        replies = [remote.start(StageCommands.grad_norms, k, norm_type) for remote in self._remotes]
         norms = {number: n for number, n in enumerate(norms_of_gradients(own, norm_type)) if n is not None}
         for remote, reply in zip(self._remotes, replies, strict=True):
-            norms.update(remote.result(reply))
+            found = remote.result(reply)
+            norms.update(found)
         if not norms:
             return torch.zeros(())
         device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
@@ -200,7 +205,7 @@ class PipelineOptimizers:
             if parameter.grad is not None:
                 parameter.grad.mul_(factor.to(parameter.grad.device))
         for remote in self._remotes:
-            remote.later("scale_grads", k, factor.cpu())
+            remote.queue(StageCommands.scale_grads, k, factor.cpu())
         return total
 
     def _warn(self, total: Tensor, culprits: list[Tensor]) -> None:
@@ -216,7 +221,7 @@ class PipelineOptimizers:
         self._complete()
         torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
         for remote in self._remotes:
-            remote.later("clip_grad_values", self._number_of(optimizer), limit)
+            remote.queue(StageCommands.clip_grad_values, self._number_of(optimizer), limit)
 
     def state_dict(self, optimizer: Optimizer, *, values: bool = True) -> dict[str, Any]:
         """The state dict that the optimizer would have if every parameter were here, gathered stage by stage.
@@ -228,7 +233,8 @@ class PipelineOptimizers:
         if self._shared_steps is not None:
             state["state"] = self._shared_steps.gathered(state["state"])
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
-            given = with_meta_tensors(remote.call("whole_optimizer_states" if values else "optimizer_layouts", k))
+            gather = StageCommands.whole_optimizer_states if values else StageCommands.optimizer_layouts
+            given = with_meta_tensors(remote.call(gather, k))
             if foreign := sorted(given.keys() - set(numbers[k])):
                 raise RuntimeError(
                     f"{remote.description} gave a state of optimizer {k} that is not that of its parameters: "
@@ -249,7 +255,7 @@ class PipelineOptimizers:
         here = [number for number, p in enumerate(parameters_of(optimizer)) if not p.is_meta]
         self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
-            remote.call("load_optimizer_states", k, part_of(state["state"], numbers[k]))
+            remote.call(StageCommands.load_optimizer_states, k, part_of(state["state"], numbers[k]))
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Loads the states of what lives on the driver."""
@@ -261,7 +267,7 @@ class PipelineOptimizers:
         """Puts a worker's states into the user's optimizers; called once its parameters are here again."""
         for k, optimizer in enumerate(self.optimizers):
             parameters = parameters_of(optimizer)
-            states = remote.rescue("optimizer_states", k)
+            states = remote.rescue(StageCommands.optimizer_states, k)
             optimizer.state.update({parameters[number]: state for number, state in states.items()})
             for parameter in [p for p in parameters if p in optimizer.state]:  # in the order of one process
                 optimizer.state[parameter] = optimizer.state.pop(parameter)

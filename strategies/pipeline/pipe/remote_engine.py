@@ -31,6 +31,7 @@ from strategies.common.torch_compat import rpc_is_initialized, tree_flatten, tre
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.run import Run
 from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
@@ -93,7 +94,7 @@ class RemoteEngine(NotCopied):
             watch = Watch(list(self.remotes.values()), timeout_seconds)
             weakref.finalize(self, watch.end)
         for remote in self.remotes.values():
-            remote.call("num_kept")  # raises what went wrong in unpacking
+            remote.call(StageCommands.num_kept)  # raises what went wrong in unpacking
         for i in self.remotes:
             move_to_meta(partitions[i].layers, module, [], stage=self.remotes[i])
         self.followed = Followed([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
@@ -131,7 +132,8 @@ class RemoteEngine(NotCopied):
         for i, remote in self.remotes.items():
             self._carry_changes(i)
             forward = [Action("F", m, i) for m in range(num)]
-            remote.start("forward", this, forward, [Action("B", m, i) for m in reversed(range(num))])
+            backward = [Action("B", m, i) for m in reversed(range(num))]
+            remote.start(StageCommands.forward, this, forward, backward)
         for m, part in enumerate(parts):
             flags = [this.grad and leaf.requires_grad for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
             own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), part)  # a layer may change it in place
@@ -164,7 +166,7 @@ class RemoteEngine(NotCopied):
             started = []
             for i, remote in self.remotes.items():
                 self._carry_changes(i)  # autograd leaves out what wants no gradient by now
-                started.append((remote, remote.start("backward", this.number)))
+                started.append((remote, remote.start(StageCommands.backward, this.number)))
             for m, i in reversed(list(clock_cycles(this.microbatches, len(self._inboxes)))):
                 if i in self._stages:
                     self._stages[i].run([Action("B", m, i)], this)
@@ -186,7 +188,7 @@ class RemoteEngine(NotCopied):
             self._routers[i].forget(number)
         self._desk.forget(number)
         for remote in self.remotes.values():
-            remote.later("discard", number)
+            remote.queue(StageCommands.discard, number)
 
     def _settle(self) -> None:
         self._post.flush()
@@ -194,7 +196,7 @@ class RemoteEngine(NotCopied):
             router.settle()
 
     def _carry_changes(self, i: int) -> None:
-        self._mirrors[i].carry(self.remotes[i].later)
+        self._mirrors[i].carry(self.remotes[i])
 
     @contextmanager
     def _explained(self, number: int) -> Iterator[None]:
@@ -292,7 +294,7 @@ class Followed:
         check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
         parts = [_part(optimizer, layers) for layers in self._elsewhere]
         for remote, (blob, numbers) in zip(self._remotes, parts, strict=True):
-            remote.call("adopt", blob, numbers)
+            remote.call(StageCommands.adopt, blob, numbers)
         self.optimizers.add(optimizer, [numbers for _, numbers in parts])
         follow_optimizer(optimizer, self.optimizers)
         for parameter in parameters_of(optimizer):

@@ -4,17 +4,16 @@ Carried are the mode, ``requires_grad``, plain attributes (numbers, flags, words
 tensors that are assigned to buffers. At the end the worker's plain attributes come back, as its tensors do.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from strategies.common.torch_compat import backward_hooks, forward_hooks
+from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.commands import Attributes, StageCommands
 
 _PLAIN = (bool, int, float, str, type(None))
-
-Attributes = dict[int, dict[str, Any]]
-"""Of some modules, by their place in ``modules()``, some attributes."""
 
 
 class Mirror:
@@ -59,16 +58,16 @@ class Mirror:
         trained, self._trained = self._trained, _trained(self._layers)
         return changed, None if trained == self._trained else self._trained
 
-    def carry(self, later: Callable[..., None]) -> None:
-        """Carries what has changed to the stage, by ``later(command, argument)``."""
-        self.carry_buffers(later)
+    def carry(self, remote: RemoteStage) -> None:
+        """Carries what has changed to the stage, with the next call of a command."""
+        self.carry_buffers(remote)
         attributes, trained = self.changes()
         if attributes:
-            later("set_attributes", attributes)
+            remote.queue(StageCommands.set_attributes, attributes)
         if trained is not None:
-            later("set_requires_grad", trained)
+            remote.queue(StageCommands.set_requires_grad, trained)
 
-    def carry_buffers(self, later: Callable[..., None]) -> None:
+    def carry_buffers(self, remote: RemoteStage) -> None:
         """Carries tensors that have been assigned to buffers, and puts the stand-ins without values back."""
         assigned = {}
         for path, buffers, name, stand_in in self._buffers:
@@ -78,7 +77,7 @@ class Mirror:
             if (value.shape, value.dtype) == (stand_in.shape, stand_in.dtype):
                 assigned[path], buffers[name] = value.detach().cpu().clone(), stand_in
         if assigned:
-            later("set_buffers", assigned)
+            remote.queue(StageCommands.set_buffers, assigned)
 
     def take_back(self, attributes: Sequence[Mapping[str, Any]]) -> None:
         """Gives the driver's copies the worker's attributes, but for those that have been changed here since."""

@@ -10,7 +10,6 @@ The driver does not wait. An operation is identified by the operator of ATen tha
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -26,59 +25,12 @@ from strategies.common.torch_compat import (
     storage_key,
     without_torch_function,
 )
+from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.operations import Key, Layout, Operation, Reference
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
 
 _REMOTE = RemoteParameter | RemoteBuffer
-
-Key = int | tuple[int, str]
-"""A computed value by its number; a parameter or buffer by the number of the module of the stage and its name there."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where the elements of a tensor are in its storage."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Layout":
-        """The layout of ``tensor``."""
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A tensor of the worker, as the arguments of an operation name it.
-
-    Attributes:
-        key: Of the value.
-        base: Layout of the value as the driver knows it.
-        view: Layout of the tensor, if it is a view of the value.
-    """
-
-    key: Key
-    base: Layout
-    view: Layout | None
-
-
-@dataclass(frozen=True)
-class Operation:
-    """One operator of ATen with its arguments; references stand for tensors.
-
-    Attributes:
-        name: Namespace, name and overload, such as ``("aten", "lerp_", "Scalar")``.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        results: The numbers of the new values among the results, ``None`` for those that are not new.
-    """
-
-    name: tuple[str, str, str]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    results: tuple[int | None, ...]
 
 
 class RemoteValue:
@@ -89,7 +41,7 @@ class RemoteValue:
 
     def __del__(self) -> None:
         if isinstance(self.key, int):
-            self.holder.later("free_value", self.key)
+            self.holder.stage.queue(StageCommands.free_value, self.key)
 
     def reference(self, tensor: Tensor) -> Reference:
         """How an operation names ``tensor``, which shares the storage of this value."""
@@ -101,13 +53,11 @@ class Holder:
     """The stage that holds some values, as the driver reaches it.
 
     Args:
-        description: The stage in words.
-        later: Runs a command of the stage before whatever it does next.
-        call: Runs a command of the stage and returns its result.
+        stage: The stage.
     """
 
-    def __init__(self, description: str, later: Callable[..., None], call: Callable[..., Any]) -> None:
-        self.description, self.later, self._call = description, later, call
+    def __init__(self, stage: RemoteStage) -> None:
+        self.stage, self.description = stage, stage.description
         self.num_writes = 0
         """How many operations have changed values in place."""
         self._numbers = itertools.count()
@@ -131,13 +81,12 @@ class Holder:
         """Runs an operation before whatever the stage does next."""
         self._check()
         self.num_writes += writes
-        self.later("compute", operation, torch.get_default_dtype())
+        self.stage.queue(StageCommands.compute, operation, torch.get_default_dtype())
 
     def fetch(self, reference: Reference) -> Tensor:
         """The values of a tensor of the stage, on the CPU."""
         self._check()
-        value: Tensor = self._call("held_value", reference)
-        return value
+        return self.stage.read(StageCommands.held_value, reference)
 
     def _check(self) -> None:
         if self._has_ended:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import numpy
 import torch
@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 from torch.optim import Optimizer
 
 from strategies.common.torch_compat import storage_key, tree_leaves, tree_map, without_torch_function
+from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.commands import StageCommands
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods that end in an underscore and change no value."""
@@ -53,32 +55,6 @@ _FIND_NO_GRADIENT = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "torch.u
 """Modules that find that such a tensor has no gradient, and leave it to its stage. For others it is fetched."""
 
 
-class StageReader(Protocol):
-    """Where values come from; a :class:`~strategies.pipeline.control.client.RemoteStage`.
-
-    Attributes:
-        description: The stage in words.
-        version: Another number whenever the stage may have changed a parameter, a buffer or a gradient.
-    """
-
-    description: str
-
-    @property
-    def version(self) -> int: ...
-
-    def read(self, command: str, *arguments: Any) -> Any:
-        """Runs a command that changes nothing, and returns its result."""
-        ...
-
-    def zero_grad_later(self, name: str, set_to_none: bool, module: int = 0) -> None:
-        """Clears the gradient of a parameter before whatever the stage does next."""
-        ...
-
-    def later(self, command: str, *arguments: Any) -> None:
-        """Runs a command just before that of the next call."""
-        ...
-
-
 @dataclass
 class Source:
     """Where the values of a stand-in are.
@@ -90,7 +66,7 @@ class Source:
         module: The number that the stage gives to the module: zero, or that of a copy of the model.
     """
 
-    stage: StageReader
+    stage: RemoteStage
     name: str
     device: torch.device
     module: int = 0
@@ -102,7 +78,7 @@ class Source:
         Raises:
             RuntimeError: If there are none, or if they are a result of the forward pass that wants a gradient.
         """
-        value, requires_grad = self.stage.read("value", self.name, self.module)
+        value, requires_grad = self.stage.read(StageCommands.value, self.name, self.module)
         if value is None:
             raise RuntimeError(f"{described} on {self.stage.description} has no values: its layer has dropped it.")
         if requires_grad:
@@ -110,22 +86,22 @@ class Source:
                 f"{described} on {self.stage.description} is a result of the layer's forward pass that wants a "
                 "gradient, which cannot reach that stage from here. Return it from the layer."
             )
-        return cast(Tensor, value).to(self.device)
+        return value.to(self.device)
 
     def add_gradient(self, grad: Tensor) -> None:
         """Adds to the gradient on the stage, ahead of whatever it is told next."""
-        self.stage.later("add_gradient", self.name, grad.detach().cpu(), self.module)
+        self.stage.queue(StageCommands.add_gradient, self.name, grad.detach().cpu(), self.module)
 
     def gradient(self) -> Tensor | None:
         """The gradient now; asked for twice in a row it is fetched once."""
         if self._gradient[0] != self.stage.version:
-            grad = self.stage.read("gradient", self.name, self.module)
+            grad = self.stage.read(StageCommands.gradient, self.name, self.module)
             self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
         return self._gradient[1]
 
     def clear_gradient(self, set_to_none: bool) -> None:
         """Does what ``zero_grad`` of a module does to each parameter."""
-        self.stage.zero_grad_later(self.name, set_to_none, self.module)
+        self.stage.queue_zero_grad(self.name, set_to_none, self.module)
 
 
 class _Remote:
@@ -242,7 +218,7 @@ class _Remote:
         self.relay_source.clear_gradient(set_to_none)
 
     @property
-    def _stage(self) -> StageReader:
+    def _stage(self) -> RemoteStage:
         assert self.relay_source is not None
         return self.relay_source.stage
 
@@ -283,11 +259,11 @@ class RemoteBuffer(_Remote, Tensor):
 class FetchedTensor(_Remote, Tensor):
     """Values that have been fetched, as long as they are those of the stage. They can be read, not changed."""
 
-    relay_stage: StageReader
+    relay_stage: RemoteStage
     relay_version: int
 
     @property
-    def _stage(self) -> StageReader:
+    def _stage(self) -> RemoteStage:
         return self.relay_stage
 
     def _value(self) -> Tensor:
@@ -410,7 +386,7 @@ def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
     return tree_map(protected, result)
 
 
-def _fetched(value: Tensor, name: str, stage: StageReader, advice: str) -> FetchedTensor:
+def _fetched(value: Tensor, name: str, stage: RemoteStage, advice: str) -> FetchedTensor:
     fetched = value.as_subclass(FetchedTensor)
     fetched.relay_name, fetched.relay_stage, fetched.relay_version = name, stage, stage.version
     vars(fetched)["relay_advice"] = advice

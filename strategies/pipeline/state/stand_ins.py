@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.pipeline.state.remote_tensor import Source, StageReader, remote_buffer, remote_parameter
+from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.state.remote_tensor import Source, remote_buffer, remote_parameter
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def move_to_meta(
     optimizers: Sequence[Optimizer],
     keep: Collection[Tensor] = (),
     *,
-    stage: StageReader | None = None,
+    stage: RemoteStage | None = None,
     module: int = 0,
     device: torch.device | None = None,
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from strategies.common.torch_compat import set_state_dict_hooks, state_dict_hooks
 from strategies.common.trees import with_meta_tensors
 from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.state.mirror import set_attributes
 from strategies.pipeline.state.stand_ins import replace_buffers
 
@@ -35,7 +36,7 @@ class StateOfStages:
     ) -> None:
         self._module, self._stages, self._number = module, stages, number
         self._remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
-        self._gathers, self._scatters = "module_state", True
+        self._has_values, self._scatters = True, True
         self._handles: list[Any] = [
             module.register_state_dict_post_hook(partial(self._gather)),  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(partial(self._scatter)),
@@ -62,14 +63,14 @@ class StateOfStages:
         for layers, remote in zip(self._stages, self._remotes, strict=True):
             if remote is None:
                 continue
-            tensors = remote.call("tensors")
+            tensors = remote.call(StageCommands.tensors)
             for name, p in layers.named_parameters():
                 memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
             memo.update({id(buffer): buffer for buffer in layers.buffers()})  # until they are replaced
             own_copy = nn.Sequential(OrderedDict((n, deepcopy(layer, memo)) for n, layer in layers._modules.items()))
             replace_buffers(own_copy, tensors)
-            set_attributes(own_copy, dict(enumerate(remote.call("attributes"))))
-            if extra := remote.call("extra_state"):
+            set_attributes(own_copy, dict(enumerate(remote.call(StageCommands.attributes))))
+            if extra := remote.call(StageCommands.extra_state):
                 own_copy.load_state_dict(extra, strict=False)
             whole._modules.update(own_copy._modules)
         whole._modules.update(last._modules)
@@ -87,11 +88,11 @@ class StateOfStages:
     @contextmanager
     def without_values(self) -> Iterator[None]:
         """Within this, a state dict has tensors without values for what is on other stages."""
-        self._gathers = "module_layout"
+        self._has_values = False
         try:
             yield
         finally:
-            self._gathers = "module_state"
+            self._has_values = True
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Puts the workers' entries in place of those for their layers, stage by stage; ties stay tied.
@@ -120,7 +121,8 @@ class StateOfStages:
         Raises:
             RuntimeError: If it lacks what is wanted, or has what belongs to others.
         """
-        given: dict[str, Any] = with_meta_tensors(remote.call(self._gathers, self._number))
+        gather = StageCommands.module_state if self._has_values else StageCommands.module_layout
+        given: dict[str, Any] = with_meta_tensors(remote.call(gather, self._number))
         missing = [name for name in wanted if name not in given]
         foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
         if missing or foreign:
@@ -143,7 +145,8 @@ class StateOfStages:
             if remote is None:
                 continue
             own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
-            remote.call("load_module_state", {name: state[prefix + name] for name in own}, self._number)
+            given = {name: state[prefix + name] for name in own}
+            remote.call(StageCommands.load_module_state, given, self._number)
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:
                     state[prefix + name] = state[prefix + name].to("meta")

@@ -17,21 +17,23 @@ from strategies.common.trees import flat, layouts, on_cpu
 from strategies.optim.restricted import (
     put_together,
 )
+from strategies.pipeline.control.commands import Attributes, StageCommands
+from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.optim.gathered import GatheredGradients
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.context import PassContext
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage
-from strategies.pipeline.state.mirror import Attributes, plain_attributes, set_attributes
-from strategies.pipeline.state.remote_operations import HeldValues, Operation, Reference
+from strategies.pipeline.state.mirror import plain_attributes, set_attributes
+from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.hosted_optimizers import HostedOptimizers
 from strategies.pipeline.worker.payload import Cargo
 from strategies.pipeline.worker.wiring import Wiring
 
 
-class HostedStage(HostedOptimizers):
+class HostedStage(HostedOptimizers, StageCommands):
     """A stage on a worker. Its public methods are the commands of the control plane."""
 
     def __init__(self, cargo: Cargo, wiring: Wiring, activity: Activity) -> None:

@@ -15,29 +15,15 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from strategies.commands.declaration import Call, declarations_of
 from strategies.common.activity import Activity, Progress
 from strategies.launch.session import Session, join_data_plane, join_rpc
-from strategies.pipeline.control.calls import Command, Failure, failure_of
+from strategies.pipeline.control.calls import Failure, failure_of
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.worker.hosted import HostedStage, unpack
 from strategies.pipeline.worker.wiring import to_neighbours
 
-_WORDS = {
-    "value": "handing over a value",
-    "gradient": "handing over a gradient",
-    "module_state": "save, handing over weights",
-    "module_layout": "save",
-    "optimizer_states": "save, handing over optimizer states",
-    "optimizer_layouts": "save",
-    "shelve": "save",
-    "start_trace": "starting the profiler",
-    "stop_trace": "handing over a trace",
-    "tensors": "teardown, handing over weights",
-    "attributes": "teardown, handing over attributes",
-    "extra_state": "teardown, handing over extra states",
-    "load_module_state": "load, taking over weights",
-    "load_optimizer_states": "load, taking over optimizer states",
-}
-"""What a stage does, where the command itself does not say it."""
+_DECLARATIONS = declarations_of(StageCommands)
 
 
 class Host:
@@ -55,10 +41,10 @@ class Host:
         self._name, self._activity = name, activity
         self._unpack: Callable[[Activity], HostedStage] | None = unpack
         self._stage: HostedStage | None = None
-        self._queue: SimpleQueue[tuple[int, list[Command], Future] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[int, list[Call], Future] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="compute", daemon=True).start()
 
-    def submit(self, number: int, commands: list[Command]) -> Future:
+    def submit(self, number: int, commands: list[Call]) -> Future:
         """Queues commands; the future gets the last one's result, or a :class:`Failure`."""
         future: Future = Future()
         self._queue.put((number, commands, future))
@@ -79,7 +65,7 @@ class Host:
         return self._activity.progress()
 
     def _work(self) -> None:
-        early: dict[int, tuple[list[Command], Future]] = {}
+        early: dict[int, tuple[list[Call], Future]] = {}
         following = 0
         self._activity.begin()
         while True:
@@ -93,17 +79,17 @@ class Host:
                 following += 1
                 future.set_result(self._run(commands))
 
-    def _run(self, commands: list[Command]) -> Any:
+    def _run(self, commands: list[Call]) -> Any:
         result = None
         try:
             if self._stage is None:
                 assert self._unpack is not None
                 self._activity.doing = "unpacking its layers"
                 self._stage, self._unpack = self._unpack(self._activity), None
-            for name, arguments in commands:
-                if name in _WORDS:
-                    self._activity.doing = _WORDS[name]
-                result = getattr(self._stage, name)(*arguments)
+            for name, args, kwargs in commands:
+                if doing := _DECLARATIONS[name].doing:
+                    self._activity.doing = doing
+                result = getattr(self._stage, name)(*args, **kwargs)
         except BaseException as error:  # a layer may even exit; the driver must hear of it
             if self._stage is not None:
                 self._stage.tell_neighbours()

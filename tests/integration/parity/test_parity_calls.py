@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
+from strategies.pipeline.control.commands import StageCommands
+
 
 class Remembers(nn.Module):
     """Runs a layer, and knows how many of the inputs that it has had are still in memory, for whatever reason.
@@ -60,7 +62,7 @@ class CountActivations(Callback):
     def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
         pipeline = getattr(trainer.strategy, "_pipeline", None)
         for remote in [] if pipeline is None else pipeline.remotes:
-            assert "discard" not in [command for command, _ in remote._later]
+            assert "discard" not in [command for command, *_ in remote._queued]
         self.after_step.append(self.count(trainer, model))
 
     def count(self, trainer: Any, model: Any) -> list[int]:
@@ -68,7 +70,7 @@ class CountActivations(Callback):
         if pipeline is None:
             layers = [m for m in model.modules() if isinstance(m, Remembers)]
             return [sum(layer.get_extra_state() for layer in layers)]
-        workers = [sum(remote.call("extra_state").values()) for remote in pipeline.remotes]
+        workers = [sum(remote.call(StageCommands.extra_state).values()) for remote in pipeline.remotes]
         return [*workers, sum(layer.get_extra_state() for layer in pipeline.stages[-1])]
 
 

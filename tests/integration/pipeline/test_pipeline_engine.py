@@ -10,6 +10,7 @@ import torch
 from harness import run
 from torch import Tensor, nn
 
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 
@@ -78,14 +79,14 @@ def compare(module: nn.Sequential, plain: nn.Sequential, pipeline: Pipeline, x: 
         assert ours is None
     else:
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-    grads = {name: grad for remote in pipeline.remotes for name, grad in remote.call("grads").items()}
+    grads = {name: grad for remote in pipeline.remotes for name, grad in remote.call(StageCommands.grads).items()}
     grads |= {name: p.grad for name, p in module.named_parameters() if not p.is_meta}
     for name, p in plain.named_parameters():
         if p.grad is None:
             assert grads[name] is None, name
         else:
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-9)
-    assert [remote.call("num_kept") for remote in pipeline.remotes] == [0, 0]
+    assert [remote.call(StageCommands.num_kept) for remote in pipeline.remotes] == [0, 0]
 
 
 def what_passes_between_stages() -> None:
@@ -103,7 +104,7 @@ def what_passes_between_stages() -> None:
         with three_stages(cut, checkpoint=checkpoint) as (module, plain, pipeline):
             compare(module, plain, pipeline, torch.randn(5, 4, dtype=torch.float64))
             module(torch.randn(5, 4, dtype=torch.float64))  # its backward pass never comes
-            assert [remote.call("num_kept") for remote in pipeline.remotes] == [0, 0]
+            assert [remote.call(StageCommands.num_kept) for remote in pipeline.remotes] == [0, 0]
 
 
 def test_what_passes_between_stages() -> None:

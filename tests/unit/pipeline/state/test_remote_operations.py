@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
+from strategies.commands.declaration import call_of
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.state.remote_operations import HeldValues, Holder, OnStages
 from strategies.pipeline.state.stand_ins import move_to_meta
 
@@ -16,22 +19,22 @@ from strategies.pipeline.state.stand_ins import move_to_meta
 class Worker:
     """Holds modules, and does what it was told when it is asked for something."""
 
-    def __init__(self, *modules: nn.Module) -> None:
-        self.held = HeldValues(modules)
+    def __init__(self, description: str, *modules: nn.Module) -> None:
+        self.description, self.held = description, HeldValues(modules)
         self.commands: list[bytes] = []
 
-    def later(self, command: str, *arguments: Any) -> None:
-        self.commands.append(pickle.dumps((command, arguments)))
+    def queue(self, command: Callable[..., Any], *arguments: Any) -> None:
+        self.commands.append(pickle.dumps(call_of(command, *arguments)))
 
-    def call(self, command: str, *arguments: Any) -> Any:
-        assert command == "held_value"
+    def read(self, command: Callable[..., Any], *arguments: Any) -> Any:
+        assert command is StageCommands.held_value
         self.work()
         return self.held.tensor(*arguments).clone()
 
     def work(self) -> int:
         """Returns how many commands there were."""
         commands, self.commands = self.commands, []
-        for command, arguments in map(pickle.loads, commands):
+        for command, arguments, _ in map(pickle.loads, commands):
             if command == "compute":
                 self.held.compute(arguments[0])
             else:
@@ -46,8 +49,8 @@ class Spread:
         self.modules = [net(seed) for seed in (0, 1)]
         self.real = copy.deepcopy(self.modules)
         parts = [slice(0, 2), slice(2, 4)]
-        self.workers = [Worker(*(module[part] for module in self.real)) for part in parts]
-        self.holders = [Holder(f"stage {i}", w.later, w.call) for i, w in enumerate(self.workers)]
+        self.workers = [Worker(f"stage {i}", *(module[part] for module in self.real)) for i, part in enumerate(parts)]
+        self.holders = [Holder(worker) for worker in self.workers]
         for holder, part in zip(self.holders, parts, strict=True):
             for number, module in enumerate(self.modules):
                 move_to_meta(module[part], module, [])

@@ -12,6 +12,7 @@ from pytorch_lightning.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.state.remote_tensor import FetchedTensor, RemoteParameter, remote_buffer, remote_parameter
 from strategies.pipeline.state.stand_ins import move_to_meta
 
@@ -29,20 +30,20 @@ class Stage:
         self.layers(torch.rand(4, 2, dtype=torch.float64)).pow(2).sum().backward()
         self.version, self.num_reads = 0, 0
 
-    def read(self, command: str, name: str, module: int = 0) -> Any:
+    def read(self, command: Callable[..., Any], name: str, module: int = 0) -> Any:
         self.num_reads += 1
         tensor = dict([*self.layers.named_parameters(), *self.layers.named_buffers()])[name]
-        if command == "gradient":
+        if command is StageCommands.gradient:
             return None if tensor.grad is None else tensor.grad.clone()
         return tensor.detach().clone(), tensor.requires_grad and name.startswith("1.running")
 
-    def zero_grad_later(self, name: str, set_to_none: bool, module: int = 0) -> None:
+    def queue_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
         if module:  # a copy of the layers, which has no gradients
             return
         nn.ParameterList([dict(self.layers.named_parameters())[name]]).zero_grad(set_to_none)
 
-    def later(self, command: str, name: str, grad: Tensor, module: int = 0) -> None:
-        assert command == "add_gradient"
+    def queue(self, command: Callable[..., Any], name: str, grad: Tensor, module: int = 0) -> None:
+        assert command is StageCommands.add_gradient
         self.layers.get_parameter(name).grad += grad
 
     def stand_ins(self) -> nn.Sequential:

@@ -1,0 +1,69 @@
+"""Commands: methods of a ``Protocol`` that one process names and an object on another process implements.
+
+class StageCommands(Protocol):
+    @command(changes_values=False)
+    def grads(self) -> dict[str, Tensor | None]: ...
+
+grads = remote.call(StageCommands.grads)           # the caller: mypy knows the arguments and the result
+class HostedStage(StageCommands): ...              # the process that runs it
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+Commands = TypeVar("Commands")
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]
+"""A call of a command on the wire: the name of the method, its positional and its keyword arguments."""
+
+_ATTRIBUTE = "relay_command"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What both sides know of a command besides its signature.
+
+    Attributes:
+        changes_values: Whether parameters, buffers or gradients may be others afterwards.
+        doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
+    """
+
+    changes_values: bool
+    doing: str
+
+
+def command(*, changes_values: bool = True, doing: str = "") -> Callable[[F], F]:
+    """Declare a method of a ``Protocol`` as a command. Classes that implement the ``Protocol`` must define it.
+
+    Args:
+        changes_values: Whether parameters, buffers or gradients may be others afterwards.
+        doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
+    """
+
+    def declare(method: F) -> F:
+        vars(method)[_ATTRIBUTE] = Declaration(changes_values, doing)
+        vars(method)["__isabstractmethod__"] = True
+        return method
+
+    return declare
+
+
+def declaration_of(command: Callable[..., Any]) -> Declaration:
+    """Return what :func:`command` declared for a method of a ``Protocol``."""
+    declaration: Declaration = vars(command)[_ATTRIBUTE]
+    return declaration
+
+
+def declarations_of(protocol: type) -> dict[str, Declaration]:
+    """Return the commands of a ``Protocol`` by name."""
+    methods = {name: getattr(protocol, name) for name in dir(protocol)}
+    return {name: vars(m)[_ATTRIBUTE] for name, m in methods.items() if _ATTRIBUTE in getattr(m, "__dict__", ())}
+
+
+def call_of(command: Callable[Concatenate[Commands, P], R], *args: P.args, **kwargs: P.kwargs) -> Call:
+    """Return a call of a command as it travels. This is the one place where a command becomes a string."""
+    return command.__name__, args, kwargs

@@ -1,0 +1,278 @@
+"""The commands that the driver sends to a stage on a worker, by theme.
+
+:class:`~strategies.pipeline.control.client.RemoteStage` sends them;
+:class:`~strategies.pipeline.worker.hosted.HostedStage` implements them. Tensors in arguments and results are on the CPU
+unless said otherwise. ``module`` is the number of a module of the stage: 0 for its layers, ``k`` for those of the
+``k``-th copy of the model. ``optimizer`` is the number of one of the user's optimizers, ``number`` that of a pass.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from strategies.commands.declaration import command
+from strategies.pipeline.control.operations import Operation, Reference
+from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.stage import Pass
+
+Attributes = dict[int, dict[str, Any]]
+"""Plain attributes of some modules, by the place of the module in ``modules()``."""
+
+
+class StageCommands(Protocol):
+    """What a stage on a worker can be told to do.
+
+    Commands run one at a time, in the order in which the driver calls them. Those without ``changes_values`` leave
+    parameters, buffers and gradients as they are.
+    """
+
+    # Passes
+
+    @command()
+    def forward(self, this: Pass, actions: list[Action], later: list[Action]) -> None:
+        """Run the forward actions of a pass, and keep ``later`` for :meth:`backward`."""
+
+    @command()
+    def backward(self, number: int) -> None:
+        """Run the backward actions of a pass."""
+
+    @command()
+    def interleave(self, this: Pass, actions: list[Action]) -> None:
+        """Run all actions of a pass. Its gradients stay apart from ``.grad`` until :meth:`release`."""
+
+    @command()
+    def release(self, number: int, factor: float) -> None:
+        """Add the gradients of an interleaved pass, times ``factor``, to those of the parameters."""
+
+    @command()
+    def evaluate(self, context: PassContext) -> None:
+        """Run passes without a backward part as the data plane announces them, until it announces the end.
+
+        One command for each of these passes would cost more than a small model computes.
+        """
+
+    @command()
+    def share_values(self, number: int) -> None:
+        """Send or receive the values of tied parameters ahead of a pass."""
+
+    @command(changes_values=False)
+    def discard(self, number: int) -> None:
+        """Forget a pass that will have no backward part."""
+
+    @command(changes_values=False)
+    def num_kept(self) -> int:
+        """Return the number of micro-batches that wait for their backward pass."""
+
+    # Modules
+
+    @command(changes_values=False)
+    def set_attributes(self, attributes: Attributes) -> None:
+        """Set plain attributes of modules, such as ``training``."""
+
+    @command(changes_values=False, doing="teardown, handing over attributes")
+    def attributes(self) -> list[dict[str, Any]]:
+        """Return the plain attributes of each module, in the order of ``modules()``."""
+
+    @command(changes_values=False)
+    def set_requires_grad(self, flags: Sequence[bool]) -> None:
+        """Set ``requires_grad`` of each parameter, in the order of ``parameters()``."""
+
+    @command()
+    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Replace buffers, by name."""
+
+    @command(changes_values=False, doing="teardown, handing over weights")
+    def tensors(self, module: int = 0) -> dict[str, Tensor]:
+        """Return every parameter and buffer by name, including those that ``state_dict`` leaves out."""
+
+    @command(changes_values=False, doing="save, handing over weights")
+    def module_state(self, module: int = 0) -> dict[str, Any]:
+        """Return the ``state_dict`` of a module."""
+
+    @command(changes_values=False, doing="save")
+    def module_layout(self, module: int = 0) -> dict[str, Any]:
+        """Return the ``state_dict`` of a module with layouts in place of tensors."""
+
+    @command(doing="load, taking over weights")
+    def load_module_state(self, state: Mapping[str, Any], module: int = 0) -> None:
+        """Load what :meth:`module_state` returned. Missing keys are no error; the driver reports them."""
+
+    @command(changes_values=False, doing="teardown, handing over extra states")
+    def extra_state(self) -> dict[str, Any]:
+        """Return what ``get_extra_state`` of the layers adds to a ``state_dict``."""
+
+    # Single values and gradients, for stand-ins on the driver
+
+    @command(changes_values=False, doing="handing over a value")
+    def value(self, name: str, module: int = 0) -> tuple[Tensor | None, bool]:
+        """Return a parameter or buffer, and whether it is a buffer with a place in the autograd graph."""
+
+    @command(changes_values=False, doing="handing over a gradient")
+    def gradient(self, name: str, module: int = 0) -> Tensor | None:
+        """Return the gradient of a parameter."""
+
+    @command()
+    def add_gradient(self, name: str, grad: Tensor, module: int = 0) -> None:
+        """Add to the gradient of a parameter, for its use on the driver."""
+
+    @command()
+    def compute(self, operation: Operation, dtype: torch.dtype) -> None:
+        """Run an operation on values of this stage, with the default dtype of the driver."""
+
+    @command(changes_values=False)
+    def held_value(self, reference: Reference) -> Tensor:
+        """Return a tensor of this stage."""
+
+    @command(changes_values=False)
+    def free_value(self, number: int) -> None:
+        """Free the result of an operation."""
+
+    # Gradients of all parameters
+
+    @command()
+    def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
+        """Clear the gradients of parameters, as ``zero_grad`` of a module that holds them."""
+
+    @command(changes_values=False)
+    def grads(self) -> dict[str, Tensor | None]:
+        """Return the gradient of each parameter, by its name in the whole module."""
+
+    @command()
+    def load_grads(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Set the gradients to what :meth:`grads` returned."""
+
+    @command()
+    def average_grads(self) -> None:
+        """Average the gradients over the replicas of this stage."""
+
+    # Optimizers
+
+    @command()
+    def adopt(self, blob: bytes, numbers: list[int]) -> None:
+        """Add this stage's part of one more optimizer.
+
+        Args:
+            blob: Class and attributes of the optimizer, pickled, with names in place of parameters.
+            numbers: The numbers that the whole optimizer gives to the parameters of this stage.
+        """
+
+    @command()
+    def step(
+        self,
+        optimizer: int,
+        values: list[dict[str, Any]],
+        scaling: dict[str, Tensor],
+        dtype: torch.dtype,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Step an optimizer with the hyperparameters of the driver.
+
+        Args:
+            optimizer: Number of the optimizer.
+            values: The hyperparameters of each group.
+            scaling: What a gradient scaler sets on an optimizer that unscales within its step.
+            dtype: The default dtype of the driver, which some optimizers give to counters that they create.
+            arguments: Arguments of ``step``.
+        """
+
+    @command()
+    def call_method(
+        self,
+        optimizer: int,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        values: list[dict[str, Any]],
+        context: PassContext,
+        grad: bool,
+    ) -> Any:
+        """Call a method that the class of an optimizer adds to those of ``torch.optim.Optimizer``.
+
+        Args:
+            optimizer: Number of the optimizer.
+            name: Name of the method.
+            args: Positional arguments of the method.
+            kwargs: Keyword arguments of the method.
+            values: The hyperparameters of each group on the driver.
+            context: The settings of the driver.
+            grad: Whether gradients are enabled on the driver.
+
+        Returns:
+            What the method returns; ``None`` in place of the optimizer itself.
+        """
+
+    @command()
+    def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
+        """Clear the gradients of the parameters of an optimizer."""
+
+    @command()
+    def unscale_grads(self, optimizer: int, inv_scale: Tensor, allow_fp16: bool) -> float:
+        """Divide the gradients of the parameters of an optimizer by the loss scale.
+
+        Returns:
+            Zero if all of them are finite.
+        """
+
+    @command()
+    def scale_grads(self, optimizer: int, factor: Tensor) -> None:
+        """Multiply the gradients of the parameters of an optimizer by ``factor``, a scalar."""
+
+    @command()
+    def clip_grad_values(self, optimizer: int, limit: float) -> None:
+        """Clamp every element of the gradients of an optimizer's parameters to ``[-limit, limit]``."""
+
+    @command(changes_values=False)
+    def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
+        """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
+
+    @command(changes_values=False, doing="teardown, handing over optimizer states")
+    def optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
+        """Return the optimizer states in this process, by the number of the parameter in the whole optimizer."""
+
+    @command(changes_values=False, doing="save, handing over optimizer states")
+    def whole_optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
+        """Return the optimizer states of this stage, also where its replicas have divided them.
+
+        All replicas call this; the result is complete on the first one.
+        """
+
+    @command(changes_values=False, doing="save")
+    def optimizer_layouts(self, optimizer: int) -> dict[int, dict[str, Any]]:
+        """Return what :meth:`whole_optimizer_states` returns, with layouts in place of tensors."""
+
+    @command(doing="load, taking over optimizer states")
+    def load_optimizer_states(self, optimizer: int, states: Mapping[Any, Any]) -> None:
+        """Load the states of this stage's parameters out of the states of a whole optimizer."""
+
+    # Sharded checkpoints
+
+    @command(changes_values=False, doing="save")
+    def shelve(self, number: int, names: Mapping[str, str], copies: bool) -> None:
+        """Set tensors aside, to be written with the values that they have now.
+
+        Args:
+            number: Where to put them on the shelf.
+            names: The name in the checkpoint and the name on this stage, of each tensor.
+            copies: Whether later commands may change the tensors before they are written.
+        """
+
+    @command()
+    def load_shelved_optimizer_states(self, number: int) -> None:
+        """Load the states of all optimizers that have been put on the shelf."""
+
+    # Profiling
+
+    @command(changes_values=False, doing="starting the profiler")
+    def start_trace(self, options: Mapping[str, Any]) -> None:
+        """Start to record what the compute thread does.
+
+        Args:
+            options: Arguments of ``torch.profiler.profile``.
+        """
+
+    @command(changes_values=False, doing="handing over a trace")
+    def stop_trace(self) -> bytes | None:
+        """End the recording and return it in Chrome's format; ``None`` if nothing has been recorded."""
