@@ -1,1 +1,1 @@
-"""Worked examples: a character GPT on Python's documentation and a convolutional classifier of digits."""
+"""Examples: a character GPT, a classifier of digits, a remote embedding, and the basics of ``torch.distributed``."""

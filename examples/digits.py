@@ -1,4 +1,4 @@
-"""A convolutional classifier with BatchNorm on scikit-learn's bundled digits: trained in seconds, no download."""
+"""A convolutional classifier with BatchNorm for scikit-learn's digits: trains in seconds and downloads nothing."""
 
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule
@@ -12,7 +12,7 @@ NUM_CLASSES = 10
 
 
 def convolution(in_channels: int, out_channels: int) -> list[nn.Module]:
-    # No bias: BatchNorm would subtract it again.
+    # No bias: BatchNorm subtracts the mean, and with it any bias.
     return [
         nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(out_channels),
@@ -21,7 +21,7 @@ def convolution(in_channels: int, out_channels: int) -> list[nn.Module]:
 
 
 class DigitClassifier(LightningModule):
-    """Images `[batch, 1, 8, 8]` to logits `[batch, classes]`."""
+    """Maps images `[batch, 1, 8, 8]` to logits `[batch, classes]`."""
 
     def __init__(self, width: int = 16, learning_rate: float = 1e-2):
         super().__init__()
@@ -58,7 +58,7 @@ class DigitClassifier(LightningModule):
 
 
 class Digits(LightningDataModule):
-    """1,797 scanned digits, a fifth of them held out for validation."""
+    """1,797 scanned digits; a fifth of them is for validation."""
 
     def __init__(self, batch_size: int = 64, seed: int = 0):
         super().__init__()

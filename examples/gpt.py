@@ -1,4 +1,4 @@
-"""A character GPT as an ordinary LightningModule: its layers are one `nn.Sequential`; no line is about strategies."""
+"""A character GPT as an ordinary LightningModule: its layers form one `nn.Sequential`, under any strategy."""
 
 import math
 
@@ -13,7 +13,7 @@ from examples.text import VOCABULARY_SIZE, decode, encode
 
 
 class Embedding(nn.Module):
-    """Token plus position: `[batch, block]` to `[batch, block, width]`."""
+    """Sum of token and position embedding: maps `[batch, block]` to `[batch, block, width]`."""
 
     def __init__(self, block_size: int, width: int, dropout: float):
         super().__init__()
@@ -27,7 +27,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm transformer block with causal attention: `[batch, block, width]` to the same."""
+    """Pre-norm transformer block with causal attention: maps `[batch, block, width]` to the same shape."""
 
     def __init__(self, width: int, num_heads: int, dropout: float):
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 class GPT(LightningModule):
-    """Predicts the next character: tokens `[batch, block]` to logits `[batch, block, vocabulary]`."""
+    """Predicts the next character: maps tokens `[batch, block]` to logits `[batch, block, vocabulary]`."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class GPT(LightningModule):
 
     def configure_optimizers(self) -> dict:
         matrices = [p for p in self.parameters() if p.ndim >= 2]
-        vectors = [p for p in self.parameters() if p.ndim < 2]  # biases and norms, which must not shrink to zero
+        vectors = [p for p in self.parameters() if p.ndim < 2]  # biases and norms: no weight decay
         optimizer = torch.optim.AdamW(
             [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
             lr=self.hparams.learning_rate,
@@ -111,7 +111,7 @@ class GPT(LightningModule):
 
 
 def warmup_cosine(step: int, warmup_steps: int, num_steps: float) -> float:
-    """Factor on the learning rate: linearly up over `warmup_steps`, then a cosine down to a tenth at `num_steps`."""
+    """Learning-rate factor: rises linearly for `warmup_steps`, then falls as a cosine to a tenth at `num_steps`."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = min(1.0, (step - warmup_steps) / max(1.0, num_steps - warmup_steps))
@@ -120,7 +120,7 @@ def warmup_cosine(step: int, warmup_steps: int, num_steps: float) -> float:
 
 @torch.no_grad()
 def generate(model: GPT, prompt: str, num_characters: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-    """The prompt and `num_characters` more, each sampled from the model's softmax at `temperature`."""
+    """Returns the prompt and `num_characters` characters, each sampled from the model's softmax at `temperature`."""
     was_training = model.training
     model.eval()
     generator = torch.Generator().manual_seed(seed)

@@ -1,7 +1,7 @@
-"""A model in two places: its embedding table on a worker, its trunk on two trainers under DDP.
+"""A model in three processes: its embedding table on a worker, its trunk on two trainers under DDP.
 
-``python -m examples.remote_embedding`` trains it on the text of Python's documentation, then trains the same model in
-one process, and compares every parameter.
+``python -m examples.remote_embedding`` trains the model on the text of Python's documentation, then trains the same
+model in one process, and compares every parameter.
 
     trainer0:  trunk (DDP) ──┐ tokens, gradients
                  ▲           ├──────────────────▶ embedding: table, its optimizer
@@ -32,7 +32,7 @@ NAMES = ("trainer0", "trainer1", "embedding")
 
 @dataclass(frozen=True)
 class Settings:
-    """What can be chosen on the command line; optimizers are names of classes in ``torch.optim``."""
+    """Arguments of the command line; optimizers are names of classes in ``torch.optim``."""
 
     steps: int = 300
     table_optimizer: str = "Adagrad"
@@ -47,7 +47,7 @@ class Settings:
 
 
 class Model(nn.Module):
-    """Predicts the next character from the vectors of the last ones: tokens `[batch, CONTEXT]` to logits."""
+    """Predicts the next character from the last ``CONTEXT`` ones: maps tokens `[batch, CONTEXT]` to logits."""
 
     def __init__(self, table: nn.Module, trunk: nn.Module) -> None:
         super().__init__()
@@ -58,14 +58,14 @@ class Model(nn.Module):
 
 
 def initial(settings: Settings) -> Model:
-    """The model in one process, the same whenever it is made."""
+    """Returns the model in one process, with the same weights at each call."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(CONTEXT * WIDTH, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CHARACTERS))
     return Model(nn.Embedding(CHARACTERS, WIDTH), trunk).to(settings.dtype)
 
 
 def batches(text: Tensor, steps: int, rank: int, num_shares: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Contexts and the characters that follow: of each batch, the same everywhere, the share of one trainer."""
+    """Yields one trainer's share of each batch: contexts and next characters. All trainers draw the same batches."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         starts = torch.randint(len(text) - CONTEXT, (BATCH,), generator=generator)[rank::num_shares]
@@ -74,13 +74,13 @@ def batches(text: Tensor, steps: int, rank: int, num_shares: int) -> Iterator[tu
 
 
 def train(model: nn.Module, optimizers: Sequence[Optimizer], data: Iterator[tuple[Tensor, Tensor]]) -> list[float]:
-    """An ordinary training loop; it does not know where the table is. Returns the loss of each step."""
+    """Runs an ordinary training loop, which does not depend on where the table is. Returns the loss of each step."""
     losses = []
     for tokens, targets in data:
         for optimizer in optimizers:
             optimizer.zero_grad()
         loss = cross_entropy(model(tokens), targets)
-        loss.backward()  # DDP averages the gradients of the trunk, the worker those of the table
+        loss.backward()  # DDP averages the gradients of the trunk, the worker averages those of the table
         for optimizer in optimizers:
             optimizer.step()
         losses.append(loss.item())
@@ -88,7 +88,7 @@ def train(model: nn.Module, optimizers: Sequence[Optimizer], data: Iterator[tupl
 
 
 def train_share(rank: int, table: RemoteModule, text: Tensor, settings: Settings, checkpoint: str) -> list[float]:
-    """What each trainer does. The table came by RPC and is one and the same for both."""
+    """Runs on each trainer. Both trainers get the same table by RPC."""
     group = dist.new_group(list(range(NUM_TRAINERS)), use_local_synchronization=True)
     trunk = initial(settings).trunk
     model = Model(table, trunk)
@@ -99,12 +99,12 @@ def train_share(rank: int, table: RemoteModule, text: Tensor, settings: Settings
     ddp = DistributedDataParallel(model, process_group=group)
     losses = train(ddp, optimizers, batches(text, settings.steps, rank, NUM_TRAINERS))
     if rank == 0:
-        torch.save(model.state_dict(), checkpoint)  # of the table as well
+        torch.save(model.state_dict(), checkpoint)  # includes the table
     return losses
 
 
 def program(rank: int, num_processes: int, text: Tensor, settings: Settings, folder: str) -> None:
-    """What each process does; all but the first only answer until it is done."""
+    """Runs in each process; all processes except the first only serve RPC calls until the first one has finished."""
     with remote_procedure_calls(NAMES[rank], rank, num_processes):
         if rank != 0:
             return
@@ -117,7 +117,7 @@ def program(rank: int, num_processes: int, text: Tensor, settings: Settings, fol
 
 
 def train_in_one_process(text: Tensor, settings: Settings) -> tuple[Model, list[float]]:
-    """The same model on the same batches, in this process."""
+    """Trains the same model on the same batches in this process."""
     model = initial(settings)
     optimizers = [
         getattr(torch.optim, settings.table_optimizer)(model.table.parameters(), lr=settings.table_lr),
@@ -130,8 +130,8 @@ def compare(text: Tensor, settings: Settings) -> tuple[Model, list[float], float
     """Trains in three processes and in one.
 
     Returns:
-        The model of the three processes, the loss of each of its steps, and the largest difference of any parameter or
-        loss to those of one process.
+        The model of the three processes, the loss of each of its steps, and the largest difference between a parameter
+        or loss of the three processes and that of one process.
     """
     with tempfile.TemporaryDirectory(prefix="relay-basics-") as folder:
         launch(program, len(NAMES), text, settings, folder)
@@ -146,7 +146,7 @@ def compare(text: Tensor, settings: Settings) -> tuple[Model, list[float], float
 
 
 def main() -> None:
-    # Here, as it imports Lightning, which the three processes do not need.
+    # Imported here because it imports Lightning, which the three processes do not need.
     from examples.text import encode, python_documentation, unigram_loss
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--trunk_optimizer", default=defaults.trunk_optimizer)
     parser.add_argument("--table_lr", type=float, default=defaults.table_lr)
     parser.add_argument("--trunk_lr", type=float, default=defaults.trunk_lr)
-    parser.add_argument("--double", action="store_true", help="float64, in which the comparison is exact")
+    parser.add_argument("--double", action="store_true", help="train in float64, where only rounding differs")
     settings = Settings(**vars(parser.parse_args()))
     tokens = encode(python_documentation())
     split = round(len(tokens) * 0.9)
@@ -165,9 +165,9 @@ def main() -> None:
     with torch.no_grad():
         windows = held_out.unfold(0, CONTEXT + 1, 1)
         validation = cross_entropy(model(windows[:, :-1]), windows[:, -1]).item()
-    print(f"training loss    {losses[0]:.3f} at first, {losses[-1]:.3f} at last, nats per character")
-    print(f"validation loss  {validation:.3f}; character frequencies alone reach {unigram_loss(text, held_out):.3f}")
-    print(f"one process      no parameter and no loss differs by more than {difference:.1e}")
+    print(f"training loss    {losses[0]:.3f} in the first step, {losses[-1]:.3f} in the last step, nats per character")
+    print(f"validation loss  {validation:.3f}; character frequencies alone give {unigram_loss(text, held_out):.3f}")
+    print(f"one process      parameters and losses differ by at most {difference:.1e}")
 
 
 if __name__ == "__main__":

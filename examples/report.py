@@ -1,4 +1,4 @@
-"""A callback that says in the end what a run of the character GPT achieved, under whatever strategy it ran."""
+"""A callback that prints the results of a run of the character GPT under any strategy."""
 
 from time import perf_counter
 from typing import Any
@@ -9,7 +9,7 @@ from examples.gpt import generate
 
 
 class Report(Callback):
-    """Prints the loss of every epoch beside that of a unigram model, the speed, the checkpoint and a sample of text."""
+    """Prints the loss of every epoch, the loss of a unigram model, the speed, the checkpoint and a sample of text."""
 
     def __init__(self, prompt: str = 'The "', num_characters: int = 300):
         self.prompt = prompt
@@ -20,7 +20,7 @@ class Report(Callback):
         self._resumed_at = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._validation_losses.clear()  # of the sanity check
+        self._validation_losses.clear()  # removes the loss of the sanity check
         self._num_tokens, self._seconds, self._resumed_at = 0, 0.0, perf_counter()
 
     def on_train_batch_end(
@@ -28,7 +28,7 @@ class Report(Callback):
     ) -> None:
         self._num_tokens += batch[0].numel() * trainer.world_size
 
-    # Validation, which runs inside training, is not counted.
+    # The time of validation, which runs within training, does not count as training time.
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seconds += perf_counter() - self._resumed_at
 
@@ -39,7 +39,7 @@ class Report(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seconds += perf_counter() - self._resumed_at
 
-    # The strategy has been torn down by now: the model is whole again, in the user's process.
+    # The strategy has been torn down: the model is complete again in the user's process.
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.is_global_zero:
             return

@@ -1,4 +1,4 @@
-"""Text of Python's own documentation as a data module: nothing is downloaded, a token is an ASCII code."""
+"""The text of Python's documentation as a data module: downloads nothing; a token is an ASCII code."""
 
 from pydoc_data.topics import topics
 
@@ -7,29 +7,29 @@ from pytorch_lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-VOCABULARY_SIZE = 128  # fixed, so that a model alone, without its data, can read and write text
+VOCABULARY_SIZE = 128  # all ASCII codes, so that a model can generate text without its training data
 
 
 def encode(text: str) -> Tensor:
-    """Tokens of a text, `[characters]`; what is not ASCII becomes `?`."""
+    """Returns the tokens of a text, `[characters]`; a character that is not ASCII becomes `?`."""
     return torch.tensor(list(text.encode("ascii", errors="replace")))
 
 
 def decode(tokens: Tensor) -> str:
-    """Text of tokens `[characters]`, the inverse of `encode`."""
+    """Returns the text of tokens `[characters]`, the inverse of `encode`."""
     return bytes(tokens.tolist()).decode("ascii")
 
 
 def python_documentation() -> str:
-    """The topics of `help()`, each paragraph once: several topics quote others, which would leak into validation."""
+    """Returns the topics of `help()` without repeated paragraphs, which could be in training and validation data."""
     paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 
 def unigram_loss(train: Tensor, validation: Tensor) -> float:
-    """Loss in nats per character of the best model that ignores context: character frequencies of `train`.
+    """Returns the loss, in nats per character, of predicting `validation` from the character frequencies of `train`.
 
-    Every character is counted once more than it occurs, so that one never seen in `train` keeps a finite loss.
+    Each count is increased by one, so that a character that does not occur in `train` has a finite loss.
     """
     counts = torch.bincount(train, minlength=VOCABULARY_SIZE) + 1
     log_probabilities = (counts / counts.sum()).log()
@@ -37,7 +37,7 @@ def unigram_loss(train: Tensor, validation: Tensor) -> float:
 
 
 class PythonDocs(LightningDataModule):
-    """Batches of (tokens, next tokens), each `[batch, block]`; the end of the text is held out for validation."""
+    """Batches of (tokens, next tokens), each `[batch, block]`; the end of the text is for validation."""
 
     def __init__(self, block_size: int = 128, batch_size: int = 16, validation_fraction: float = 0.1, seed: int = 0):
         super().__init__()
@@ -48,7 +48,7 @@ class PythonDocs(LightningDataModule):
 
     @property
     def unigram_loss(self) -> float:
-        """What a model has to beat on the validation split, in nats per character."""
+        """Loss of the unigram model on the validation split, in nats per character."""
         return unigram_loss(self.train_tokens, self.validation_tokens)
 
     def train_dataloader(self) -> DataLoader:
@@ -58,7 +58,7 @@ class PythonDocs(LightningDataModule):
         return self._loader(self.validation_tokens, shuffle=False)
 
     def _loader(self, tokens: Tensor, *, shuffle: bool) -> DataLoader:
-        blocks = tokens.unfold(0, self.hparams.block_size + 1, self.hparams.block_size)  # neighbours share one token
+        blocks = tokens.unfold(0, self.hparams.block_size + 1, self.hparams.block_size)  # blocks overlap by one token
         return DataLoader(
             TensorDataset(blocks[:, :-1], blocks[:, 1:]),
             batch_size=self.hparams.batch_size,

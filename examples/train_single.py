@@ -1,4 +1,4 @@
-"""The character GPT from a script: `train_single.py` and `train_pipeline.py` differ in one argument."""
+"""Trains the character GPT from a script; `train_single.py` and `train_pipeline.py` differ in one argument."""
 
 from pytorch_lightning import seed_everything
 
@@ -10,7 +10,7 @@ from trainer import Trainer
 seed_everything(1)
 trainer = Trainer(
     accelerator="cpu",
-    devices=2,  # processes; "single_device" uses one of them
+    devices=2,  # processes; "single_device" uses only one
     strategy="single_device",
     max_epochs=1,
     default_root_dir="runs",

@@ -1,1 +1,1 @@
-"""The basics of ``torch.distributed``, one small program each; see README.md."""
+"""The basics of ``torch.distributed``, one small program for each topic; see README.md."""

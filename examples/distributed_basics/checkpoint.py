@@ -2,8 +2,8 @@
 
 ``python -m examples.distributed_basics.checkpoint``
 
-Rank 0 saves, since all ranks have the same state; the others wait until the file is there; each loads it to a device of
-its own. The run goes on as if it had not been interrupted.
+Rank 0 saves, because all ranks have the same state, and the other ranks wait until the file exists. Each rank loads the
+file to its own device. The run then continues as if it had not been interrupted.
 """
 
 import tempfile
@@ -21,16 +21,16 @@ from examples.distributed_basics.launch import launch, say
 
 
 def save(model: nn.Module, optimizer: Optimizer, path: Path, rank: int) -> None:
-    """Every process calls it; returns when the file is there."""
+    """Saves on rank 0 and returns when the file exists. Every process must call this function."""
     if rank == 0:
         unfinished = path.with_suffix(".part")
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, unfinished)
-        unfinished.replace(path)  # a run that dies here leaves the old file or the new one, never half of one
-    dist.barrier()  # nobody reads what is not written yet
+        unfinished.replace(path)  # atomic: a run that dies here leaves the old file or the new one
+    dist.barrier()  # no rank reads the file before it has been written
 
 
 def load(model: nn.Module, optimizer: Optimizer, path: Path, device: torch.device) -> None:
-    """Loads what rank 0 saved, which lay on *its* device, to the one of this process."""
+    """Loads the state that rank 0 saved from *its* device, to the device of this process."""
     state = torch.load(path, map_location=device, weights_only=True)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -47,20 +47,20 @@ def program(rank: int, num_processes: int, folder: str) -> None:
     model = perceptron().to(device)
     ddp, optimizer = DistributedDataParallel(model), sgd(model)
     train(ddp, optimizer, batches[:half])
-    save(model, optimizer, path, rank)  # the model, not the wrapper, whose names begin with "module."
+    save(model, optimizer, path, rank)  # not the DDP wrapper, whose names begin with "module."
     if rank == 0:
         say(rank, f"saved {path.name} after {half} steps")
     train(ddp, optimizer, batches[half:])
 
     resumed = perceptron().to(device)
     for parameter in resumed.parameters():
-        nn.init.zeros_(parameter)  # nothing but the file knows the weights
+        nn.init.zeros_(parameter)  # so that the weights can come from the file only
     resumed_optimizer = sgd(resumed)
     load(resumed, resumed_optimizer, path, device)
     train(DistributedDataParallel(resumed), resumed_optimizer, batches[half:])
     for own, expected in zip(resumed.parameters(), model.parameters(), strict=True):
         assert_close(own, expected, rtol=0, atol=0)
-    say(rank, f"loaded it to {device}, trained on, and has the weights of the run without interruption")
+    say(rank, f"loaded model.pt to {device}, continued, and has the weights of the uninterrupted run")
     if rank == 0:
         say(rank, f"accuracy {accuracy(resumed.cpu(), data):.3f}")
 
@@ -68,7 +68,7 @@ def program(rank: int, num_processes: int, folder: str) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="relay-basics-") as folder:
         launch(program, 2, folder)
-    print("checkpoint: saved once, loaded by both ranks, nothing lost")
+    print("checkpoint: both ranks loaded the checkpoint and continued exactly")
 
 
 if __name__ == "__main__":

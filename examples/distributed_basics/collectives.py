@@ -1,13 +1,13 @@
-"""The six collectives: every process of the group makes the same call.
+"""The six collectives; every process of the group must make the same call.
 
 ``python -m examples.distributed_basics.collectives``
 
-    scatter     one has a list, each gets its element        [a b c d] · · ·   ->  a b c d
-    gather      the reverse                                  a b c d           ->  [a b c d] · · ·
-    broadcast   one has a value, each gets it                a · · ·           ->  a a a a
-    reduce      the sum (maximum, ...) ends up at one        a b c d           ->  S · · ·
-    all-reduce  the sum ends up at each                      a b c d           ->  S S S S
-    all-gather  the list ends up at each                     a b c d           ->  [abcd] [abcd] [abcd] [abcd]
+    scatter     one rank has a list, each gets an element    [a b c d] · · ·   ->  a b c d
+    gather      the inverse of scatter                       a b c d           ->  [a b c d] · · ·
+    broadcast   one rank has a value, each gets it           a · · ·           ->  a a a a
+    reduce      one rank gets the sum (maximum, ...)         a b c d           ->  S · · ·
+    all-reduce  each rank gets the sum (maximum, ...)        a b c d           ->  S S S S
+    all-gather  each rank gets the list                      a b c d           ->  [abcd] [abcd] [abcd] [abcd]
 """
 
 import torch
@@ -48,7 +48,7 @@ def reduce(rank: int, size: int) -> Tensor | None:
     value = number(rank)
     dist.reduce(value, dst=0, op=dist.ReduceOp.SUM)
     if rank != 0:
-        return None  # what is in `value` there is nobody's business
+        return None  # the content of `value` is undefined on other ranks
     assert_close(value, number(sum(range(size))))
     return value
 
@@ -75,12 +75,12 @@ def program(rank: int, size: int) -> None:
         else:
             text = "nothing" if result is None else str(result.item())
         say(rank, f"{collective.__name__:<11} gives {text}")
-        dist.barrier()  # for the order of these lines only
+        dist.barrier()  # only orders the printed lines
 
 
 def main() -> None:
     launch(program, 4)
-    print("collectives: all six gave each rank what they should")
+    print("collectives: all six gave the expected result on each rank")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 ``python -m examples.distributed_basics.ddp``
 
-Each backward pass averages the gradients of all processes, so all make the same step, which is that of one process on
-the whole batch.
+Each backward pass averages the gradients of all processes. All processes therefore make the same step, which equals the
+step of one process on the whole batch.
 """
 
 from itertools import chain
@@ -22,13 +22,13 @@ EPOCHS = 3
 
 def program(rank: int, num_processes: int) -> None:
     data = digits()
-    sampler = DistributedSampler(data, shuffle=True, seed=0, drop_last=True)  # asks the process group for the rank
+    sampler = DistributedSampler(data, shuffle=True, seed=0, drop_last=True)  # gets the rank from the process group
     loader = DataLoader(data, batch_size=BATCH // num_processes, sampler=sampler)
     model = perceptron()
-    ddp = DistributedDataParallel(model)  # brings all processes to the weights of rank 0
+    ddp = DistributedDataParallel(model)  # broadcasts the weights of rank 0
     optimizer = sgd(model)
     for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)  # or every epoch has the same order
+        sampler.set_epoch(epoch)  # otherwise every epoch has the same order
         train(ddp, optimizer, loader)
 
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
@@ -36,9 +36,9 @@ def program(rank: int, num_processes: int) -> None:
     dist.all_gather(of_all, weights)
     for others in of_all:
         assert_close(others, weights, rtol=0, atol=0)
-    say(rank, f"accuracy {accuracy(model, data):.3f}; weights are those of the other ranks to the last bit")
+    say(rank, f"accuracy {accuracy(model, data):.3f}; the weights of all ranks are equal to the last bit")
 
-    if rank == 0:  # what one process makes of the same batches
+    if rank == 0:  # trains one process on the same batches
         samplers = [DistributedSampler(data, num_processes, r, seed=0, drop_last=True) for r in range(num_processes)]
         single = perceptron()
         optimizer = sgd(single)
@@ -49,12 +49,12 @@ def program(rank: int, num_processes: int) -> None:
             train(single, optimizer, DataLoader(data, batch_size=BATCH, sampler=rows))
         for own, expected in zip(model.parameters(), single.parameters(), strict=True):
             assert_close(own, expected, rtol=1e-9, atol=1e-9)
-        say(rank, "one process on the whole batches ends up with the same weights")
+        say(rank, "one process on the whole batches gets the same weights")
 
 
 def main() -> None:
     launch(program, 2)
-    print("ddp: two processes trained one model")
+    print("ddp: two processes trained the same model as one process")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""DDP around a model that is itself split over two devices, for models that do not fit one.
+"""DDP around a model that is split over two devices, for models that do not fit on one device.
 
 ``python -m examples.distributed_basics.ddp_split_model``
 
-    rank 0:  device 0 ── hidden ──▶ device 1      each rank has a copy of the model on devices of its own;
+    rank 0:  device 0 ── hidden ──▶ device 1      each rank has a copy of the model on its own devices;
                 │ gradients            │          DDP averages each half with the same half of the other rank
     rank 1:  device 2 ── hidden ──▶ device 3
 
-With fewer than four GPUs all devices are the CPU, and nothing but the addresses changes.
+With fewer than four GPUs, all devices are the CPU; only the device names change.
 """
 
 import torch
@@ -19,7 +19,7 @@ from examples.distributed_basics.launch import launch, say
 
 
 class SplitPerceptron(nn.Module):
-    """The layers of ``perceptron()``, the first ones on one device and the last on another."""
+    """The layers of ``perceptron()``: the first ones on one device, the last one on another."""
 
     def __init__(self, first: torch.device, second: torch.device) -> None:
         super().__init__()
@@ -29,11 +29,11 @@ class SplitPerceptron(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         hidden = self.begin(images.to(self.first))
-        return self.end(hidden.to(self.second)).to(images.device)  # autograd goes back through both moves
+        return self.end(hidden.to(self.second)).to(images.device)  # autograd differentiates both moves
 
 
 def devices_of(rank: int, num_processes: int) -> list[torch.device]:
-    """Two for each rank."""
+    """Returns two devices for each rank."""
     if torch.cuda.device_count() < 2 * num_processes:
         return [torch.device("cpu"), torch.device("cpu")]
     return [torch.device("cuda", 2 * rank), torch.device("cuda", 2 * rank + 1)]
@@ -43,7 +43,7 @@ def program(rank: int, num_processes: int) -> None:
     data, devices = digits(), devices_of(rank, num_processes)
     batches = batches_of_all(data, num_epochs=3)
     model = SplitPerceptron(*devices)
-    # No device_ids: those are for a model on one device, and DDP refuses them for this one.
+    # No device_ids: DDP accepts them only for a model on one device.
     train(DistributedDataParallel(model), sgd(model), share(batches, rank, num_processes))
     say(rank, f"on {devices[0]} and {devices[1]}: accuracy {accuracy(model, data):.3f}")
 
@@ -55,7 +55,7 @@ def program(rank: int, num_processes: int) -> None:
 
 def main() -> None:
     launch(program, 2)
-    print("ddp_split_model: two split models trained as one process trains the whole")
+    print("ddp_split_model: two split models trained like one process with the whole model")
 
 
 if __name__ == "__main__":

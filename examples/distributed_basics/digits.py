@@ -1,6 +1,6 @@
-"""What the training programs here share: 1,797 real images of handwritten digits, a model, and a plain training loop.
+"""For the training programs of this folder: 1,797 images of handwritten digits, a model, and a plain training loop.
 
-In float64, so that ways to train that are the same on paper agree to the last digits.
+In float64, so that mathematically equal ways of training agree almost to the last digit.
 """
 
 from collections.abc import Iterable
@@ -13,17 +13,17 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
 BATCH = 64
-"""Images of all processes together in each step."""
+"""Number of images in each step, over all processes."""
 
 
 def digits() -> TensorDataset:
-    """Images `[1797, 64]` and the digits that they show `[1797]`."""
+    """Returns images `[1797, 64]` and the digits that they show `[1797]`."""
     data = load_digits()
     return TensorDataset(torch.tensor(data.data / 16, dtype=torch.float64), torch.tensor(data.target))
 
 
 def perceptron() -> nn.Sequential:
-    """The same weights in every process, and whenever it is called."""
+    """Returns a model with the same weights in every process and at each call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
 
@@ -33,7 +33,7 @@ def sgd(model: nn.Module) -> Optimizer:
 
 
 def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """An ordinary loop, for one process as for several."""
+    """Runs an ordinary training loop, for one process or several."""
     for images, targets in batches:
         optimizer.zero_grad()
         cross_entropy(model(images), targets).backward()
@@ -41,13 +41,13 @@ def train(model: nn.Module, optimizer: Optimizer, batches: Iterable[tuple[Tensor
 
 
 def batches_of_all(data: TensorDataset, num_epochs: int = 1) -> list[tuple[Tensor, Tensor]]:
-    """Each step's batch for one process; the last, smaller one of an epoch is left out."""
+    """Returns the batch of each step for one process, without the smaller last batch of an epoch."""
     order = range(0, len(data) - BATCH + 1, BATCH)
     return [data[start : start + BATCH] for _ in range(num_epochs) for start in order]
 
 
 def share(batches: Iterable[tuple[Tensor, Tensor]], rank: int, num_processes: int) -> list[tuple[Tensor, Tensor]]:
-    """What one process takes of each of these batches."""
+    """Returns one process's share of each batch."""
     return [(images[rank::num_processes], targets[rank::num_processes]) for images, targets in batches]
 
 

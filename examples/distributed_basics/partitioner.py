@@ -2,7 +2,7 @@
 
 ``python -m examples.distributed_basics.partitioner``
 
-It does what ``DistributedDataParallel`` does, which also averages while the backward pass still goes on.
+``DistributedDataParallel`` does the same, and also averages while the backward pass is still running.
 """
 
 import random
@@ -21,7 +21,7 @@ from examples.distributed_basics.launch import launch, say
 
 
 class Partition(Dataset):
-    """Some rows of a dataset, by their numbers."""
+    """The rows of a dataset with the given numbers."""
 
     def __init__(self, data: Dataset, rows: Sequence[int]) -> None:
         self._data, self._rows = data, rows
@@ -34,9 +34,9 @@ class Partition(Dataset):
 
 
 def partitions(data: Any, num_partitions: int, seed: int = 0) -> list[Partition]:
-    """Divides a dataset at random into parts of one size; what is left over is left out.
+    """Divides a dataset at random into parts of equal size and omits the remaining rows.
 
-    Every process calls it with the same seed, so all agree on the division without a message.
+    Every process calls this function with the same seed, so all compute the same division without communication.
     """
     rows = list(range(len(data)))
     random.Random(seed).shuffle(rows)
@@ -45,7 +45,7 @@ def partitions(data: Any, num_partitions: int, seed: int = 0) -> list[Partition]
 
 
 def average_gradients(model: nn.Module) -> None:
-    """Every process ends up with the mean of the gradients of all."""
+    """Replaces the gradients in each process by their mean over all processes."""
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, op=dist.ReduceOp.SUM)
         parameter.grad /= dist.get_world_size()
@@ -54,7 +54,7 @@ def average_gradients(model: nn.Module) -> None:
 def program(rank: int, num_processes: int) -> None:
     data = digits()
     part = partitions(data, num_processes)[rank]
-    say(rank, f"has {len(part)} of {len(data)} images, the first is number {part._rows[0]}")
+    say(rank, f"has {len(part)} of {len(data)} images; the first one is number {part._rows[0]}")
 
     loader = DataLoader(part, batch_size=BATCH // num_processes)
     by_hand = perceptron()
@@ -75,7 +75,7 @@ def program(rank: int, num_processes: int) -> None:
 
 def main() -> None:
     launch(program, 2)
-    print("partitioner: gradients averaged by hand are those of DDP, and so are all weights")
+    print("partitioner: averaging by hand gives the gradients and weights of DDP")
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from examples.text import encode, python_documentation
 
 README = (ROOT / "examples/distributed_basics/README.md").read_text()
 PROGRAMS = {
-    "point_to_point": "point-to-point: every tensor arrived as it was sent",
-    "collectives": "collectives: all six gave each rank what they should",
-    "partitioner": "partitioner: gradients averaged by hand are those of DDP, and so are all weights",
-    "ddp": "ddp: two processes trained one model",
-    "ddp_split_model": "ddp_split_model: two split models trained as one process trains the whole",
-    "checkpoint": "checkpoint: saved once, loaded by both ranks, nothing lost",
+    "point_to_point": "point-to-point: every tensor arrived unchanged",
+    "collectives": "collectives: all six gave the expected result on each rank",
+    "partitioner": "partitioner: averaging by hand gives the gradients and weights of DDP",
+    "ddp": "ddp: two processes trained the same model as one process",
+    "ddp_split_model": "ddp_split_model: two split models trained like one process with the whole model",
+    "checkpoint": "checkpoint: both ranks loaded the checkpoint and continued exactly",
 }
 
 
