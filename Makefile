@@ -5,7 +5,7 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo unit test nightly check bench clean
+.PHONY: help demo unit test nightly check coverage mutation bench clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
@@ -13,6 +13,8 @@ help:
 	@echo "make test     run the tests, but for the slow and the nightly ones"
 	@echo "make nightly  run the tests that neither make test nor .ci/run has time for"
 	@echo "make check    lint, format, types and the layers of imports"
+	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
+	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
 	@echo "make bench    run the benchmarks (about 20 minutes) and write benchmarks/results.md"
 	@echo "make clean    remove .venv"
 
@@ -34,6 +36,12 @@ check: $(INSTALLED)
 	mypy
 	lint-imports
 
+coverage: $(INSTALLED)
+	python -m tests.mutation.measure
+
+mutation: $(INSTALLED)-mutation
+	python -m tests.mutation --seed 0 --count 60 --jobs 2
+
 bench: $(INSTALLED)-bench
 	python -m benchmarks
 
@@ -47,6 +55,10 @@ $(INSTALLED): pyproject.toml
 
 $(INSTALLED)-bench: $(INSTALLED)
 	@$(INSTALL) -e '.[bench]'
+	@touch $@
+
+$(INSTALLED)-mutation: $(INSTALLED)
+	@$(INSTALL) -e '.[mutation]'
 	@touch $@
 
 clean:
