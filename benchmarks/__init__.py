@@ -1,1 +1,1 @@
-"""Measurements of Relay beside its peers: ``python -m benchmarks``."""
+"""Benchmarks of Relay and comparable libraries: ``python -m benchmarks``."""

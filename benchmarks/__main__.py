@@ -1,7 +1,7 @@
-"""Runs every benchmark, or those that are named: ``python -m benchmarks [--rounds N] [pipeline_step ...]``.
+"""Runs all benchmarks or the named ones: ``python -m benchmarks [--rounds N] [pipeline_step ...]``.
 
-Each runs in a process of its own, under a time limit: one that fails or hangs is reported and takes no other with it.
-The report is written anew after each, so that an interrupted run leaves what it had.
+Each benchmark runs in its own process with a time limit. The report names a benchmark that fails or hangs, and the
+others still run. The report is written after each benchmark, so an interrupted run keeps the results so far.
 """
 
 import argparse
@@ -28,11 +28,11 @@ LIMIT_SECONDS = 1200.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(SECTIONS)}; by default all")
-    parser.add_argument("--rounds", type=int, help="of each contestant; by default as many as the section needs")
-    parser.add_argument("--tiny", action="store_true", help="only show that everything runs; the figures mean nothing")
+    parser.add_argument("names", nargs="*", help=f"some of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument("--rounds", type=int, help="rounds of each contestant; by default as many as the section needs")
+    parser.add_argument("--tiny", action="store_true", help="only show that everything runs; figures have no meaning")
     parser.add_argument("--into", type=Path, default=Path(__file__).parent, help="folder for results.md and plots")
-    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds that one section may take")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="time limit of a section, in seconds")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(SECTIONS):
         parser.error(f"no benchmark {sorted(unknown)}; there are {', '.join(SECTIONS)}")
@@ -47,8 +47,8 @@ def main() -> None:
         print(f"-- {name} --", flush=True)
         try:
             section = outcome_of(name, effort, arguments.limit)
-        except OSError:  # no process, no disk
-            section = Section(name, "This section could not be started.", absent={name: traceback.format_exc(0)})
+        except OSError:  # no process could start, or the disk is full
+            section = Section(name, "This section did not start.", absent={name: traceback.format_exc(0)})
         took = f"took {perf_counter() - began:.0f} s"
         failed += [name] if name in section.absent else []
         outcomes[name] = {"section": plain(section), "stamp": mark, "took": took}

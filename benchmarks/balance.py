@@ -1,7 +1,7 @@
-"""How good the split of layers is: ours, torchgpipe's algorithm and the exact optimum; predicted and measured stages.
+"""Quality of the balance: Relay, torchgpipe's algorithm and the exact optimum; predicted and measured stages.
 
-The optimum is found by trying: what the most expensive stage may cost is raised from one possible sum to the next until
-filling stages from the left needs no more of them than there are. That shares nothing with the code of Relay.
+The optimum comes from a search that shares no code with Relay: it finds the smallest possible sum such that filling
+stages from the left, up to that sum, needs no more than the given number of stages.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from benchmarks.models import VOCABULARY, encoder_layers, gpt_layers
 from benchmarks.plots import plot
 from benchmarks.report import Effort, Section, Table, quartiles
 from benchmarks.stage_memory import step
-from benchmarks.timeline import Listens, spans_of
+from benchmarks.timeline import RecordingLayer, spans_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.balance import partition_costs
@@ -30,13 +30,13 @@ VECTORS, MICROBATCHES, STEPS, STAGES = 2000, 4, 4, 2
 
 
 def maximum(costs: list[float], lengths: list[int]) -> float:
-    """What the most expensive part costs."""
+    """Returns the cost of the most expensive part."""
     bounds = [sum(lengths[:k]) for k in range(len(lengths) + 1)]
     return max(sum(costs[a:b]) for a, b in itertools.pairwise(bounds))
 
 
 def optimum(costs: list[float], parts: int) -> float:
-    """The smallest maximum that any split into consecutive, non-empty parts has."""
+    """Returns the smallest maximum of all splits into consecutive, non-empty parts."""
     sums = sorted({sum(costs[a:b]) for a in range(len(costs)) for b in range(a + 1, len(costs) + 1)})
     low, high = 0, len(sums) - 1
     while low < high:
@@ -60,7 +60,7 @@ def _num_parts(costs: list[float], limit: float) -> int:
 
 
 def random_vectors(number: int) -> list[tuple[list[float], int]]:
-    """Costs of whole numbers, so that sums are exact, and how many parts to make of them."""
+    """Returns integer costs, so that sums are exact, and a number of parts for each."""
     generator = random.Random(0)
     found = []
     for _ in range(number):
@@ -71,11 +71,11 @@ def random_vectors(number: int) -> list[tuple[list[float], int]]:
 
 
 def vectors_table(number: int) -> tuple[Table, dict[str, list[float]]]:
-    """Each algorithm over random costs."""
+    """Compares the algorithms on random costs."""
     vectors = random_vectors(number)
     best = [optimum(costs, parts) for costs, parts in vectors]
     rows, found = [], {}
-    for name, split in {"ours (partition_costs)": partition_costs, "torchgpipe's": block_partition}.items():
+    for name, split in {"Relay (partition_costs)": partition_costs, "torchgpipe's": block_partition}.items():
         began = perf_counter()
         splits = [split(costs, parts) for costs, parts in vectors]
         micros = (perf_counter() - began) / number * 1e6
@@ -88,16 +88,16 @@ def vectors_table(number: int) -> tuple[Table, dict[str, list[float]]]:
 
 
 def same_as_the_library(number: int) -> str:
-    """Whether what is made anew here is what torchgpipe does."""
+    """Says whether the reimplementation splits like the installed torchgpipe."""
     from torchgpipe.balance.blockpartition import solve
 
     vectors = random_vectors(number)
     same = sum([len(part) for part in solve(costs, parts)] == block_partition(costs, parts) for costs, parts in vectors)
-    return f"The installed torchgpipe splits {same:,} of {number:,} vectors as its algorithm made anew does."
+    return f"The installed torchgpipe and the reimplementation split {same:,} of {number:,} vectors equally."
 
 
 def convolutions() -> nn.Sequential:
-    """VGG-like: early layers cost time, late ones parameters."""
+    """A VGG-like model: early layers take time, late layers have many parameters."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = 3
@@ -110,7 +110,7 @@ def convolutions() -> nn.Sequential:
 
 
 def models(*, tiny: bool) -> dict[str, tuple[nn.Sequential, Tensor]]:
-    """Three models and a micro-batch for each."""
+    """Returns three models, each with a micro-batch."""
     width, rows = (64, 2) if tiny else (256, 8)
     wide = 4 * width
     narrowing = [nn.Linear(wide // 2**k, wide // 2 ** (k + 1)) for k in range(4)]
@@ -125,9 +125,9 @@ def models(*, tiny: bool) -> dict[str, tuple[nn.Sequential, Tensor]]:
 
 
 def measured_stages(model: nn.Sequential, balance: list[int], sample: Tensor, steps: int) -> list[float]:
-    """The median milliseconds of each stage's forward and backward pass of a micro-batch, in a running pipeline."""
+    """Returns the median milliseconds of forward plus backward pass of a micro-batch on each stage of a pipeline."""
     stages = cut(model, balance)
-    listeners = [Listens() for _ in stages]
+    listeners = [RecordingLayer() for _ in stages]
     whole = nn.Sequential(*(layer for own, stage in zip(listeners, stages, strict=True) for layer in (own, *stage)))
     settings = Settings(microbatches=MICROBATCHES, checkpoint="never")
     devices = [torch.device("cpu")] * len(balance)
@@ -151,7 +151,7 @@ def measured_stages(model: nn.Sequential, balance: list[int], sample: Tensor, st
 
 
 def models_table(*, tiny: bool, steps: int) -> Table:
-    """Each way to balance each model, and how its stages then fare."""
+    """Balances each model in several ways and measures the stages."""
     rows = []
     for name, (model, sample) in models(tiny=tiny).items():
         seconds = layer_seconds(model, sample, timeout_seconds=0.2 if tiny else 1.0, device=None)
@@ -188,9 +188,10 @@ def main(effort: Effort) -> Section:
     table, found = vectors_table(100 if effort.tiny else VECTORS)
     section = Section(
         "Balance",
-        "The split is judged by its most expensive stage. torchgpipe's algorithm is made anew from its description "
-        "(block partitions of Bárány and Grinberg); the optimum is found by another method than ours. Predictions are "
-        "those of one process with nothing beside it; two stages that compute at a time slow each other down.",
+        "The measure of a split is its most expensive stage. torchgpipe's algorithm is reimplemented from its "
+        "description (block partitions of Bárány and Grinberg); the optimum comes from another method than Relay's. "
+        "Predictions are measurements of one process alone; two stages that compute at the same time slow each other "
+        "down.",
         tables=[table, models_table(tiny=effort.tiny, steps=1 if effort.tiny else STEPS * effort.rounds_or(1))],
     )
     if find_spec("torchgpipe") is not None:

@@ -1,8 +1,8 @@
-"""The balancing algorithm that torchgpipe publishes, for comparison only: not used by Relay.
+"""The balancing algorithm that torchgpipe publishes. For comparison only: Relay does not use it.
 
 Bárány and Grinberg, "Block partitions of sequences" (2013, https://arxiv.org/abs/1308.2452) show that every sequence of
-numbers of at most 1 has a partition in k blocks whose sums differ by at most 1, and find one like this: while the
-largest block exceeds the smallest by more than 1, the smallest one gets an element of its neighbour on the side of the
+numbers of at most 1 has a partition into k blocks whose sums differ by at most 1. Their algorithm: while the largest
+block exceeds the smallest by more than 1, the smallest block gets an element of its neighbour on the side of the
 largest. torchgpipe first scales the costs to 0..1 and starts from blocks of equal length.
 """
 
@@ -11,18 +11,19 @@ from itertools import pairwise
 
 
 def block_partition(costs: Sequence[float], blocks: int) -> list[int]:
-    """The length of each block; some may be empty.
+    """Returns the length of each block; some blocks may be empty.
 
     Args:
-        costs: One for each layer.
-        blocks: How many blocks.
+        costs: The cost of each layer.
+        blocks: Number of blocks.
     """
     low, high = min(costs), max(costs)
     scaled = [(cost - low) / (high - low) if high > low else 0.0 for cost in costs]
     bounds = [len(costs) // blocks * k for k in range(blocks)] + [len(costs)]
 
     def size(block: int) -> float:
-        return sum(scaled[bounds[block] : bounds[block + 1]])  # differences of running sums would not end: rounding
+        # Not a difference of running sums: with its rounding errors, the loop might not end.
+        return sum(scaled[bounds[block] : bounds[block + 1]])
 
     largest = max(range(blocks), key=lambda block: (size(block), block))
     limit = size(largest)

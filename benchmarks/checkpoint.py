@@ -1,7 +1,7 @@
-"""Time and memory of saving a pipeline of two stages, against ``torch.save`` of the same state by one process.
+"""Time and memory of saving a pipeline of two stages, compared with ``torch.save`` of the same state by one process.
 
-One training; between its steps the ways to save take turns, so that all of them meet the same machine. What counts is
-how long training pauses, when the checkpoint is on the disk, and by how much each process grows.
+The modes of saving take turns between the steps of one training run, so that all of them see the same load. Measured
+are the pause of training, the time until the checkpoint is on the disk, and the growth of each process.
 """
 
 import ctypes
@@ -28,15 +28,15 @@ from trainer import Trainer
 
 NUM_LAYERS, WIDTH, ROWS, LENGTH, ROUNDS, WARM_UP = 8, 512, 4, 32, 5, 2
 STEPS_MEANWHILE = 2
-"""How many steps are made while a checkpoint is written in the background."""
+"""Number of steps while a checkpoint is written asynchronously."""
 
-WAYS = {
+MODES = {
     "torch.save by one process": None,
     "the same, and fsync": None,
     "one file": ("full", False),
-    "in parts": ("sharded", False),
-    "one file, in the background": ("full", True),
-    "in parts, in the background": ("sharded", True),
+    "sharded": ("sharded", False),
+    "one file, asynchronous": ("full", True),
+    "sharded, asynchronous": ("sharded", True),
 }
 
 
@@ -59,13 +59,13 @@ def memory_mib(pid: int, kind: str) -> float:
 
 
 class Saving(Callback):
-    """Saves in another way every few steps."""
+    """Saves in another mode every few steps."""
 
     def __init__(self, strategy: Any, folder: Path) -> None:
         self.strategy, self.path = strategy, folder / "a.ckpt"
         self.background: Any = None
-        self.seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-        self.grown: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        self.seconds: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
+        self.grown: dict[str, list[tuple[float, float]]] = {mode: [] for mode in MODES}
         self.steps: dict[str, list[float]] = {"alone": [], "beside a save": []}
         self.state: dict[str, Any] = {}
         self._step_began = 0.0
@@ -76,35 +76,35 @@ class Saving(Callback):
     def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.strategy._pipeline.wait()
         turn, step = divmod(batch_idx, 1 + STEPS_MEANWHILE)
-        way = list(WAYS)[turn % len(WAYS)]
-        warm, in_background = turn >= WARM_UP * len(WAYS), way.endswith("background")
+        mode = list(MODES)[turn % len(MODES)]
+        warm, in_background = turn >= WARM_UP * len(MODES), mode.endswith("asynchronous")
         if step == 0:
-            self.begin(trainer, way)
+            self.begin(trainer, mode)
         elif warm:
             self.steps["beside a save" if in_background else "alone"].append(perf_counter() - self._step_began)
         if step == STEPS_MEANWHILE:
-            self.end(way, warm)
+            self.end(mode, warm)
 
-    def begin(self, trainer: Any, way: str) -> None:
-        how = WAYS[way]
+    def begin(self, trainer: Any, mode: str) -> None:
+        options = MODES[mode]
         self.background = self.background or self.strategy._writer
-        self.strategy._state_dict_type, in_background = how or ("full", False)
+        self.strategy._state_dict_type, in_background = options or ("full", False)
         self.strategy._writer = self.background if in_background else Writer()
-        if how is None:
+        if options is None:
             self.state = trainer._checkpoint_connector.dump_checkpoint()
         remove(self.path)
         os.sync()
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier saves have used must not hide what this one needs
+        ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which would hide the growth of this save
         self.pids = [os.getpid(), self.strategy._pipeline._workers._processes[0].pid]
         for pid in self.pids:
-            Path(f"/proc/{pid}/clear_refs").write_text("5")  # peaks begin anew
+            Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
         self.before = [memory_mib(pid, "VmRSS") for pid in self.pids]
         began = perf_counter()
-        if how is None:
+        if options is None:
             with open(self.path, "wb") as file:
                 torch.save(self.state, file)
                 file.flush()
-                if way.endswith("fsync"):
+                if mode.endswith("fsync"):
                     os.fsync(file.fileno())
         else:
             trainer.save_checkpoint(self.path)
@@ -113,16 +113,16 @@ class Saving(Callback):
         if in_background:
             self.background._saving.add_done_callback(lambda _: vars(self).update(written=perf_counter() - began))
 
-    def end(self, way: str, warm: bool) -> None:
+    def end(self, mode: str, warm: bool) -> None:
         self.strategy._writer.wait()
         peaks = [memory_mib(pid, "VmHWM") for pid in self.pids]
         driver, worker = (peak - before for peak, before in zip(peaks, self.before, strict=True))
-        self.grown[way].append((driver, worker))
+        self.grown[mode].append((driver, worker))
         if warm:
-            self.seconds[way].append((self.pause, self.written))
+            self.seconds[mode].append((self.pause, self.written))
 
     def on_train_end(self, *args: Any) -> None:
-        self.strategy._writer = self.background  # ended by the strategy
+        self.strategy._writer = self.background  # so that the strategy ends it
 
 
 def main(effort: Effort) -> Section:
@@ -132,7 +132,7 @@ def main(effort: Effort) -> Section:
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     strategy = RPCSequentialStrategy([num_layers // 2] * 2, microbatches=2, checkpoint="never", async_save=True)
-    num_steps = (rounds + WARM_UP) * len(WAYS) * (1 + STEPS_MEANWHILE)
+    num_steps = (rounds + WARM_UP) * len(MODES) * (1 + STEPS_MEANWHILE)
     with tempfile.TemporaryDirectory() as folder:
         saving = Saving(strategy, Path(folder))
         quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -147,14 +147,14 @@ def main(effort: Effort) -> Section:
     section = Section(
         "Saving a checkpoint of a pipeline",
         f"{size:.0f} MiB of weights and optimizer states, half of them on each of two processes with one thread each; "
-        f"{rounds} interleaved rounds after {WARM_UP}. Pause: how long training stands still. Written: when the file "
-        "is on the disk. Growth: the most of each process's memory over what it held before, in any round.",
+        f"{rounds} interleaved rounds after {WARM_UP}. Pause: the time for which training stops. Written: the time "
+        "until the file is on the disk. Growth: the largest increase of each process's memory in any round.",
     )
     rows = []
-    for way, seconds in saving.seconds.items():
+    for mode, seconds in saving.seconds.items():
         pause, written = zip(*seconds, strict=True)
-        grown = [max(column) for column in zip(*saving.grown[way], strict=True)]
-        rows.append([way, *spread(pause, 2), *spread(written, 2), *(f"{mib:.0f}" for mib in grown)])
+        grown = [max(column) for column in zip(*saving.grown[mode], strict=True)]
+        rows.append([mode, *spread(pause, 2), *spread(written, 2), *(f"{mib:.0f}" for mib in grown)])
     columns = ["", "pause, s", "quartiles", "written, s", "quartiles", "driver grows, MiB", "worker grows, MiB"]
     steps = [[name, *spread(seconds)] for name, seconds in saving.steps.items()]
     section.tables = [Table(columns, rows), Table(["step", "median s", "quartiles"], steps)]

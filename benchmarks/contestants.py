@@ -1,7 +1,8 @@
-"""Who takes part in the pipeline benchmark: each a member of a crew, with the same model, loader and optimizer.
+"""The contestants of the pipeline benchmark, all with the same model, loader and optimizer.
 
-A member has ``prepare(microbatches)``, which begins anew with the same weights and the first batch; ``step()``, one
-training step, which returns the loss where it is known; ``trace()``, one step told as spans; and ``close()``.
+Each class runs in the processes of one contestant. ``prepare(microbatches)`` resets the weights and the data,
+``step()`` runs one training step and returns the loss if this process knows it, ``trace()`` returns the spans of one
+step, and ``close()`` ends the contestant.
 """
 
 import importlib
@@ -20,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.models import VOCABULARY, gpt_balance, gpt_layers
-from benchmarks.timeline import Listens, Span, spans_of
+from benchmarks.timeline import RecordingLayer, Span, spans_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.sequential import cut
@@ -41,12 +42,12 @@ class Shape:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all tokens."""
+    """Returns the mean loss over all tokens."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def endless(shape: Shape) -> Iterator[list[Tensor]]:
-    """Batches of tokens and targets, by an ordinary loader; the same for everybody."""
+    """Yields batches of tokens and targets from an ordinary loader, the same for every contestant."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (8 * shape.rows, shape.length + 1), generator=generator)
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=shape.rows)
@@ -59,7 +60,7 @@ def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
 
 
 class OneProcess:
-    """Micro-batch by micro-batch, on as many threads as each step is told."""
+    """One process that trains micro-batch by micro-batch, on the number of threads that each step gets."""
 
     def __init__(self, number: int, shape: Shape) -> None:
         self.shape = shape
@@ -85,7 +86,7 @@ class OneProcess:
 
 
 class Busy(OneProcess):
-    """The other process of the limit: the same steps, as long as nobody says stop."""
+    """The process that keeps the second core busy: it runs the same steps until the event is cleared."""
 
     def __init__(self, number: int, shape: Shape, go: Any) -> None:
         super().__init__(number, shape)
@@ -96,8 +97,8 @@ class Busy(OneProcess):
             self.step()
 
 
-class Ours:
-    """Relay's engine: the driver of a pipeline, which starts its workers itself."""
+class Relay:
+    """Relay: the driver of a pipeline, which starts its workers."""
 
     def __init__(self, number: int, shape: Shape, schedule: str) -> None:
         self.shape, self.schedule = shape, schedule
@@ -141,11 +142,11 @@ class Ours:
         return loss_of(self.model(x), y)
 
     def trace(self) -> list[Span]:
-        """The last of three steps of a pipeline whose stages tell what they do; its steps are not among the timed."""
+        """Returns the spans of the last of three steps of a pipeline with recording layers; these steps are not timed."""
         self.close()
         layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
         stages = cut(layers, gpt_balance(self.shape.num_blocks, PROCESSES))
-        listeners = [Listens() for _ in stages]
+        listeners = [RecordingLayer() for _ in stages]
         model = nn.Sequential(*(m for own, stage in zip(listeners, stages, strict=True) for m in (own, *stage)))
         self.start(model, [1] * PROCESSES)
         for _ in range(3):
@@ -164,7 +165,7 @@ class Ours:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which stages each process has: ``LOOP`` 0 2 | 1 3, ``V`` 0 3 | 1 2, and with one stage each ``LINE`` 0 | 1."""
+    """The stages of each process: ``LOOP`` 0 2 | 1 3, ``V`` 0 3 | 1 2, and with one stage each ``LINE`` 0 | 1."""
 
     stages_of: tuple[tuple[int, ...], ...]
 
@@ -175,7 +176,7 @@ class Placement:
 
 LINE, LOOP, V = Placement(((0,), (1,))), Placement(((0, 2), (1, 3))), Placement(((0, 3), (1, 2)))
 
-UPSTREAM = {
+TORCH_SCHEDULES = {
     "ScheduleGPipe": LINE,
     "Schedule1F1B": LINE,
     "ScheduleInterleaved1F1B": LOOP,
@@ -184,12 +185,12 @@ UPSTREAM = {
 }
 
 
-class Upstream:
-    """A rank of raw ``torch.distributed.pipelining``, as its documentation has it."""
+class TorchPipelining:
+    """A rank of ``torch.distributed.pipelining``, used as in its documentation."""
 
     def __init__(self, rank: int, shape: Shape, schedule: str, store: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=PROCESSES)
-        self.schedule_name, self.placement, self.rank = schedule, UPSTREAM[schedule], rank
+        self.schedule_name, self.placement, self.rank = schedule, TORCH_SCHEDULES[schedule], rank
         self.shape = shape
 
     def prepare(self, microbatches: int) -> None:
@@ -212,7 +213,7 @@ class Upstream:
         return sum(loss.item() for loss in losses) / len(losses) if last else None
 
     def trace(self) -> list[Span]:
-        """A step, with the methods that compute timed; they are called when their input is there."""
+        """Returns the spans of one step: times the methods that compute, which run when their input has arrived."""
         spans: list[Span] = []
         for stage in self.stages:
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
@@ -239,7 +240,7 @@ class Upstream:
 
 
 class GPipeLibrary:
-    """torchgpipe, or fairscale's Pipe that descends from it; without a GPU, a thread for each stage in one process."""
+    """torchgpipe or its descendant, fairscale's Pipe; without GPUs, one thread per stage in one process."""
 
     def __init__(self, number: int, shape: Shape, module: str, name: str) -> None:
         self.shape, self.make = shape, getattr(importlib.import_module(module), name)

@@ -1,6 +1,6 @@
-"""What leading a pipeline costs: a model too small to matter, on 1 to 4 stages; calls and bytes of the control plane.
+"""Overhead of the driver: a model without relevant work on 1 to 4 stages; calls and bytes of the control plane.
 
-Bytes are those of the pickled commands; the data plane carries the activations and is not counted.
+Bytes are those of the pickled commands. The data plane, which carries the activations, is not counted.
 """
 
 import pickle
@@ -24,7 +24,7 @@ STAGES, MICROBATCHES, STEPS, WARM_UP = (1, 2, 3, 4), (1, 8, 64), 20, 3
 
 
 class Calls:
-    """Counts what goes out by RPC in this process for the steps; what the watch asks goes by the clock."""
+    """Counts the RPC calls of this process for the steps, without the periodic progress checks of the watch."""
 
     def __init__(self) -> None:
         self.number = self.bytes = 0
@@ -34,7 +34,7 @@ class Calls:
         def counted(to: str, function: Any, args: tuple[Any, ...] = (), **named: Any) -> Any:
             if function is not progress:
                 self.number += 1
-                self.bytes += len(pickle.dumps(args[1:]))  # without the reference to the stage, which counts its copies
+                self.bytes += len(pickle.dumps(args[1:]))  # without the RRef, whose pickle counts its copies
             return self._plain(to, function, args=args, **named)
 
         client.rpc.rpc_async = counted
@@ -45,7 +45,7 @@ class Calls:
 
 
 def measured(schedule: str, stages: int, microbatches: int, steps: int) -> tuple[list[float], float, float]:
-    """The seconds of each step; RPC calls and bytes per step."""
+    """Returns the seconds of each step, and the RPC calls and bytes per step."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -98,15 +98,15 @@ def main(effort: Effort) -> Section:
                 rows[-1] += [f"{calls:.1f}", f"{size:.0f}"]
     grows = [f"{schedule} on {p} stages" for (schedule, p), counts in calls_of.items() if len(counts) > 1]
     section = Section(
-        "What leading costs",
-        f"{LAYERS} linear layers of width {WIDTH}, {ROWS} rows, SGD: the time of a step is all overhead. {steps} "
-        "steps; on 2 cores, 3 and 4 processes take turns. One call a worker and step only waits "
-        "for its end, here. Besides, each worker is asked every six seconds whether it is alive.",
+        "Overhead of the driver",
+        f"{LAYERS} linear layers of width {WIDTH}, {ROWS} rows, SGD: the time of a step is only overhead. {steps} "
+        "steps. On 2 cores, 3 and 4 processes take turns. One call per worker and step waits for the end of the step, "
+        "in this benchmark only. In addition, the driver asks each worker for its progress every six seconds.",
         tables=[Table(["", "ms a step", "quartiles", "RPC calls a step", "bytes in them"], rows)],
         notes=[
-            f"Calls a step GROW with the micro-batches: {', '.join(grows)}."
+            f"The number of calls per step GROWS with the number of micro-batches: {', '.join(grows)}."
             if grows
-            else "Calls a step do not grow with the number of micro-batches."
+            else "The number of calls per step does not grow with the number of micro-batches."
         ],
     )
     plot(section, effort, "driver_overhead.png", partial(draw, numbers, medians), size=(6, 4))

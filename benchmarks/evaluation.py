@@ -1,4 +1,4 @@
-"""What a batch of one row costs in evaluation: pipelines beside one process, in turns."""
+"""Cost of a batch of one row in an evaluation: pipelines compared with one process, in interleaved rounds."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ from trainer import Trainer
 
 ROUNDS, BATCHES, WARM_UP, WIDTH, LAYERS = 3, 7000, 50, 8, 6
 LIMIT_MS = 1.0
-"""How much more a batch may take for each stage."""
+"""Goal: the time that a batch may take more for each stage."""
 
 
 class Net(LightningModule):
@@ -37,7 +37,7 @@ class Net(LightningModule):
 
 
 class Clock(Callback):
-    """Notes when each batch starts."""
+    """Records the start time of each batch."""
 
     def __init__(self) -> None:
         self.began: list[float] = []
@@ -49,7 +49,7 @@ class Clock(Callback):
 
 
 def milliseconds(verb: str, stages: int, batches: int, warm_up: int) -> float:
-    """The mean time of a batch."""
+    """Returns the mean time of a batch."""
     balance = [LAYERS // stages] * stages
     strategy = SingleDeviceStrategy("cpu") if stages == 1 else RPCSequentialStrategy(balance)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
@@ -80,9 +80,9 @@ def main(effort: Effort) -> Section:
             name = "one process" if stages == 1 else f"{stages} stages"
             rows.append([f"{verb}, {name}", f"{middle:.2f}", f"{low:.2f} to {high:.2f}", more])
     return Section(
-        "What a batch of an evaluation costs",
-        f"{LAYERS} linear layers of width {WIDTH}, batches of one row, one thread a process: the mean of {batches} "
+        "Cost of a batch of an evaluation",
+        f"{LAYERS} linear layers of width {WIDTH}, batches of one row, one thread per process: the mean over {batches} "
         f"batches after {warm_up}, in each of {rounds} interleaved rounds; quartiles are over the rounds.",
         tables=[Table(["", "ms a batch", "quartiles", "more than one process, per stage"], rows)],
-        notes=[f"The most for a stage is {most:.2f} ms; the goal is at most {LIMIT_MS:.0f} ms."],
+        notes=[f"The largest value per stage is {most:.2f} ms; the goal is at most {LIMIT_MS:.0f} ms."],
     )

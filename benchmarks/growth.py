@@ -1,6 +1,6 @@
-"""What the simulator predicts for pipelines that no desk has room for, and whether it is right where one can look.
+"""Predictions of the simulator for large pipelines, and measurements that check them for small ones.
 
-Looked at: pipelines of real processes whose layers sleep, so that many stages have room on two cores.
+The measured pipelines consist of real processes whose layers sleep, so that two cores can run many stages.
 """
 
 import time
@@ -21,7 +21,7 @@ from strategies.pipeline.schedule.tables import SCHEDULES, simulate
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.02, 0.04
 STAGES, MICROBATCHES = (2, 8, 32, 128, 1024), (8, 64, 512, 4096)
 SIMULATED_ACTIONS = 300_000
-"""Beyond that the simulator's tables take minutes and gigabytes; the formula, which it has proven by then, goes on."""
+"""Limit of the simulation, which takes minutes and gigabytes beyond; the formula, checked up to here, continues."""
 
 MEASURED = ((2, 4), (2, 16), (4, 8), (8, 16))
 REPEATS = 3
@@ -44,7 +44,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeps(nn.Module):
-    """The whole work of a stage; counts the micro-batches that wait for their backward pass, and brings that home."""
+    """The only layer of a stage; its extra state is the maximum number of micro-batches before their backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Sleeps(nn.Module):
 
 
 def measured(schedule: str, stages: int, microbatches: int, repeats: int) -> tuple[list[float], list[int]]:
-    """The seconds of some steps, and the most micro-batches under way on each stage."""
+    """Returns the seconds of several steps, and the maximum number of micro-batches in flight on each stage."""
     model = nn.Sequential(*[Sleeps() for _ in range(stages)])
     settings = Settings(microbatches=microbatches, checkpoint="never", schedule=schedule)
     pipeline = Pipeline(model, [1] * stages, [torch.device("cpu")] * stages, settings)
@@ -79,20 +79,20 @@ def measured(schedule: str, stages: int, microbatches: int, repeats: int) -> tup
 
 
 def predicted(schedule: str, stages: int, microbatches: int) -> tuple[float, list[int]]:
-    """Seconds of a step, and the most micro-batches under way on each stage."""
+    """Returns the simulated seconds of a step and the maximum number of micro-batches in flight on each stage."""
     simulation = simulate(SCHEDULES[schedule](stages, microbatches), forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS)
     return simulation.total_time, simulation.peak_activations
 
 
 def formula(schedule: str, stages: int, microbatches: int) -> tuple[float, list[int]]:
-    """What :func:`predicted` must give when all stages cost the same."""
+    """Returns what :func:`predicted` must return if all stages have the same cost."""
     p, m = stages, microbatches
     kept = [m] * p if schedule == "gpipe" else [min(p - i, m) for i in range(p)]
     return (m + p - 1) * (FORWARD_SECONDS + BACKWARD_SECONDS), kept
 
 
 def growth_table(stages: tuple[int, ...], numbers: tuple[int, ...]) -> Table:
-    """Steps of both schedules, in units of one micro-batch's way through a stage and back."""
+    """Steps of both schedules, in units of the forward and backward pass of a micro-batch on one stage."""
     rows, unit = [], FORWARD_SECONDS + BACKWARD_SECONDS
     for p in stages:
         for m in numbers:
@@ -115,7 +115,7 @@ def growth_table(stages: tuple[int, ...], numbers: tuple[int, ...]) -> Table:
 
 
 def measured_table(pairs: tuple[tuple[int, int], ...], repeats: int) -> Table:
-    """Processes whose layers sleep, beside the prediction."""
+    """Measured processes whose layers sleep, compared with the prediction."""
     rows = []
     for p, m in pairs:
         for schedule in ("gpipe", "1f1b"):
@@ -151,9 +151,9 @@ def main(effort: Effort) -> Section:
         "Growth: the simulator's prediction",
         "All stages equal, transfers free. Measured: real processes whose only layer sleeps "
         f"{FORWARD_SECONDS * 1000:.0f} ms forward and {BACKWARD_SECONDS * 1000:.0f} ms backward, medians of "
-        f"{repeats} steps after one.",
+        f"{repeats} steps after one step of warm-up.",
         tables=[measured_table(pairs, repeats), growth_table(stages, numbers)],
-        notes=["The sections above check the prediction with stages that compute, which two cores allow for two only."],
+        notes=["The sections above check the prediction for two stages that compute; two cores do not allow more."],
     )
     plot(section, effort, "growth.png", partial(draw, numbers, stages), size=(9, 3.5))
     return section

@@ -1,4 +1,4 @@
-"""The models that several benchmarks train; nothing of Lightning, which would double the start of each process."""
+"""The models of several benchmarks, without Lightning, whose import would double the start-up time of each process."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ VOCABULARY = 128
 
 
 class Embedding(nn.Module):
-    """Token plus position: ``[rows, length]`` to ``[rows, length, width]``."""
+    """Sum of token and position embedding: maps ``[rows, length]`` to ``[rows, length, width]``."""
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
@@ -19,7 +19,7 @@ class Embedding(nn.Module):
 
 
 class CausalLayer(nn.TransformerEncoderLayer):
-    """A layer that looks at earlier positions only."""
+    """An encoder layer with a causal mask."""
 
     def forward(self, x: Tensor) -> Tensor:
         mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
@@ -27,7 +27,7 @@ class CausalLayer(nn.TransformerEncoderLayer):
 
 
 def encoder_layers(num_layers: int, width: int, kind: type[nn.Module] = nn.TransformerEncoderLayer) -> nn.Sequential:
-    """Transformer layers without dropout, the same weights every time: ``[rows, length, width]`` to the same."""
+    """Returns transformer layers without dropout, with the same weights at each call: ``[rows, length, width]``."""
     torch.manual_seed(0)
     return nn.Sequential(
         *[kind(width, 8, 4 * width, dropout=0.0, batch_first=True, norm_first=True) for _ in range(num_layers)]
@@ -35,15 +35,15 @@ def encoder_layers(num_layers: int, width: int, kind: type[nn.Module] = nn.Trans
 
 
 def gpt_layers(num_blocks: int, width: int, length: int) -> nn.Sequential:
-    """A GPT, the same weights every time: ``[rows, length]`` tokens to logits."""
+    """Returns a GPT with the same weights at each call: maps tokens ``[rows, length]`` to logits."""
     blocks = encoder_layers(num_blocks, width, CausalLayer)
     return nn.Sequential(Embedding(length, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
 
 
 def gpt_balance(num_blocks: int, stages: int) -> list[int]:
-    """As many blocks for each stage; the embedding goes to the first, norm and logits to the last."""
+    """Gives each stage the same number of blocks, the first one the embedding, and the last one norm and logits."""
     if num_blocks % stages:
-        raise ValueError(f"{num_blocks} blocks do not divide evenly among {stages} stages; take a multiple of them")
+        raise ValueError(f"{num_blocks} blocks do not divide evenly among {stages} stages; use a multiple of {stages}")
     balance = [num_blocks // stages] * stages
     balance[0] += 1
     balance[-1] += 2

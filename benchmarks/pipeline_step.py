@@ -1,11 +1,11 @@
-"""Time of a training step on two cores: ours, raw ``torch.distributed.pipelining``, torchgpipe, one process; in turns.
+"""Time of a training step on two cores: Relay, ``torch.distributed.pipelining``, torchgpipe, one process; in turns.
 
-Every contestant lives in processes of its own with one thread each, and works only when it is its turn. A step is a
-batch from a loader, forward and backward passes of all micro-batches, and AdamW.
+Every contestant has its own processes with one thread each, and works only when it is its turn. A step is a batch from
+a loader, forward and backward passes of all micro-batches, and AdamW.
 
-The limit for two processes is not half of one: on shared hardware each slows down while the other works. So the same
-work is also timed while a second process is busy; half of that, and the schedule's bubble, is what a pipeline without
-any overhead would take.
+The limit for two processes is not half the time of one process, because on shared hardware each process slows down
+while the other works. The benchmark therefore also times one process while a second process is busy. Half of that time,
+plus the bubble of the schedule, is the time of a pipeline without overhead.
 """
 
 import multiprocessing
@@ -18,21 +18,30 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from benchmarks.contestants import PROCESSES, UPSTREAM, Busy, GPipeLibrary, OneProcess, Ours, Shape, Upstream
-from benchmarks.crew import Crew, CrewError
+from benchmarks.contestants import (
+    PROCESSES,
+    TORCH_SCHEDULES,
+    Busy,
+    GPipeLibrary,
+    OneProcess,
+    Relay,
+    Shape,
+    TorchPipelining,
+)
 from benchmarks.plots import boxes, plot
+from benchmarks.processes import ContestantError, ContestantProcesses
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from benchmarks.timeline import Span, bubble, gantt
 
-ROUNDS, DUELS = 3, 10
-"""Of all contestants, and then of ours and upstream's same schedules only."""
+ROUNDS, PAIR_ROUNDS = 3, 10
+"""Rounds of all contestants, and further rounds of Relay's and torch's same schedules only."""
 
 WARM_UP = 2
-"""Steps in which all are checked to find the same loss."""
+"""Number of steps in which the losses of all contestants are compared."""
 
 LOSS_TOLERANCE = 1e-4
 MICROBATCHES, TRACED = (4, 8, 16), 8
-SAME_SCHEDULE = {"ours, gpipe": "upstream, ScheduleGPipe", "ours, 1f1b": "upstream, Schedule1F1B"}
+SAME_SCHEDULE = {"Relay, gpipe": "torch, ScheduleGPipe", "Relay, 1f1b": "torch, Schedule1F1B"}
 BESIDE, TWO_THREADS = "one process beside a busy one", "one process with two threads"
 
 LIBRARIES = (
@@ -40,119 +49,127 @@ LIBRARIES = (
     (
         "fairscale.nn",
         "Pipe",
-        "descends from torchgpipe; comes as source only, so not in the extra, but takes part if it is there",
+        "a descendant of torchgpipe; available as source only, so not in the extra, but takes part if installed",
     ),
 )
 
 ELSEWHERE = {
-    "DeepSpeed pipeline": "not tried: comes as source only, and builds operators when they are first used",
+    "DeepSpeed pipeline": "not tried: available as source only; builds operators at their first use",
     "PiPPy": "has become torch.distributed.pipelining, which takes part",
 }
 
 
 def bubble_of(name: str, microbatches: int) -> float | None:
-    """The idle share that the schedule itself has on two processes, passes of all stages being equal."""
+    """Returns the idle share of the schedule on two processes if the passes of all stages take equal time."""
     m, p = microbatches, PROCESSES
     if "Zero" in name:
         return 0.0
     if "Interleaved" in name:
         return (p - 1) / (2 * m + p - 1)
-    if name.startswith(("ours", "upstream")) or (name.endswith("two threads") and name != TWO_THREADS):
+    if name.startswith(("Relay", "torch,")) or (name.endswith("two threads") and name != TWO_THREADS):
         return (p - 1) / (m + p - 1)
     return None
 
 
 class Contest:
-    """The crews, and what they have shown."""
+    """Runs the contestants in turns and collects their results."""
 
     def __init__(self, shape: Shape, folder: Path) -> None:
         self.absent: dict[str, str] = {}
         self.differ: list[str] = []
         self.go = multiprocessing.get_context("spawn").Event()
-        self.crews: dict[str, Crew] = {"one process": Crew(OneProcess, shape)}
-        self.busy = Crew(Busy, shape, self.go)
+        self.contestants: dict[str, ContestantProcesses] = {"one process": ContestantProcesses(OneProcess, shape)}
+        self.busy = ContestantProcesses(Busy, shape, self.go)
         for schedule in ("gpipe", "1f1b"):
-            self.crews[f"ours, {schedule}"] = Crew(Ours, shape, schedule)
-        for schedule in UPSTREAM:
+            self.contestants[f"Relay, {schedule}"] = ContestantProcesses(Relay, shape, schedule)
+        for schedule in TORCH_SCHEDULES:
             store = str(folder / schedule)
-            self.crews[f"upstream, {schedule}"] = Crew(Upstream, shape, schedule, store, count=PROCESSES)
+            self.contestants[f"torch, {schedule}"] = ContestantProcesses(
+                TorchPipelining, shape, schedule, store, count=PROCESSES
+            )
         for module, name, how in LIBRARIES:
             if find_spec(module.split(".")[0]) is None:
                 self.absent[module] = f"not installed ({how})"
             else:
-                self.crews[f"{module}, two threads"] = Crew(GPipeLibrary, shape, module, name)
+                self.contestants[f"{module}, two threads"] = ContestantProcesses(GPipeLibrary, shape, module, name)
 
-    def attempt(self, name: str, microbatches: int, action: Callable[[Crew], Any]) -> Any:
-        """What a crew does; ``None``, and no crew from then on, if it fails."""
+    def attempt(self, name: str, microbatches: int, action: Callable[[ContestantProcesses], Any]) -> Any:
+        """Runs an action of a contestant; if it fails, removes the contestant and returns ``None``."""
         try:
-            return action(self.crews[name])
-        except CrewError as error:
+            return action(self.contestants[name])
+        except ContestantError as error:
             self.absent[name] = f"with {microbatches} micro-batches: {error}"
-            del self.crews[name]
+            del self.contestants[name]
             return None
 
-    def rounds(self, microbatches: int, rounds: int, duels: int) -> dict[str, list[float]]:
-        """The seconds of each contestant's steps, all of which have taken turns; those of duels follow."""
-        for name in list(self.crews):
-            self.attempt(name, microbatches, lambda crew: crew.call("prepare", microbatches))
+    def rounds(self, microbatches: int, rounds: int, pair_rounds: int) -> dict[str, list[float]]:
+        """Returns the seconds of each contestant's steps: rounds of all, then those of Relay's and torch's pairs."""
+        for name in list(self.contestants):
+            self.attempt(name, microbatches, lambda processes: processes.call("prepare", microbatches))
         self.busy.call("prepare", microbatches)
         self.check_losses(microbatches)
         self.busy.call("step")
-        self.crews["one process"].call("step", 2)
+        self.contestants["one process"].call("step", 2)
         times: dict[str, list[float]] = {}
         for _ in range(rounds):
-            now = {name: self.attempt(name, microbatches, lambda crew: crew.timed("step")) for name in [*self.crews]}
-            one = self.crews["one process"]
+            now = {
+                name: self.attempt(name, microbatches, lambda processes: processes.timed("step"))
+                for name in [*self.contestants]
+            }
+            one = self.contestants["one process"]
             now[TWO_THREADS] = one.timed("step", 2)
             now[BESIDE] = self.beside_a_busy_one(one)
             for name, seconds in now.items():
                 times.setdefault(name, []).append(seconds)
-        for number in range(duels):
+        for number in range(pair_rounds):
             for name in [name for pair in SAME_SCHEDULE.items() for name in pair][:: -1 if number % 2 else 1]:
-                if name in self.crews:
-                    times[name].append(self.attempt(name, microbatches, lambda crew: crew.timed("step")))
+                if name in self.contestants:
+                    times[name].append(self.attempt(name, microbatches, lambda processes: processes.timed("step")))
         return {name: seconds for name, seconds in times.items() if None not in seconds}
 
     def check_losses(self, microbatches: int) -> None:
-        """The first steps give everybody the same loss: all do the same work, the optimizer's included."""
+        """Compares the losses of the first steps, to check that all contestants do the same work."""
         for _ in range(WARM_UP):
-            losses = {name: self.attempt(name, microbatches, lambda crew: crew.call("step")) for name in [*self.crews]}
+            losses = {
+                name: self.attempt(name, microbatches, lambda processes: processes.call("step"))
+                for name in [*self.contestants]
+            }
             (expected,) = losses["one process"]
             for name, members in losses.items():
                 found = [loss for loss in members or [] if loss is not None]
                 if any(abs(loss - expected) > LOSS_TOLERANCE * expected for loss in found):
                     self.differ.append(f"{name} with {microbatches} micro-batches: {found} instead of {expected:.6f}")
 
-    def beside_a_busy_one(self, one: Crew) -> float:
+    def beside_a_busy_one(self, one: ContestantProcesses) -> float:
         self.go.set()
-        self.busy.tell("keep_busy")
+        self.busy.command("keep_busy")
         sleep(0.05)
         try:
             return one.timed("step", 1)
         finally:
             self.go.clear()
-            self.busy.answers()
+            self.busy.replies()
 
     def traces(self, microbatches: int) -> dict[str, list[Span]]:
-        """A step of each pipeline as spans."""
+        """Returns the spans of one step of each pipeline."""
         found: dict[str, list[Span]] = {}
-        for name in [name for name in self.crews if name.startswith(("ours", "upstream"))]:
-            members = self.attempt(name, microbatches, lambda crew: crew.call("trace"))
+        for name in [name for name in self.contestants if name.startswith(("Relay", "torch,"))]:
+            members = self.attempt(name, microbatches, lambda processes: processes.call("trace"))
             if members is not None:
                 found[name] = [span for spans in members for span in spans]
         return found
 
     def end(self) -> None:
         self.go.clear()
-        for crew in [*self.crews.values(), self.busy]:
-            with suppress(CrewError):
-                crew.end()
+        for processes in [*self.contestants.values(), self.busy]:
+            with suppress(ContestantError):
+                processes.end()
 
 
 def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, list[Span]]) -> Table:
-    """A line for each contestant."""
+    """Returns a table with one row per contestant."""
     one, beside = times["one process"], times[BESIDE]
-    columns = ["step", "median s", "quartiles", "of one process", "of its limit", "of upstream's same"]
+    columns = ["step", "median s", "quartiles", "of one process", "of its limit", "of torch's same"]
     columns += ["bubble, theory", "measured"] if spans else []
     rows = []
     for name, seconds in times.items():
@@ -169,7 +186,7 @@ def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, 
 
 
 def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
-    """Where the time of the traced step went on each process."""
+    """Returns the time of each kind of work in the traced step, for each process."""
     rows = []
     for name, own in spans.items():
         length = max(span.end for span in own) - min(span.start for span in own)
@@ -181,7 +198,7 @@ def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
             cells = [*busy, length - sum(busy), length]
             rows.append([f"{name}, process {process}", *(f"{seconds * 1000:.0f}" for seconds in cells)])
     columns = ["one traced step", "forward, ms", "backward, ms", "idle, ms", "first start to last end, ms"]
-    return Table(columns, rows, f"Where the time goes with {microbatches} micro-batches")
+    return Table(columns, rows, f"Time of each kind of work with {microbatches} micro-batches")
 
 
 def draw_steps(all_times: dict[int, dict[str, list[float]]], figure: Any) -> None:
@@ -199,17 +216,17 @@ def draw_gantt(spans: dict[str, list[Span]], figure: Any) -> None:
 
 def main(effort: Effort) -> Section:
     rounds = effort.rounds_or(ROUNDS)
-    duels = 1 if effort.tiny else DUELS
+    pair_rounds = 1 if effort.tiny else PAIR_ROUNDS
     shape = Shape(num_blocks=4, width=64, rows=8, length=16) if effort.tiny else Shape()
     numbers = (4,) if effort.tiny else MICROBATCHES
     section = Section(
         "A training step of a pipeline",
         f"GPT of {shape.num_blocks} blocks at width {shape.width}, {shape.rows} rows of {shape.length} tokens, AdamW, "
         f"float32; two processes with one thread each; loader and optimizer step included; {rounds} interleaved rounds "
-        f"after {WARM_UP} steps of warm-up, then {duels} of ours and upstream's same schedules only. "
-        f'Ours: `checkpoint="never"`, every stage done at the end of a step. Ratios '
-        "are medians over the rounds. The limit is half of the time of one process beside a busy one, longer by the "
-        "schedule's bubble.",
+        f"after {WARM_UP} steps of warm-up, then {pair_rounds} of Relay's and torch's same schedules only. "
+        f'Relay: `checkpoint="never"`, every stage has finished at the end of a step. Ratios '
+        "are medians over the rounds. The limit is half of the time of one process beside a busy one, plus the bubble "
+        "of the schedule.",
     )
     all_times: dict[int, dict[str, list[float]]] = {}
     all_spans: dict[int, dict[str, list[Span]]] = {}
@@ -217,7 +234,7 @@ def main(effort: Effort) -> Section:
         contest = Contest(shape, Path(folder))
         try:
             for microbatches in numbers:
-                all_times[microbatches] = contest.rounds(microbatches, rounds, duels)
+                all_times[microbatches] = contest.rounds(microbatches, rounds, pair_rounds)
                 if microbatches == TRACED or effort.tiny:
                     all_spans[microbatches] = contest.traces(microbatches)
         finally:
@@ -227,15 +244,15 @@ def main(effort: Effort) -> Section:
     section.absent = contest.absent | ELSEWHERE
     section.notes = [f"DIFFERENT LOSS, so not the same work: {found}" for found in contest.differ]
     section.notes = section.notes or [
-        f"In the warm-up all contestants found the same loss (to {LOSS_TOLERANCE:g}): they do the same work."
+        f"In the warm-up, all contestants had the same loss (to {LOSS_TOLERANCE:g}), so they do the same work."
     ]
     section.notes.append(
-        "The bubble is measured in one step, from the first action's start to the last one's end; traced steps are not "
-        "among the timed. In theory a zero-bubble schedule has none: that is what it aims for."
+        "The bubble is measured in one step, from the start of the first action to the end of the last one; traced "
+        "steps are not timed. In theory, a zero-bubble schedule has no bubble."
     )
     section.notes.append(
-        "Our worker starts with `MALLOC_*` variables of its own (see `environment_of_worker`), as for users; all "
-        "other processes have what this one has."
+        "Relay's worker starts with its own `MALLOC_*` variables (see `environment_of_worker`), as for users; all "
+        "other processes have the environment of this process."
     )
     size = (4 * len(all_times) + 2, 4)
     plot(section, effort, "pipeline_step.png", partial(draw_steps, all_times), size=size)

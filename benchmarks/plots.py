@@ -1,4 +1,4 @@
-"""Figures, if matplotlib is there; without it a section says so and is complete otherwise."""
+"""Figures, if matplotlib is installed; otherwise a section lacks its figures and has a note about it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
@@ -13,11 +13,11 @@ def plot(
     """Draws a figure into the folder of plots and adds it to the section.
 
     Args:
-        section: What the figure belongs to.
-        effort: Knows the folder.
-        name: The file's name.
-        draw: Is given the empty figure.
-        size: In inches.
+        section: The section to which the figure belongs.
+        effort: Contains the folder.
+        name: Name of the file.
+        draw: Draws into the empty figure that it gets.
+        size: Width and height in inches.
     """
     if find_spec("matplotlib") is None:
         section.notes.append(f"No {name}: matplotlib is not installed (`pip install -e '.[bench]'`).")
@@ -32,7 +32,7 @@ def plot(
 
 
 def lines(axes: Any, xs: Sequence[float], ys: Mapping[str, Sequence[float]], *, x: str, y: str, log: str = "") -> None:
-    """A line for each name; ``log`` names the axes that are logarithmic, such as ``"xy"``."""
+    """Draws a line for each name; ``log`` contains the letters of the logarithmic axes, such as ``"xy"``."""
     for name, values in ys.items():
         axes.plot(xs, values, marker="o", markersize=3, label=name)
     if "x" in log:
@@ -46,7 +46,7 @@ def lines(axes: Any, xs: Sequence[float], ys: Mapping[str, Sequence[float]], *, 
 
 
 def boxes(axes: Any, samples: Mapping[str, Sequence[float]], *, x: str) -> None:
-    """A box for each name, the first on top."""
+    """Draws a box for each name, the first one at the top."""
     axes.boxplot(list(samples.values()), orientation="horizontal")
     axes.set_yticks(range(1, len(samples) + 1), list(samples), fontsize=7)
     axes.invert_yaxis()

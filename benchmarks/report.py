@@ -1,4 +1,4 @@
-"""What a benchmark hands over, and how the report is written from it: a section of Markdown each."""
+"""The result of a benchmark, and the report: one section of Markdown per benchmark."""
 
 import json
 import os
@@ -18,12 +18,12 @@ PACKAGES = ("torch", "pytorch-lightning", "numpy", "torchgpipe", "fairscale", "d
 
 @dataclass(frozen=True)
 class Effort:
-    """How much work a benchmark may make of it.
+    """The amount of work of a benchmark.
 
     Attributes:
         plots: Folder for figures.
-        rounds: Of each contestant; ``None`` for as many as the section finds needful.
-        tiny: Only show that everything runs: the smallest models and numbers. The figures then mean nothing.
+        rounds: Number of rounds of each contestant; ``None`` for the default of the section.
+        tiny: Only show that everything runs, with the smallest models and numbers. The figures have no meaning.
     """
 
     plots: Path
@@ -31,20 +31,20 @@ class Effort:
     tiny: bool = False
 
     def rounds_or(self, default: int) -> int:
-        """The number of rounds, if none was asked for ``default``, or 1 for a tiny run."""
+        """Returns the requested number of rounds, otherwise ``default``, or 1 for a tiny run."""
         return self.rounds or (1 if self.tiny else default)
 
 
 @dataclass
 class Table:
-    """A heading line, and rows of cells as they are to be read."""
+    """A table: column headings and rows of formatted cells."""
 
     columns: list[str]
     rows: list[list[str]]
     heading: str = ""
 
     def markdown(self) -> str:
-        """The table, its columns aligned, so that it can be read on a terminal too."""
+        """Returns the table as Markdown with aligned columns, so that it is also readable on a terminal."""
         widths = [max(len(row[k]) for row in [self.columns, *self.rows]) for k in range(len(self.columns))]
 
         def line(cells: Sequence[str]) -> str:
@@ -61,12 +61,12 @@ class Section:
     """The outcome of one benchmark.
 
     Attributes:
-        title: In a few words.
-        setting: What was measured and how.
-        tables: The figures.
-        notes: What is to be said of them.
+        title: Title of the section.
+        setting: What was measured, and how.
+        tables: The measurements.
+        notes: Remarks on the measurements.
         plots: File names within the folder of plots.
-        absent: Who was to take part and could not, with the reason.
+        absent: Contestants that could not take part, with the reason.
     """
 
     title: str
@@ -77,7 +77,7 @@ class Section:
     absent: dict[str, str] = field(default_factory=dict)
 
     def markdown(self) -> str:
-        """The section as it stands in the report."""
+        """Returns the section as Markdown for the report."""
         parts = [f"## {self.title}", self.setting, *(table.markdown() for table in self.tables)]
         parts += ["\n".join(f"- {note}" for note in self.notes)] if self.notes else []
         parts += [f"![{name}](plots/{name})" for name in self.plots]
@@ -87,18 +87,18 @@ class Section:
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> "Section":
-        """The section that ``asdict`` made plain."""
+        """Returns the section from the output of :func:`plain`."""
         return cls(**{**plain, "tables": [Table(**table) for table in plain["tables"]]})
 
 
 def spread(values: Sequence[float], digits: int = 3, factor: float = 1.0) -> list[str]:
-    """Two cells: the median, and the quartiles."""
+    """Returns two cells: the median, and the quartiles."""
     low, middle, high = quartiles([value * factor for value in values])
     return [f"{middle:.{digits}f}", f"{low:.{digits}f} to {high:.{digits}f}"]
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """First quartile, median, third quartile; also of a single value."""
+    """Returns first quartile, median and third quartile; also for a single value."""
     if len(values) == 1:
         return values[0], values[0], values[0]
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -106,12 +106,12 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def ratios(own: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Round by round: both were measured within moments of each other, whatever else the machine did."""
+    """Returns the ratio of each round: both values of a round are measured under the same load of the machine."""
     return [a / b for a, b in zip(own, reference, strict=True)]
 
 
 def machine() -> list[str]:
-    """The machine and the versions, a line each."""
+    """Returns two lines: the machine, and the versions."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -125,9 +125,9 @@ def machine() -> list[str]:
 
 
 def stamp(*, tiny: bool) -> str:
-    """When, of which commit, and how busy the machine was then."""
+    """Returns date, commit and load of the machine."""
     commit = _git("describe", "--always", "--abbrev=10", "--exclude=*") or "unknown"
-    written = (":!benchmarks/results.*", ":!benchmarks/plots")  # by the sections before
+    written = (":!benchmarks/results.*", ":!benchmarks/plots")  # changed by earlier sections
     changed = " with changes" if _git("status", "--porcelain", "--", ".", *written) else ""
     load = os.getloadavg()[0]
     warning = "; TINY: these figures only show that the benchmark runs" if tiny else ""
@@ -136,7 +136,7 @@ def stamp(*, tiny: bool) -> str:
 
 
 def write(folder: Path, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Writes ``results.json``, from which a later run of some sections takes over the others, and ``results.md``."""
+    """Writes ``results.md``, and ``results.json``, from which a later run of some sections reads the other ones."""
     (folder / "results.json").write_text(json.dumps(outcomes, indent=1) + "\n")
     head = ["# Benchmarks", "Written by `make bench`; [what each section compares](../README.md#what-it-costs).", ""]
     parts = ["\n\n".join(head).rstrip(), "\n".join(f"- {line}" for line in machine())]
@@ -146,13 +146,13 @@ def write(folder: Path, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """What earlier runs have written."""
+    """Returns the results of earlier runs."""
     path = folder / "results.json"
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def plain(section: Section) -> dict[str, Any]:
-    """The section as JSON can hold it."""
+    """Returns the section as values that JSON can represent."""
     return asdict(section)
 
 

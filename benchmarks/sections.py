@@ -1,4 +1,4 @@
-"""A section of the report in a process of its own, so that one that fails or hangs takes no other with it."""
+"""Runs a section of the report in its own process, so that the other sections run even if it fails or hangs."""
 
 import importlib
 import json
@@ -13,14 +13,14 @@ from benchmarks.report import Effort, Section, plain
 
 
 def work(name: str, effort: Effort, path: Path) -> None:
-    """Runs a section and writes its outcome; what it starts belongs to a session of its own."""
+    """Runs a section in a new session, to which all its processes belong, and writes its outcome."""
     os.setsid()
     section = importlib.import_module(f"benchmarks.{name}").main(effort)
     path.write_text(json.dumps(plain(section)))
 
 
 def outcome_of(name: str, effort: Effort, limit_seconds: float) -> Section:
-    """Runs a section in a process of its own, and nothing of it is left."""
+    """Runs a section in its own process, and ends all processes of the section."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "section.json"
         process = multiprocessing.get_context("spawn").Process(target=work, args=(name, effort, path))

@@ -1,6 +1,6 @@
-"""Peak memory of each stage against the number of micro-batches: gpipe with each way to recompute, and 1f1b.
+"""Peak memory of each stage by number of micro-batches: gpipe with each recomputation mode, and 1f1b.
 
-A micro-batch is as large as ever, so a step of more of them is larger: what grows is what the schedule keeps.
+The size of a micro-batch is constant, so the growth is the memory that the schedule keeps for more micro-batches.
 """
 
 import ctypes
@@ -23,12 +23,12 @@ from strategies.pipeline.stage.context import PassContext
 STAGES, ROWS, INPUT_WIDTH = 3, 64, 8
 MEBI = 2**20
 WIDTH = MEBI // 4 // ROWS
-"""So wide that an activation of a micro-batch takes 1 MiB."""
+"""With this width, an activation of a micro-batch has 1 MiB."""
 
 ACTIVATIONS = 4
-"""On each stage."""
+"""Number of activations on each stage."""
 
-WAYS = {
+MODES = {
     "gpipe, never": ("gpipe", "never"),
     "gpipe, except_last": ("gpipe", "except_last"),
     "gpipe, always": ("gpipe", "always"),
@@ -38,21 +38,21 @@ MICROBATCHES = (4, 8, 16, 32)
 
 
 def memory_bytes(pid: int, kind: str) -> int:
-    """``VmRSS``, what a process holds, or ``VmHWM``, the most since :func:`begin_anew`."""
+    """Returns ``VmRSS``, the memory of a process, or ``VmHWM``, its peak since :func:`reset_peaks`."""
     found = re.search(rf"{kind}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found
     return int(found[1]) * 1024
 
 
-def begin_anew(pids: list[int]) -> None:
-    """Forgets the peaks so far, and gives back what this process has freed: it must not hide what is needed next."""
+def reset_peaks(pids: list[int]) -> None:
+    """Resets the peaks, and returns the freed memory of this process, which would hide later growth."""
     ctypes.CDLL(None).malloc_trim(0)
     for pid in pids:
         Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float]:
-    """By how much each stage's process grows in a step, beyond what it held after a step of two rows a micro-batch."""
+    """Returns the growth of each stage's process in a step, after a step with two rows per micro-batch."""
     activations = [nn.Tanh() for _ in range(STAGES * ACTIVATIONS)]
     model = nn.Sequential(nn.Linear(INPUT_WIDTH, WIDTH), *activations, nn.Linear(WIDTH, 1))
     balance = [ACTIVATIONS] * STAGES
@@ -66,7 +66,7 @@ def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float
         assert pipeline._workers is not None
         pids = [process.pid for process in pipeline._workers._processes] + [os.getpid()]
         x = torch.randn(ROWS * microbatches, INPUT_WIDTH)
-        begin_anew(pids)
+        reset_peaks(pids)
         before = [memory_bytes(pid, "VmRSS") for pid in pids]
         step(pipeline, model, x, schedule, microbatches)
         return [(memory_bytes(pid, "VmHWM") - held) / MEBI for pid, held in zip(pids, before, strict=True)]
@@ -75,7 +75,7 @@ def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float
 
 
 def step(pipeline: Pipeline, model: nn.Sequential, x: Tensor, schedule: str, microbatches: int) -> None:
-    """Forward and backward passes, without an optimizer."""
+    """Runs forward and backward passes, without an optimizer."""
 
     def loss_of(part: Tensor) -> Tensor:
         return model(part).square().mean()
@@ -93,30 +93,32 @@ def step(pipeline: Pipeline, model: nn.Sequential, x: Tensor, schedule: str, mic
 def draw(numbers: tuple[int, ...], grown: dict[str, list[list[float]]], figure: Any) -> None:
     axes = figure.subplots(1, STAGES, sharey=True)
     for i, axis in enumerate(axes):
-        stage = {way: [row[i] for row in rows] for way, rows in grown.items()}
-        lines(axis, numbers, stage, x="micro-batches", y="MiB on top" if i == 0 else "", log="xy")
+        stage = {mode: [row[i] for row in rows] for mode, rows in grown.items()}
+        lines(axis, numbers, stage, x="micro-batches", y="growth in MiB" if i == 0 else "", log="xy")
         axis.set_title(f"stage {i}", fontsize=8)
 
 
 def main(effort: Effort) -> Section:
     torch.set_num_threads(1)
     numbers = (2, 4) if effort.tiny else MICROBATCHES
-    ways = dict(list(WAYS.items())[-2:]) if effort.tiny else WAYS
-    grown = {way: [growth_mebi(*how, m) for m in numbers] for way, how in ways.items()}
+    modes = dict(list(MODES.items())[-2:]) if effort.tiny else MODES
+    grown = {mode: [growth_mebi(*options, m) for m in numbers] for mode, options in modes.items()}
     rows = []
-    for way, of_numbers in grown.items():
-        kept = [simulate(SCHEDULES[ways[way][0]](STAGES, m)).peak_activations for m in numbers]
+    for mode, of_numbers in grown.items():
+        kept = [simulate(SCHEDULES[modes[mode][0]](STAGES, m)).peak_activations for m in numbers]
         for i in range(STAGES):
             name = "driver" if i == STAGES - 1 else "worker"
             values = [f"{row[i]:.0f} ({k[i]})" for row, k in zip(of_numbers, kept, strict=True)]
-            rows.append([f"{way}, stage {i} ({name})", *values])
+            rows.append([f"{mode}, stage {i} ({name})", *values])
     section = Section(
         "Peak memory of each stage",
-        f"{STAGES} stages of {ACTIVATIONS} layers each that keep 1 MiB a micro-batch, and 1 MiB of input; float32, no "
-        "optimizer. MiB by which the process grows in a step of full size; in brackets how many micro-batches the "
-        "simulator says are under way on that stage at most.",
+        f"{STAGES} stages of {ACTIVATIONS} layers each, which keep 1 MiB per micro-batch, and 1 MiB of input; float32, "
+        "no optimizer. Growth of the process in MiB in a step of full size; in brackets the maximum number of "
+        "micro-batches in flight on that stage according to the simulator.",
         tables=[Table(["", *(f"{m} micro-batches" for m in numbers)], rows)],
-        notes=["The driver also merges the outputs of all micro-batches, here one number a row, and holds the batch."],
+        notes=[
+            "The driver also merges the outputs of all micro-batches (here one number per row) and holds the batch."
+        ],
     )
     plot(section, effort, "stage_memory.png", partial(draw, numbers, grown), size=(9, 3.2))
     return section

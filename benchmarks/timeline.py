@@ -1,8 +1,8 @@
-"""When each stage did what in one step: measured spans, the bubble in them, and a Gantt chart.
+"""Timeline of one step: measured spans of each stage, their bubble, and a Gantt chart.
 
-A stage of ours tells what it does in ``Activity.doing``, wherever it runs. A layer that is shipped with it listens
-there: the first time it is called in a process it replaces that property of the class, in this process only. Times are
-those of the system's monotonic clock, which all processes of a machine share.
+A stage of Relay writes its current action to ``Activity.doing``. A :class:`RecordingLayer`, shipped with the stage,
+replaces this property of the class when it first runs in a process, in that process only. Times are those of the
+system's monotonic clock, which all processes of a machine share.
 """
 
 import re
@@ -23,7 +23,7 @@ COLOURS = {"F": "#4c8dd6", "B": "#58a55c", "I": "#8fd18f", "W": "#e8b04a"}
 
 @dataclass(frozen=True)
 class Span:
-    """One action as it went: ``kind`` F, B, or the halves I (input) and W (weights) of a split backward pass."""
+    """A measured action: ``kind`` is F, B, or a half of a split backward pass, I (input) or W (weights)."""
 
     process: int
     stage: int
@@ -33,14 +33,14 @@ class Span:
     end: float
 
 
-class Diary:
-    """What the stages of this process began to do, and when; kept on the class that it listens to."""
+class ActionLog:
+    """The actions that the stages of this process have begun, with their start times."""
 
     def __init__(self) -> None:
         self.notes: list[tuple[float, str]] = []
 
-    def listen(self) -> None:
-        """Has every stage of this process write into this diary."""
+    def install(self) -> None:
+        """Makes every stage of this process write to this log."""
         plain, run, notes = Activity.doing, Stage.run, self.notes
 
         def set_doing(activity: Activity, what: str) -> None:
@@ -54,31 +54,31 @@ class Diary:
 
         Activity.doing = property(plain.fget, set_doing)
         Stage.run = run_and_note
-        Stage.diary = self
+        Stage.action_log = self
 
 
-class Listens(nn.Module):
-    """The first layer of a stage, which changes nothing; its extra state is the diary of its process."""
+class RecordingLayer(nn.Module):
+    """An identity layer at the start of a stage; its extra state is the action log of its process."""
 
     def __init__(self) -> None:
         super().__init__()
         self.notes: list[tuple[float, str]] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        if not hasattr(Stage, "diary"):
-            Diary().listen()
+        if not hasattr(Stage, "action_log"):
+            ActionLog().install()
         return x
 
     def get_extra_state(self) -> list[tuple[float, str]]:
-        diary = getattr(Stage, "diary", None)
-        return self.notes if diary is None else list(diary.notes)
+        log = getattr(Stage, "action_log", None)
+        return self.notes if log is None else list(log.notes)
 
     def set_extra_state(self, notes: list[tuple[float, str]]) -> None:
         self.notes = notes
 
 
 def spans_of(notes: Sequence[tuple[float, str]], stage: int, since: float) -> list[Span]:
-    """The actions that a stage's notes tell of, without its waiting, from a moment on."""
+    """Returns the actions in the notes of a stage that began after ``since``, without waiting times."""
     spans, began, what = [], 0.0, ""
     for time, note in [*notes, (notes[-1][0] if notes else 0.0, "")]:
         name = re.match(r"(?:recomputing F|([FB]))(\d+)", note)
@@ -91,7 +91,7 @@ def spans_of(notes: Sequence[tuple[float, str]], stage: int, since: float) -> li
 
 
 def bubble(spans: Iterable[Span]) -> float:
-    """The idle share of all processes' time, from the first action's start to the last one's end."""
+    """Returns the idle share of all processes, from the start of the first action to the end of the last one."""
     spans = list(spans)
     busy: defaultdict[int, float] = defaultdict(float)
     for span in spans:
@@ -101,7 +101,7 @@ def bubble(spans: Iterable[Span]) -> float:
 
 
 def gantt(axes: Any, spans: Sequence[Span], title: str) -> None:
-    """Draws a row for each process, a bar for each action."""
+    """Draws a row for each process and a bar for each action."""
     origin = min(span.start for span in spans)
     for span in spans:
         start, length = (span.start - origin) * 1000, (span.end - span.start) * 1000

@@ -1,6 +1,6 @@
-"""What a step costs beyond the model's own work: a bare loop, Lightning's Trainer, and ours, in turns.
+"""Cost of a step besides the model's own work: a bare loop, Lightning's Trainer and Relay's Trainer, in turns.
 
-Every contestant notes the time of each training step's start; a step is the way from one to the next.
+Every contestant records the start time of each training step. The time of a step is the difference to the next start.
 """
 
 import io
@@ -29,7 +29,7 @@ ROUNDS, STEPS, WARM_UP, WIDTH, ROWS = 7, 500, 50, 8, 4
 
 
 class Tiny(LightningModule):
-    """One small layer; what it does is not what is measured."""
+    """One small layer, whose own work is negligible."""
 
     def __init__(self, *, logs: bool) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def data(steps: int) -> DataLoader:
 
 
 def bare(steps: int) -> list[float]:
-    """The loop as one writes it by hand."""
+    """A hand-written training loop."""
     model = Tiny(logs=False)
     optimizer = model.configure_optimizers()
     for number, batch in enumerate(data(steps)):
@@ -66,7 +66,7 @@ def bare(steps: int) -> list[float]:
 
 
 def fitted(make: Callable[..., Any], steps: int, *, logs: bool, bar: bool) -> list[float]:
-    """A fit by a Trainer, without anything that is not asked for."""
+    """A fit by a Trainer with all optional features disabled, except those in the arguments."""
     model = Tiny(logs=logs)
     off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary"), False)
     screen = io.StringIO()
@@ -113,12 +113,12 @@ def main(effort: Effort) -> Section:
         extra = [own - other for own, other in zip(overheads[name], theirs, strict=True)]
         rows.append([name, *spread(values, 0), f"{quartiles(overheads[name])[1]:.0f}"])
         rows[-1].append(f"{quartiles(extra)[1]:+.0f}" if name.startswith("trainer.") else "")
-    columns = ["", "µs a step", "quartiles", "over the bare loop", "ours over Lightning's"]
+    columns = ["", "µs a step", "quartiles", "over the bare loop", "Relay's over Lightning's"]
     section = Section(
-        "What the Trainer costs",
+        "Cost of the Trainer",
         f"A linear layer of width {WIDTH}, {ROWS} rows, SGD, one process: the median of {steps} steps after "
-        f"{warm_up}, in each of {rounds} interleaved rounds; the quartiles are over the rounds. The bar writes "
-        "to memory.",
+        f"{warm_up}, in each of {rounds} interleaved rounds; the quartiles are over the rounds. The progress bar "
+        "writes to memory.",
         tables=[Table(columns, rows)],
     )
     plot(

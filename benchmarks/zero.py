@@ -1,13 +1,13 @@
-"""Time of a training step and bytes of optimizer state per rank: ZeRO against its peers, interleaved, two processes.
+"""Time of a training step and bytes of optimizer state per rank: ZeRO and comparable methods in two processes.
 
-    DDP + AdamW                         every rank has all of the state and makes the whole step
+    DDP + AdamW                         every rank has the whole state and computes the whole step
     DDP + ZeroRedundancyOptimizer       torch's ZeRO, stage 1
     FSDP2 (fully_shard)                 parameters are divided as well: gathered for each pass of each layer
-    ours, stage 1 and 2                 with each option
+    Relay, stage 1 and 2                with each option
 
-All of them train in the same two processes, one step of each in turn, so that whatever slows the machine down slows all
-of them down. Processor time (of all threads of one rank) depends less on what else the machine does than the time of a
-step, but what is won by doing two things at a time does not show in it.
+All methods train in the same two processes, one step of each in turn, so that other load on the machine slows all of
+them down equally. CPU time (of all threads of one rank) depends less on other load than the time of a step, but does
+not show the gain from overlapping communication with computation.
 """
 
 import json
@@ -42,7 +42,7 @@ Make = Callable[[], nn.Sequential]
 
 
 def plain_step(model: nn.Module, optimizer: Optimizer) -> Step:
-    """A step of a wrapped model."""
+    """Returns the function that runs a step of a wrapped model."""
 
     def step(x: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -73,7 +73,7 @@ def fsdp2(make_model: Make) -> tuple[nn.Module, Any, Step]:
     return model, optimizer, plain_step(model, optimizer)
 
 
-def ours(make_model: Make, stage: int, *, overlap: bool, as_view: bool) -> tuple[nn.Module, Any, Step]:
+def relay(make_model: Make, stage: int, *, overlap: bool, as_view: bool) -> tuple[nn.Module, Any, Step]:
     model = make_model()
     optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
     sharded = ShardedOptimizers(
@@ -105,17 +105,17 @@ VARIANTS: dict[str, Callable[[Make], tuple[nn.Module, Any, Step]]] = {
     "DDP + ZeroRedundancyOptimizer": lambda make: torchs_zero(make, as_view=False),
     "DDP + ZeroRedundancyOptimizer, bucket views": lambda make: torchs_zero(make, as_view=True),
     "FSDP2": fsdp2,
-    "ours, stage 1": lambda make: ours(make, 1, overlap=False, as_view=False),
-    "ours, stage 1, bucket views": lambda make: ours(make, 1, overlap=False, as_view=True),
-    "ours, stage 1, overlap": lambda make: ours(make, 1, overlap=True, as_view=False),
-    "ours, stage 2": lambda make: ours(make, 2, overlap=False, as_view=False),
-    "ours, stage 2, overlap": lambda make: ours(make, 2, overlap=True, as_view=False),
-    "ours, stage 2, overlap, bucket views": lambda make: ours(make, 2, overlap=True, as_view=True),
+    "Relay, stage 1": lambda make: relay(make, 1, overlap=False, as_view=False),
+    "Relay, stage 1, bucket views": lambda make: relay(make, 1, overlap=False, as_view=True),
+    "Relay, stage 1, overlap": lambda make: relay(make, 1, overlap=True, as_view=False),
+    "Relay, stage 2": lambda make: relay(make, 2, overlap=False, as_view=False),
+    "Relay, stage 2, overlap": lambda make: relay(make, 2, overlap=True, as_view=False),
+    "Relay, stage 2, overlap, bucket views": lambda make: relay(make, 2, overlap=True, as_view=True),
 }
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Of this rank's moments; step counters are left out."""
+    """Returns the bytes of this rank's moments, without step counters."""
     tensors = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors)
 
@@ -147,7 +147,7 @@ def main_of_rank(rank: int, folder: str, rounds: int, num_layers: int, width: in
 
 
 def check_equal(models: dict[str, nn.Module]) -> None:
-    """All have trained the same."""
+    """Checks that all models have the same weights."""
     expected, *others = ([p.detach() for p in model.parameters()] for model in models.values())
     for other in others:
         for p, q in zip(expected, other, strict=True):
@@ -155,7 +155,7 @@ def check_equal(models: dict[str, nn.Module]) -> None:
 
 
 def table_of(times: dict[str, list[list[float]]], held: dict[str, int]) -> Table:
-    """A line for each variant."""
+    """Returns a table with one row per variant."""
     whole, reference = held["DDP + AdamW"], times["DDP + AdamW"]
     rows = []
     for name, measured in times.items():
@@ -180,14 +180,14 @@ def main(effort: Effort) -> Section:
         for process in ranks:
             process.join()
         if any(process.exitcode for process in ranks):
-            raise SystemExit("a rank failed; see above")
+            raise SystemExit("a rank failed; its output is above")
         outcome = json.loads((Path(folder) / "outcome.json").read_text())
     return Section(
-        "ZeRO beside DDP, torch's ZeRO and FSDP2",
+        "ZeRO, DDP, torch's ZeRO and FSDP2",
         f"{num_layers} transformer layers of width {width}, {ROWS} rows of {LENGTH} on each of {RANKS} ranks with one "
-        f"thread each, AdamW, gloo; {rounds} interleaved rounds after {WARM_UP}; medians, ratios round by round. CPU "
-        "is that of all threads of one rank. State is what the rank with the most of it holds.",
+        f"thread each, AdamW, gloo; {rounds} interleaved rounds after {WARM_UP}; medians, ratios per round. CPU "
+        "time is that of all threads of one rank. State is that of the rank with the largest state.",
         tables=[table_of(outcome["times"], outcome["held"])],
-        notes=["All but FSDP2 were checked to have trained the same weights."],
-        absent={"DeepSpeed ZeRO": "not tried: comes as source only, and builds operators when they are first used"},
+        notes=["All variants except FSDP2 have trained the same weights."],
+        absent={"DeepSpeed ZeRO": "not tried: available as source only; builds operators at their first use"},
     )

@@ -1,10 +1,10 @@
-"""Contestants in processes of their own, which work only when they are told: so all can take turns on one machine.
+"""Runs contestants in their own processes, which work only on command, so that they can take turns on one machine.
 
     coordinator ── "step" ──▶ member 0 ─┐
-                └─ "step" ──▶ member 1 ─┤     the time of a step: from the word to the last answer
+                └─ "step" ──▶ member 1 ─┤     the time of a step: from the command to the last reply
                 ◀── done ───────────────┘
 
-A member that fails or hangs ends its crew, which is dropped with the reason; the others go on.
+If a member fails or hangs, all members of its contestant end, and the report gives the reason. The others continue.
 """
 
 import multiprocessing
@@ -19,12 +19,12 @@ import torch
 START_SECONDS, CALL_SECONDS = 180.0, 240.0
 
 
-class CrewError(RuntimeError):
-    """A member raised, ended or did not answer; the text is the reason."""
+class ContestantError(RuntimeError):
+    """A member raised an exception, ended or did not reply; the text is the reason."""
 
 
 def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """The whole life of a member: makes the contestant, then calls its methods as told, until the pipe closes."""
+    """Runs in a member: creates the contestant, then calls its methods on command until the pipe closes."""
     torch.set_num_threads(1)
     try:
         member = make(*arguments)
@@ -43,13 +43,13 @@ def serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...]
         raise
 
 
-class Crew:
-    """Some processes that make up one contestant.
+class ContestantProcesses:
+    """The processes of one contestant.
 
     Args:
-        make: Makes a member; a top-level class or function, called with the member's number and ``arguments``. A
-            member has ``close()``, and methods to be called.
-        count: How many members.
+        make: Creates a member; a top-level class or function, called with the member's number and ``arguments``. A
+            member has ``close()`` and the methods that the coordinator calls.
+        count: Number of members.
     """
 
     def __init__(self, make: Callable[..., Any], *arguments: Any, count: int = 1) -> None:
@@ -64,34 +64,34 @@ class Crew:
             self._processes.append(process)
         self._is_ready = False
 
-    def tell(self, name: str, *arguments: Any) -> None:
-        """Has every member call a method; :meth:`answers` waits for them."""
+    def command(self, name: str, *arguments: Any) -> None:
+        """Commands every member to call a method; :meth:`replies` waits for the results."""
         for pipe in self._pipes:
             try:
                 pipe.send((name, arguments))
-            except OSError:  # it has ended: the answers tell how
+            except OSError:  # it has ended: the replies say why
                 continue
 
-    def answers(self, seconds: float = CALL_SECONDS) -> list[Any]:
-        """What each member returns.
+    def replies(self, seconds: float = CALL_SECONDS) -> list[Any]:
+        """Waits for the result of each member.
 
         Raises:
-            CrewError: If one does not; the crew has ended then.
+            ContestantError: If a member does not return one; all members have then ended.
         """
         self._ready()
         return self._collect(seconds)
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
-        """Has every member call a method and returns what each returns; see :meth:`answers`."""
+        """Commands every member to call a method and returns the results; see :meth:`replies`."""
         self._ready()
-        self.tell(name, *arguments)
+        self.command(name, *arguments)
         return self._collect(CALL_SECONDS)
 
     def timed(self, name: str, *arguments: Any) -> float:
-        """The seconds until all members have done it."""
+        """Commands every member to call a method and returns the seconds until all have replied."""
         self._ready()
         began = perf_counter()
-        self.tell(name, *arguments)
+        self.command(name, *arguments)
         self._collect(CALL_SECONDS)
         return perf_counter() - began
 
@@ -112,26 +112,26 @@ class Crew:
             self._collect(START_SECONDS)
 
     def _collect(self, seconds: float) -> list[Any]:
-        answers: dict[int, Any] = {}
+        replies: dict[int, Any] = {}
         deadline = monotonic() + seconds
-        while len(answers) < len(self._pipes):
-            missing = [pipe for k, pipe in enumerate(self._pipes) if k not in answers]
+        while len(replies) < len(self._pipes):
+            missing = [pipe for k, pipe in enumerate(self._pipes) if k not in replies]
             ready = wait(missing, max(0.0, deadline - monotonic()))
             if not ready:
-                self._kill(f"no answer within {seconds:.0f} s")
+                self._kill(f"no reply within {seconds:.0f} s")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 try:
                     good, value = pipe.recv()
                 except (EOFError, ConnectionError):
-                    good, value = False, "a process ended without a word"
+                    good, value = False, "a process ended without a message"
                 if not good:
                     self._kill(value)
-                answers[self._pipes.index(pipe)] = value
-        return [answers[k] for k in range(len(self._pipes))]
+                replies[self._pipes.index(pipe)] = value
+        return [replies[k] for k in range(len(self._pipes))]
 
     def _kill(self, why: str) -> None:
-        for process in self._processes:  # one that waits for a neighbour would not end by itself
+        for process in self._processes:  # a process that waits for a neighbour would not end by itself
             process.kill()
         self.end()
-        raise CrewError(why)
+        raise ContestantError(why)
