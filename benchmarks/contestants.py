@@ -142,7 +142,7 @@ class Relay:
         return loss_of(self.model(x), y)
 
     def trace(self) -> list[Span]:
-        """Returns the spans of the last of three steps of a pipeline with recording layers; these steps are not timed."""
+        """Returns the spans of the third step of a pipeline with recording layers; these steps are not timed."""
         self.close()
         layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
         stages = cut(layers, gpt_balance(self.shape.num_blocks, PROCESSES))
