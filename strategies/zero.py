@@ -28,7 +28,7 @@ from strategies.lightning.checks import check_state_dict_type
 from strategies.lightning.compat import is_stand_in, unwrapped
 from strategies.lightning.stages_of_model import as_misconfiguration
 from strategies.lightning.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
-from strategies.optim.hooks import take_methods_along
+from strategies.optim.calls import MethodCall, follow_methods
 from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
 from strategies.sharding.optimizers import ShardedOptimizers
@@ -158,7 +158,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._undo = [self._sharded.close]
         for own in optimizers:
             around = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is own]
-            take_methods_along(own, self._call_method, around)  # also after fit, when states are still divided
+            follow_methods(own, self._call_method, around)  # also after fit, when states are still divided
         if self.stage == 2:
             self._undo += follow_precision(self.precision_plugin, self._sharded)
             if hooks := gradient_hooks(trainer, model):
@@ -214,8 +214,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         if self._states is not None:
             self._states.forget()
 
-    def _call_method(self, optimizer: Optimizer, *call: Any) -> Any:
-        result = self._running().call_method(optimizer, *call)
+    def _call_method(self, optimizer: Optimizer, call: MethodCall) -> Any:
+        result = self._running().call_method(optimizer, call)
         if self._states is not None:
             self._states.refresh(optimizer)
         return result

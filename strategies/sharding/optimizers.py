@@ -8,7 +8,6 @@ Gradients go to their owners, and the new values from them to the other ranks:
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from strategies.optim.restricted import (
-    CalledOnce,
-    arguments_of_step,
-    check_same_result,
-    norms_of_gradients,
-    parameters_of,
-    restricted,
-    within_a_step,
-)
+from strategies.optim.calls import MethodCall, follow_steps, runs_own_code, same_result
+from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
+from strategies.optim.restricted import parameters_of, restricted
 from strategies.sharding.bucket import Bucket, form_buckets
 from strategies.sharding.ownership import Ownership
 from strategies.sharding.reducer import LAG, Reducer
@@ -66,10 +59,15 @@ class ShardedOptimizers:
         self._trained: dict[Tensor, None] = {}
         self._buckets: list[Bucket] = []
         self._in_backward_of: Optimizer | None = None
-        self._arguments: dict[str, Any] = {}  # of the step under way
+        self._arguments: dict[str, Any] = {}
+        """Arguments of the step that runs."""
         self._stepped: set[Bucket] = set()
         self._exchange, self._sharing = Exchange(group), InFlight(LAG)
-        self._hooks = [optimizer.register_step_pre_hook(self._before_step) for optimizer in self.optimizers]
+        self._undo = [
+            undo
+            for optimizer in self.optimizers
+            for undo in follow_steps(optimizer, self._narrow, evaluate=self._evaluate)
+        ]
         self.reducer = Reducer(
             self._exchange,
             whole=whole_gradients,
@@ -82,9 +80,9 @@ class ShardedOptimizers:
 
     def close(self) -> None:
         """Leaves optimizers and parameters as they were, but for the state, which stays divided."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        for undo in self._undo:
+            undo()
+        self._undo = []
         self.reducer.close()
         self.ownership.widen_all()
         for bucket in self._buckets:
@@ -92,46 +90,38 @@ class ShardedOptimizers:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """To be called on every rank after each step: brings the new values to all ranks."""
-        if within_a_step(optimizer) or not self.ownership.is_narrowed(optimizer):
+        if runs_own_code(optimizer) or not self.ownership.is_narrowed(optimizer):
             return
         self.ownership.widen(optimizer)
         self._share_values(optimizer)
         self._stepped.clear()
 
-    def call_method(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls a method of an optimizer for this rank's parameters, and brings the new values to all ranks.
+    def call_method(self, optimizer: Optimizer, call: MethodCall) -> Any:
+        """Call a method of an optimizer for this rank's parameters, and send the new values to all ranks.
 
-        Every rank calls it.
+        Every rank calls this.
 
         Raises:
             RuntimeError: If it returns something, and not the same on every rank.
         """
         self.ownership.narrow(optimizer)
         try:
-            result = method(*args, **kwargs)
+            result = call.on(optimizer)
         finally:
             self.ownership.widen(optimizer)
         with torch.inference_mode(False):  # validation may run in it
-            if self._hooks:
+            if self._undo:
                 self._share_values(optimizer)
             else:  # after fit, when there are no buckets any more
                 for parameter, owner in self.ownership.owners.items():
                     dist.broadcast(parameter.data, owner, group=self._group)
-        if result is None or result is optimizer:
-            return result
-        words = f"{type(optimizer).__name__}.{name}"
-        check_same_result(words, result, {})
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, result, group=self._group)
-        check_same_result(words, result, {f"rank {rank}": other for rank, other in enumerate(everyone)})
-        return result
+
+        def ask() -> dict[str, Any]:
+            everyone: list[Any] = [None] * self._group.size()
+            dist.all_gather_object(everyone, result, group=self._group)
+            return {f"rank {rank}": other for rank, other in enumerate(everyone)}
+
+        return result if result is None or result is optimizer else same_result(optimizer, call, result, ask)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their common norm is at most ``max_norm``.
@@ -145,7 +135,6 @@ class ShardedOptimizers:
         parameters = parameters_of(optimizer)
         if self._whole:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        grads = [p.grad for p in parameters if p.grad is not None]
         norms = norms_of_gradients(parameters, norm_type)
         kind = next((norm for norm in norms if norm is not None), torch.zeros((), device=parameters[0].device))
         table = torch.zeros(
@@ -156,9 +145,7 @@ class ShardedOptimizers:
                 table[:, number] = torch.stack([norm.to(table), table.new_ones(())])
         dist.all_reduce(table, group=self._group)
         total = torch.linalg.vector_norm(table[0, table[1] > 0], norm_type)
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for grad in grads:
-            grad.mul_(factor.to(grad.device))
+        scale_gradients(parameters, clipping_factor(total, max_norm))
         return total
 
     def any_rank(self, found: Tensor) -> None:
@@ -178,27 +165,15 @@ class ShardedOptimizers:
 
     # Steps
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if within_a_step(optimizer):
-            return None
-        closure, self._arguments = arguments_of_step(optimizer, args, kwargs)
-        if closure is None:
-            self._narrow(optimizer)
-            return None
-        once = CalledOnce(
-            partial(self._evaluated, closure, optimizer), partial(self._narrow, optimizer), partial(_refusal, optimizer)
-        )
-        return args[:1], {**self._arguments, "closure": once}
-
-    def _evaluated(self, closure: Callable[[], Any], optimizer: Optimizer) -> Any:
-        """What the closure returns; it computes gradients, and steps may be made as soon as they are there."""
-        self._in_backward_of = optimizer if self._step_in_backward else None
+    def _evaluate(self, optimizer: Optimizer, arguments: dict[str, Any], closure: Callable[[], Any]) -> Any:
+        """Call the closure, which computes gradients; buckets may be stepped as soon as their gradients are there."""
+        self._in_backward_of, self._arguments = optimizer if self._step_in_backward else None, arguments
         try:
             return closure()
         finally:
             self._in_backward_of = None
 
-    def _narrow(self, optimizer: Optimizer) -> None:
+    def _narrow(self, optimizer: Optimizer, arguments: dict[str, Any]) -> None:
         self.reducer.complete()
         self.ownership.narrow(optimizer, {parameter for bucket in self._stepped for parameter in bucket.parameters})
 
@@ -239,10 +214,3 @@ class ShardedOptimizers:
             packed = self._whole or owner is None or device.type == "cuda"  # summed in place by a collective
             self._buckets.append(Bucket(members, owner, optimizer, as_view=self._as_view, packed=packed))
         self.reducer.watch(self._buckets)
-
-
-def _refusal(optimizer: Optimizer) -> Exception:
-    return RuntimeError(
-        f"{type(optimizer).__name__} evaluates the loss several times within a step, in which each rank changes its "
-        "own parameters only. Use an optimizer that makes one update from one gradient."
-    )

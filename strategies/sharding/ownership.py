@@ -5,12 +5,13 @@ hold this rank's parameters only.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.optim.restricted import numbers_of, parameters_of
+from strategies.optim.restricted import narrowed, numbers_of, parameters_of
 
 
 class Ownership:
@@ -29,7 +30,7 @@ class Ownership:
         self.owners: dict[Tensor, int] = {}
         self.optimizer_of: dict[Tensor, int] = {}
         """The number of the optimizer that has a parameter."""
-        self._narrowed: dict[Optimizer, list[list[Tensor]]] = {}
+        self._narrowed: dict[Optimizer, ExitStack] = {}
         self.take_in()
         for optimizer in self.optimizers:  # some make their state at once
             for parameter in [p for p in optimizer.state if self.owners.get(p, rank) != rank]:
@@ -50,25 +51,22 @@ class Ownership:
         return [p for p in parameters_of(optimizer) if self.owners.get(p) == self.rank]
 
     def narrow(self, optimizer: Optimizer, done: Collection[Tensor] = ()) -> None:
-        """Leaves this rank's parameters in the groups, without those that have been stepped already."""
+        """Leave this rank's parameters in the groups, except those in ``done``, which have been stepped already."""
         self.widen(optimizer)  # after a step that failed
-        left = {parameter for parameter in self.owned(optimizer) if parameter not in done}
-        self._narrowed[optimizer] = [group["params"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if parameter in left]
+        scope = self._narrowed[optimizer] = ExitStack()
+        scope.enter_context(narrowed(optimizer, [p for p in self.owned(optimizer) if p not in done]))
 
     def is_narrowed(self, optimizer: Optimizer) -> bool:
-        """Whether a step is under way, or has failed."""
+        """Return whether a step is under way, or has failed."""
         return optimizer in self._narrowed
 
     def widen(self, optimizer: Optimizer) -> None:
-        """Makes the groups whole again."""
-        whole = self._narrowed.pop(optimizer, [])
-        for group, parameters in zip(optimizer.param_groups, whole, strict=False):
-            group["params"] = parameters
+        """Make the groups whole again."""
+        if (scope := self._narrowed.pop(optimizer, None)) is not None:
+            scope.close()
 
     def widen_all(self) -> None:
-        """Makes the groups of all optimizers whole again."""
+        """Make the groups of all optimizers whole again."""
         for optimizer in list(self._narrowed):
             self.widen(optimizer)
 

@@ -15,19 +15,15 @@ from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
 from strategies.common.trees import with_meta_tensors
-from strategies.optim.hooks import take_methods_along
+from strategies.optim.calls import MethodCall, follow_methods, follow_steps, own_code, same_result
+from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
-    CalledOnce,
-    arguments_of_step,
     check_optimizer_state,
-    check_same_result,
     hyperparameters,
     in_order,
     narrowed,
-    norms_of_gradients,
     parameters_of,
     part_of,
-    within_a_step,
 )
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
@@ -117,40 +113,34 @@ class PipelineOptimizers:
         if self._shared_steps is not None:
             self._shared_steps.after_step(optimizer)
 
-    def call_method(
-        self,
-        optimizer: Optimizer,
-        name: str,
-        method: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls a method of an optimizer on every stage, such as the switch between training and evaluation weights.
+    def call_method(self, optimizer: Optimizer, call: MethodCall) -> Any:
+        """Call a method of an optimizer on every stage, such as the switch between training and evaluation weights.
 
-        The workers call it before whatever they do next, with the hyperparameters that the optimizer has now.
+        The workers call the method before whatever they do next, with the hyperparameters that the optimizer has now.
 
         Raises:
             RuntimeError: If it returns something, and not the same on every stage.
         """
         k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
-        device = here[0].device.type if here else "cpu"
-        call = name, args, kwargs, hyperparameters(optimizer), PassContext.capture(device), torch.is_grad_enabled()
+        context = PassContext.capture(here[0].device.type if here else "cpu")
+        sent = call.name, call.args, call.kwargs, hyperparameters(optimizer), context, torch.is_grad_enabled()
         self.num_steps += 1
         with narrowed(optimizer, here):
             if self._shared_steps is not None:
                 self._shared_steps.before_step(optimizer)
-            result = method(*args, **kwargs)
+            result = call.on(optimizer)
             if self._shared_steps is not None:
                 self._shared_steps.after_step(optimizer)
         if result is None or result is optimizer:
             for remote in self._remotes:
-                remote.queue(StageCommands.call_method, k, *call)
+                remote.queue(StageCommands.call_method, k, *sent)
             return result
-        words = f"{type(optimizer).__name__}.{name}"
-        check_same_result(words, result, {})
-        replies = [(remote, remote.start(StageCommands.call_method, k, *call)) for remote in self._remotes]
-        check_same_result(words, result, {remote.description: remote.result(reply) for remote, reply in replies})
-        return result
+
+        def ask() -> dict[str, Any]:
+            replies = [(remote, remote.start(StageCommands.call_method, k, *sent)) for remote in self._remotes]
+            return {remote.description: remote.result(reply) for remote, reply in replies}
+
+        return same_result(optimizer, call, result, ask)
 
     def _number_of(self, optimizer: Optimizer) -> int:
         numbers = [k for k, own in enumerate(self.optimizers) if own is optimizer]
@@ -200,10 +190,8 @@ class PipelineOptimizers:
         total = torch.linalg.vector_norm(torch.stack([norms[n].to(device) for n in sorted(norms)]), norm_type)
         if not (self.skips_infinite_steps or total.isfinite()):
             self._warn(total, [own[number] for number in sorted(norms) if not norms[number].isfinite()])
-        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-        for parameter in own:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
+        factor = clipping_factor(total, max_norm)
+        scale_gradients(own, factor)
         for remote in self._remotes:
             remote.queue(StageCommands.scale_grads, k, factor.cpu())
         return total
@@ -281,66 +269,39 @@ def follow_optimizer(
     refused: type[Exception] = RuntimeError,
     after_method: Callable[[], None] = lambda: None,
 ) -> list[Callable[[], None]]:
-    """Makes every step, every ``zero_grad``, other methods and the state of an optimizer those of all stages.
+    """Have steps, ``zero_grad``, other methods and the state of the user's optimizer concern all stages.
 
     Args:
         own: The user's optimizer.
-        optimizers: Where it is one of those over all stages.
-        holders: What is around it, with a ``zero_grad`` of its own.
-        refused: The type of the error for an optimizer that cannot be followed.
+        optimizers: The optimizers over all stages, one of which it is.
+        holders: Objects around it that have a ``zero_grad`` of their own, such as a ``LightningOptimizer``.
+        refused: Type of the error for an optimizer that the stages cannot follow.
         after_method: Called after each call of a method that the optimizer's class adds to torch's.
 
     Returns:
-        Functions that end this.
+        Functions that undo this.
     """
-    undo = [own.register_step_pre_hook(_StepAlong(optimizers, refused)).remove]
+    undo = follow_steps(own, optimizers.step_remotes, refused=refused)
     for holder in (own, *holders):
-        both = partial(_zero_grad_too, holder.zero_grad, partial(optimizers.zero_grad_remotes, own))
-        undo.append(replaced(holder, "zero_grad", both))
+        undo.append(replaced(holder, "zero_grad", partial(_zero_grad, own, optimizers, holder.zero_grad)))
 
-    def carry(*call: Any) -> Any:
-        result = optimizers.call_method(*call)
+    def call_method(optimizer: Optimizer, call: MethodCall) -> Any:
+        result = optimizers.call_method(optimizer, call)
         after_method()
         return result
 
-    undo += take_methods_along(own, carry, holders)
+    undo += follow_methods(own, call_method, holders)
     undo.append(replaced(own, "state_dict", partial(optimizers.state_dict, own)))
     undo.append(replaced(own, "load_state_dict", partial(optimizers.load_state_dict, own)))
     return undo
 
 
-class _StepAlong:
-    """A step pre-hook that steps the workers' parts once the gradients are there.
-
-    A closure that the optimizer calls within its step may compute them; without one they are there already.
-    The workers then step at the same time as the driver.
-    """
-
-    def __init__(self, optimizers: PipelineOptimizers, refused: type[Exception]) -> None:
-        self._optimizers, self._refused = optimizers, refused
-
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        if within_a_step(optimizer):
-            return None
-        closure, others = arguments_of_step(optimizer, args, kwargs)
-        step = partial(self._optimizers.step_remotes, optimizer, others)
-        if closure is None:
-            step()
-            return None
-        return args[:1], {**others, "closure": CalledOnce(closure, step, partial(self._refusal, optimizer))}
-
-    def _refusal(self, optimizer: Optimizer) -> Exception:
-        return self._refused(
-            f"{type(optimizer).__name__} evaluates the loss several times within a step, which a pipeline cannot "
-            "follow. Use an optimizer that makes one update from one gradient, such as AdamW."
-        )
-
-
-def _zero_grad_too(
-    original: Callable[[bool], None], clear_remotes: Callable[[bool], None], set_to_none: bool = True
+def _zero_grad(
+    own: Optimizer, optimizers: PipelineOptimizers, original: Callable[[bool], None], set_to_none: bool = True
 ) -> None:
-    original(set_to_none)
-    clear_remotes(set_to_none)
+    with own_code(own):
+        original(set_to_none)
+    optimizers.zero_grad_remotes(own, set_to_none)
 
 
 def _group_sizes(optimizer: Optimizer) -> list[int]:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.rendezvous import LOOPBACK
 from strategies.launch.session import join_group
-from strategies.optim.restricted import parameters_of, within_a_step
+from strategies.optim.calls import runs_own_code
+from strategies.optim.restricted import parameters_of
 from strategies.sharding.ownership import Ownership
 from strategies.sharding.states import gather_states
 
@@ -152,7 +153,7 @@ class SharedSteps:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Makes the groups whole again, and brings the new values to all replicas."""
-        if within_a_step(optimizer) or not self._ownership.is_narrowed(optimizer):
+        if runs_own_code(optimizer) or not self._ownership.is_narrowed(optimizer):
             return
         self._ownership.widen(optimizer)
         for owner in range(self._averaging.count):

@@ -21,11 +21,11 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.optim import Optimizer
 
 from strategies.common.torch_compat import storage_key, tree_leaves, tree_map, without_torch_function
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
+from strategies.optim.calls import runs_own_code
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods that end in an underscore and change no value."""
@@ -197,7 +197,7 @@ class _Remote:
         if frame.f_code is nn.Module.zero_grad.__code__:  # which leaves alone what has no gradient
             self._clear_gradient(frame.f_locals["set_to_none"])
             return None
-        if module.startswith(_FIND_NO_GRADIENT) or _is_within_an_optimizer(frame):
+        if module.startswith(_FIND_NO_GRADIENT) or runs_own_code():
             if not self.relay_is_followed:
                 self._refuse_gradient("an optimizer")
             return None
@@ -244,7 +244,7 @@ class _Remote:
         raise RuntimeError(
             f"`{what}` on {self.relay_name}, which lives on {self._where} of the pipeline: its values are not in this "
             "process. They can be read and copied here, but while the pipeline runs only layers and optimizers change "
-            "them, and load_state_dict() of the model."
+            f"them, and load_state_dict() of the model.{'' if self.relay_is_followed else f' {self.relay_advice}'}"
         )
 
 
@@ -421,16 +421,6 @@ def _storage(tensor: Any) -> int | None:
 def _descriptor(func: Callable[..., Any]) -> Any:
     """The attribute of ``Tensor`` that ``func`` gets or sets, if it does."""
     return getattr(func, "__self__", None)
-
-
-def _is_within_an_optimizer(frame: FrameType) -> bool:
-    """Whether the code of a frame is part of an optimizer's method, such as its step."""
-    caller: FrameType | None = frame
-    while caller is not None and not caller.f_globals.get("__name__", "").startswith("pytorch_lightning."):
-        if isinstance(caller.f_locals.get("self"), Optimizer):
-            return True
-        caller = caller.f_back
-    return False  # user code that a training loop called, perhaps within a step's closure
 
 
 def _remotes_in(values: Iterable[Any]) -> Iterator[_Remote]:

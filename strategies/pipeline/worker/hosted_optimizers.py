@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from strategies.common.activity import Activity
 from strategies.common.torch_compat import unscale_grads
 from strategies.common.trees import layouts, on_cpu
-from strategies.optim.restricted import load_states, norms_of_gradients, parameters_of, part_of, set_hyperparameters
+from strategies.optim.gradients import norms_of_gradients, scale_gradients
+from strategies.optim.restricted import load_states, parameters_of, part_of, set_hyperparameters
 from strategies.pipeline.optim.replicas import SharedSteps
 from strategies.pipeline.stage.context import PassContext
 from strategies.pipeline.stage.stage import Stage
@@ -115,9 +116,7 @@ class HostedOptimizers:
 
     def scale_grads(self, optimizer: int, factor: Tensor) -> None:
         """Multiplies the gradients of an optimizer's parameters."""
-        for parameter in parameters_of(self._optimizers[optimizer]):
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
+        scale_gradients(parameters_of(self._optimizers[optimizer]), factor)
 
     def clip_grad_values(self, optimizer: int, limit: float) -> None:
         """Clamps every element of the gradients of an optimizer's parameters."""

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
+from strategies.optim.calls import added_methods
+from strategies.optim.gradients import norms_of_gradients
 from strategies.optim.restricted import (
-    added_methods,
     hyperparameters,
     load_states,
-    norms_of_gradients,
     numbers_of,
     parameters_of,
     put_together,

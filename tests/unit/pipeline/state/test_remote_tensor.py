@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from strategies.pipeline.control.commands import StageCommands
+from strategies.optim.calls import track_steps
 from strategies.pipeline.state.remote_tensor import FetchedTensor, RemoteParameter, remote_buffer, remote_parameter
 from strategies.pipeline.state.stand_ins import move_to_meta
 
@@ -304,9 +305,14 @@ def test_gradients_of_all_parameters(stage: Stage) -> None:
     model.weight = stage.stand_ins()[0].weight
     model.bias.grad = torch.ones_like(model.bias)
     for optimizer in (torch.optim.SGD(model.parameters(), 0.1), Own(model.parameters(), {})):
+        undo = track_steps(optimizer)  # as each optimizer that the stages follow
         optimizer.step()
+        undo()
         optimizer.zero_grad(set_to_none=False)
     assert stage.num_reads == 0
+    model.bias.grad.fill_(2.0)
+    with pytest.raises(RuntimeError, match=r"`sub_` on parameter 0\.weight .* stage 0 "):
+        Own([model.weight], {}).step()  # which no stage follows
     model.bias.grad.fill_(2.0)
     users: list[Callable[[], Any]] = [
         lambda: clip_grad_norm_(model.parameters(), 1.0),

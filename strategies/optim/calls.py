@@ -1,0 +1,321 @@
+"""Calls of the user's optimizer that other processes follow: ``step``, and the methods that its class adds to torch's.
+
+Only calls by user code are followed. What an optimizer calls within its own step or methods runs in every process
+anyway, because every process makes the step or calls the method::
+
+    optimizer.step(closure)       user code      followed: every process steps
+      ├─ step pre-hooks           user code
+      ├─ body of step             own code
+      │    ├─ super().step()      own code       not followed: a part of this step
+      │    ├─ self.eval()         own code       not followed: a part of this step
+      │    └─ closure()           user code
+      └─ step post-hooks          user code
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim import Optimizer
+
+from strategies.common.patching import replaced
+
+_running: ContextVar[tuple[Optimizer, ...]] = ContextVar("optimizers whose own code runs", default=())
+"""The optimizers whose own code runs in this thread, the innermost last; empty while user code runs."""
+
+_added: WeakKeyDictionary[type[Optimizer], tuple[str, ...]] = WeakKeyDictionary()
+"""Results of :func:`added_methods`, which ZeRO needs for each bucket in each step."""
+
+
+# Whose code runs
+
+
+def runs_own_code(optimizer: Optimizer | None = None) -> bool:
+    """Return whether the own code of ``optimizer``, or of any optimizer if it is left out, runs in this thread.
+
+    Known for steps of optimizers that :func:`track_steps` tracks, and for methods that :func:`follow_methods` follows.
+    """
+    running = _running.get()
+    return bool(running) if optimizer is None else any(each is optimizer for each in running)
+
+
+@contextmanager
+def own_code(optimizer: Optimizer) -> Iterator[None]:
+    """Mark what runs within as the own code of ``optimizer``."""
+    token = _running.set((*_running.get(), optimizer))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+@contextmanager
+def user_code() -> Iterator[None]:
+    """Mark what runs within as user code."""
+    token = _running.set(())
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def track_steps(optimizer: Optimizer) -> Callable[[], None]:
+    """Mark the body of every ``step`` of an optimizer as its own code; see :func:`runs_own_code`.
+
+    Two step hooks enclose the body. The method ``step`` of the object is replaced as well, since torch calls no hook
+    after a step that raises.
+
+    Returns:
+        A function that ends the tracking.
+    """
+    begin, end = optimizer.register_step_pre_hook(_begin), optimizer.register_step_post_hook(_end)
+    method, had, tracks = optimizer.step, "step" in vars(optimizer), True
+
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if not tracks:  # a learning-rate scheduler has kept this function
+            return method(*args, **kwargs)
+        _hooks_of(begin).move_to_end(begin.id)  # behind all pre-hooks of the user
+        _hooks_of(end).move_to_end(end.id, last=False)  # ahead of all post-hooks of the user
+        with user_code():
+            return method(*args, **kwargs)
+
+    # Schedulers look for an attribute of the function, and GradScaler reads the signature.
+    vars(step).update(vars(getattr(method, "__func__", method)), __wrapped__=type(optimizer).step)
+    tracked = vars(optimizer)["step"] = MethodType(step, optimizer)
+
+    def undo() -> None:
+        nonlocal tracks
+        tracks = False
+        begin.remove()
+        end.remove()
+        if vars(optimizer).get("step") is tracked:
+            if had:
+                vars(optimizer)["step"] = method
+            else:
+                del vars(optimizer)["step"]
+
+    return undo
+
+
+def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _running.set((*_running.get(), optimizer))
+
+
+def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    _running.set(_running.get()[:-1])
+
+
+def _hooks_of(handle: Any) -> Any:
+    """Return the ordered dict of hooks to which a handle belongs."""
+    return handle.hooks_dict_ref()
+
+
+# Steps
+
+Update = Callable[[Optimizer, dict[str, Any]], None]
+"""Called with an optimizer and the arguments of its step, without the closure."""
+
+Evaluate = Callable[[Optimizer, dict[str, Any], Callable[[], Any]], Any]
+"""Called with an optimizer, the arguments of its step and the closure; returns what the closure returns."""
+
+
+def follow_steps(
+    optimizer: Optimizer,
+    update: Update,
+    *,
+    evaluate: Evaluate = lambda optimizer, arguments, closure: closure(),
+    refused: type[Exception] = RuntimeError,
+) -> list[Callable[[], None]]:
+    """Call ``update`` in each step of an optimizer, as soon as the gradients for the step are computed.
+
+    That is after the closure if the step gets one, and before the step otherwise. A step that is a part of another step
+    of the same optimizer (``super().step()``) does not count.
+
+    Args:
+        optimizer: The user's optimizer.
+        update: Called once in each step.
+        evaluate: Calls the closure.
+        refused: Type of the error that is raised in a step that evaluates its closure twice.
+
+    Returns:
+        Functions that undo this.
+    """
+    return [optimizer.register_step_pre_hook(_StepHook(update, evaluate, refused)).remove, track_steps(optimizer)]
+
+
+@dataclass(frozen=True)
+class _StepHook:
+    update: Update
+    evaluate: Evaluate
+    refused: type[Exception]
+
+    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if runs_own_code(optimizer):
+            return None
+        closure, arguments = arguments_of_step(optimizer, args, kwargs)
+        if closure is None:
+            self.update(optimizer, arguments)
+            return None
+        return args[:1], {**arguments, "closure": _CalledOnce(self, optimizer, arguments, closure)}
+
+
+class _CalledOnce:
+    """A closure that an optimizer may evaluate once in a step, followed by the update."""
+
+    def __init__(
+        self, hook: _StepHook, optimizer: Optimizer, arguments: dict[str, Any], closure: Callable[[], Any]
+    ) -> None:
+        self._hook, self._optimizer, self._arguments = hook, optimizer, arguments
+        self._closure: Callable[[], Any] | None = closure
+
+    def __call__(self) -> Any:
+        if self._closure is None:
+            raise self._hook.refused(
+                f"{type(self._optimizer).__name__} evaluates the loss several times within a step, but other processes "
+                "update their parameters after the first time. Use an optimizer that makes one update from one "
+                "gradient, such as AdamW."
+            )
+        closure, self._closure = self._closure, None
+        with user_code():
+            result = self._hook.evaluate(self._optimizer, self._arguments, closure)
+        self._hook.update(self._optimizer, self._arguments)
+        return result
+
+
+def arguments_of_step(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
+    """Return the closure and the other arguments, by name, that a step pre-hook has received.
+
+    Raises:
+        TypeError: If an argument cannot be sent to another process.
+    """
+    if len(args) == 1 and kwargs.keys() <= {"closure"}:
+        return kwargs.get("closure"), {}
+    signature = inspect.signature(type(optimizer).step)
+    _, *bound = signature.bind(*args, **kwargs).arguments.items()
+    others: dict[str, Any] = {}
+    for name, value in bound:
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            others.update(value)
+        else:
+            others[name] = value
+    closure = others.pop("closure", None)
+    _check_plain(f"{type(optimizer).__name__}.step", others)
+    return closure, others
+
+
+# Other methods
+
+
+@dataclass(frozen=True)
+class MethodCall:
+    """A call of a method that an optimizer's class adds to torch's.
+
+    Attributes:
+        name: Name of the method.
+        args: Positional arguments, all of plain types.
+        kwargs: Keyword arguments, all of plain types.
+    """
+
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def on(self, optimizer: Optimizer) -> Any:
+        """Make the call on an optimizer in this process."""
+        method = getattr(type(optimizer), self.name)  # the object has a FollowedMethod of that name
+        with own_code(optimizer):
+            return method(optimizer, *self.args, **self.kwargs)
+
+
+def added_methods(optimizer: Optimizer) -> tuple[str, ...]:
+    """Return the public methods that an optimizer's class adds to ``torch.optim.Optimizer``, such as ``eval``."""
+    cls = type(optimizer)
+    if cls not in _added:
+        names = [name for name in dir(cls) if not name.startswith("_") and not hasattr(Optimizer, name)]
+        _added[cls] = tuple(name for name in names if isinstance(inspect.getattr_static(cls, name), FunctionType))
+    return _added[cls]
+
+
+def follow_methods(
+    optimizer: Optimizer, call: Callable[[Optimizer, MethodCall], Any], holders: Iterable[Any]
+) -> list[Callable[[], None]]:
+    """Have calls of the methods that an optimizer's class adds to torch's made in every process.
+
+    Args:
+        optimizer: The user's optimizer.
+        call: Makes such a call in every process and returns its result.
+        holders: Objects around the optimizer that have the same methods, such as a ``LightningOptimizer``.
+
+    Returns:
+        Functions that undo this.
+    """
+    return [
+        replaced(holder, name, partial(_call_method, optimizer, call, name))
+        for name in added_methods(optimizer)
+        for holder in (optimizer, *holders)
+    ]
+
+
+def _call_method(
+    optimizer: Optimizer, call: Callable[[Optimizer, MethodCall], Any], name: str, /, *args: Any, **kwargs: Any
+) -> Any:
+    made = MethodCall(name, args, kwargs)
+    if runs_own_code(optimizer):
+        return made.on(optimizer)
+    _check_plain(f"{type(optimizer).__name__}.{name}", [args, kwargs])
+    return call(optimizer, made)
+
+
+def same_result(optimizer: Optimizer, call: MethodCall, result: Any, ask: Callable[[], Mapping[str, Any]]) -> Any:
+    """Return the result of a method, which each process computes from its own parameters and which must be the same.
+
+    Args:
+        optimizer: The optimizer.
+        call: The call.
+        result: What it returned in this process.
+        ask: Asks for what it returned in other processes; returns that by the description of the process.
+
+    Raises:
+        RuntimeError: If the results differ or cannot be compared.
+    """
+    method = f"{type(optimizer).__name__}.{call.name}"
+    if foreign := _foreign(result):
+        raise RuntimeError(
+            f"{method} returned a {foreign}, which belongs to the parameters of this process only; other processes "
+            "have the rest of them. A method that returns nothing, numbers or strings can be called in mid-fit."
+        )
+    for process, other in ask().items():
+        if other != result:
+            raise RuntimeError(
+                f"{method} returned {result!r} for the parameters of this process, but {other!r} for those of "
+                f"{process}, so neither is the value for all of them. Compute it from the optimizer's state_dict(), "
+                "which is whole."
+            )
+    return result
+
+
+def _check_plain(method: str, arguments: Any) -> None:
+    if foreign := _foreign(arguments):
+        raise TypeError(
+            f"{method} was called with a {foreign}. Parameters that it changes live in other processes, where it is "
+            "called too, and only numbers, flags, strings and containers of those are sent to them. Call it before or "
+            "after fit, or keep what it needs in the optimizer from the start."
+        )
+
+
+def _foreign(value: Any) -> str:
+    """Return the name of the class of something in ``value`` that is not of a plain type, or an empty string."""
+    if type(value) in (dict, list, tuple, set):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((found for item in items if (found := _foreign(item))), "")
+    plain = isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | torch.device)
+    return "" if plain else type(value).__name__
