@@ -1,4 +1,4 @@
-"""The tensors in a nested structure, by names that are put together from the keys on the way to them."""
+"""Nested structures of tensors: finding, naming and replacing the tensors in them."""
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -8,17 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.common.torch_compat import tree_flatten_with_path, tree_map, tree_map_only, tree_map_with_path
+from strategies.common.torch_compat import tree_flatten_with_path, tree_leaves, tree_map_only, tree_map_with_path
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in a nested structure, in the order of its leaves."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
-    """The tensors in a nested structure by their names."""
+    """Return the tensors in a nested structure, keyed by flattened path, such as ``states.0.exp_avg``."""
     leaves, _ = tree_flatten_with_path(tree)
     return {_name(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
-    """The structure with other tensors at the names that ``tensors`` has."""
+    """Return the structure with ``tensors``, keyed as by :func:`flat`, in place of its own tensors of these keys."""
     result = tree_map_with_path(lambda path, leaf: tensors.get(_name(path, prefix), leaf), tree)
     if isinstance(tree, OrderedDict):
         result.__dict__.update(tree.__dict__)  # a state dict's versions of modules
@@ -27,7 +32,7 @@ def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
 
 @torch.no_grad()
 def take_over(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
-    """Gives a nested dict the values of another one; tensors of the same shape stay the same objects."""
+    """Copy the values of a nested dict into another one, in which tensors of the same shape stay the same objects."""
     for key in [key for key in tree if key not in now]:
         del tree[key]
     for key, value in now.items():
@@ -42,7 +47,7 @@ def take_over(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
 
 
 def on_cpu(tree: Any) -> Any:
-    """The structure with its tensors in the memory of the host."""
+    """Return the structure with its tensors, detached, in the memory of the host."""
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
@@ -54,27 +59,18 @@ def _name(path: Sequence[Any], prefix: str) -> str:
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """Stands for a tensor in the layout of a message."""
+    """Shape, dtype and ``requires_grad`` of a tensor, which stands for the tensor in a description of a structure."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
 
 
-def layouts(value: Any) -> Any:
-    """The value with layouts in place of its tensors."""
-    return tree_map(lambda leaf: _layout(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+def layouts(tree: Any) -> Any:
+    """Return the structure with a :class:`TensorLayout` in place of each tensor."""
+    return tree_map_only(Tensor, lambda t: TensorLayout(tuple(t.shape), t.dtype, t.requires_grad), tree)
 
 
-def _layout(tensor: torch.Tensor) -> TensorLayout:
-    return TensorLayout(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-
-
-def with_meta_tensors(value: Any) -> Any:
-    """The value with tensors on the ``meta`` device in place of layouts."""
-    return tree_map(
-        lambda leaf: (
-            torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, TensorLayout) else leaf
-        ),
-        value,
-    )
+def with_meta_tensors(tree: Any) -> Any:
+    """Return the structure with a tensor on the ``meta`` device in place of each :class:`TensorLayout`."""
+    return tree_map_only(TensorLayout, lambda own: torch.empty(own.shape, dtype=own.dtype, device="meta"), tree)

@@ -23,6 +23,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from strategies.common.trees import tensors_in
 from strategies.optim.restricted import hyperparameters, set_hyperparameters
 from strategies.pipeline.control.calls import failure_of
 from strategies.pipeline.stage.randomness import preserved_random_state
@@ -170,7 +171,7 @@ class Host:
             args, kwargs = tree_unflatten(passed, spec)
             output = self._module(*args, **kwargs)
         refuse_hidden_tensors(tree_leaves(output))
-        tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = tensors_in(output)
         flags = [tensor.requires_grad for tensor in tensors]
         sent = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), output)
         if not any(flags):

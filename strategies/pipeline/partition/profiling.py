@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from strategies.common.torch_compat import BatchNorm, storage_key, tree_leaves, tree_map_only
+from strategies.common.torch_compat import BatchNorm, storage_key, tree_map_only
+from strategies.common.trees import tensors_in
 from strategies.pipeline.microbatch.chunks import NoChunk, has_tensor, plain, scatter
 from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
 from strategies.pipeline.microbatch.split import has_rows, split
@@ -131,9 +132,9 @@ def _measure_layers(
     measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
 ) -> list[Cost]:
     """Applies ``measure`` to a copy of each layer; it returns the cost and the layer's output, with skips."""
-    one_row = any(has_rows(tensor) and len(tensor) == 1 for tensor in _tensors(sample))
+    one_row = any(has_rows(tensor) and len(tensor) == 1 for tensor in tensors_in(sample))
     sample = tree_map_only(NoChunk, plain, sample)
-    devices = {tensor.device for tensor in [*_tensors(sample), *module.parameters(), *module.buffers()]}
+    devices = {tensor.device for tensor in [*tensors_in(sample), *module.parameters(), *module.buffers()]}
     devices |= {torch.device(device)} if device is not None else set()
     costs = []
     with torch.inference_mode(False), torch.enable_grad(), _random_state_kept(devices):
@@ -171,11 +172,11 @@ def _measure_copy(
 
 def _timed_pass(layer: nn.Module, value: Any) -> tuple[float, Any]:
     value = _as_output(value)
-    devices = {tensor.device for tensor in [*_tensors(value), *_state(layer)]}
+    devices = {tensor.device for tensor in [*tensors_in(value), *_state(layer)]}
     start = _now(devices)
     output = layer(value)
     forward_seconds = _now(devices) - start
-    roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+    roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     gradients = [torch.ones_like(root) for root in roots]
     start = _now(devices)
     if roots:
@@ -196,8 +197,8 @@ def _activation_bytes(layer: nn.Module, value: Any) -> tuple[int, Any]:
         output = layer(value)
     # Autograd alone holds the holders: those still there are what the backward pass will need.
     saved = [holder.tensor for reference in kept if (holder := reference()) is not None]
-    sizes = _storage_bytes([*saved, *_tensors(output)])
-    for counted_elsewhere in _storage_bytes([*_tensors(value), *_state(layer)]):
+    sizes = _storage_bytes([*saved, *tensors_in(output)])
+    for counted_elsewhere in _storage_bytes([*tensors_in(value), *_state(layer)]):
         sizes.pop(counted_elsewhere, None)
     return sum(sizes.values()), output
 
@@ -222,10 +223,6 @@ def _as_output(value: Any) -> Any:
         return leaf.requires_grad_().clone() if tensor.requires_grad else leaf
 
     return tree_map_only(Tensor, copied, value)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _state(layer: nn.Module) -> Iterator[Tensor]:

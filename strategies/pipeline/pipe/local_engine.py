@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten, version_of
+from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unflatten, version_of
+from strategies.common.trees import tensors_in
 from strategies.pipeline.microbatch.chunks import has_tensor
 from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
 from strategies.pipeline.pipe.with_device import Partition
@@ -170,4 +171,4 @@ def _on(device: torch.device, value: Any) -> Any:
 
 
 def _versions(value: Any) -> list[int]:
-    return [version_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return list(map(version_of, tensors_in(value)))

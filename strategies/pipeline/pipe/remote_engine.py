@@ -27,7 +27,8 @@ from strategies.common.activity import Activity
 from strategies.common.autograd import with_backward
 from strategies.common.errors import is_consequence
 from strategies.common.formatting import locate
-from strategies.common.torch_compat import rpc_is_initialized, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from strategies.common.torch_compat import rpc_is_initialized, tree_flatten, tree_map_only, tree_unflatten
+from strategies.common.trees import tensors_in
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
@@ -106,7 +107,7 @@ class RemoteEngine(NotCopied):
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
         """Takes the inputs of the micro-batches; returns their outputs."""
         parts = [pack_objects(part) for part in parts]
-        given = [leaf for leaf in tree_leaves(parts) if isinstance(leaf, Tensor)]
+        given = tensors_in(parts)
         module = self._module()
         assert module is not None
         trained = any(p.requires_grad for p in module.parameters())
@@ -135,7 +136,7 @@ class RemoteEngine(NotCopied):
             backward = [Action("B", m, i) for m in reversed(range(num))]
             remote.start(StageCommands.forward, this, forward, backward)
         for m, part in enumerate(parts):
-            flags = [this.grad and leaf.requires_grad for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+            flags = [this.grad and tensor.requires_grad for tensor in tensors_in(part)]
             own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), part)  # a layer may change it in place
             self._post.send(self._first, MessageKey("F", this.number, m, None), (own, flags))
         for m, i in clock_cycles(num, last + 1):

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from strategies.common.errors import PeerFailed
-from strategies.common.torch_compat import tree_leaves, tree_map_only
+from strategies.common.torch_compat import tree_map_only
+from strategies.common.trees import tensors_in
 from strategies.common.waiting import Wait, wait_here
 from strategies.pipeline.pipe.local_engine import check_output
 from strategies.pipeline.stage.skip import Key
@@ -179,7 +180,7 @@ class Router:
         ahead = iter(requires_grad)
         expected = []
         for skip, part in {None: output, **skips}.items():
-            flags = [next(ahead) for leaf in tree_leaves(part) if isinstance(leaf, Tensor)]
+            flags = [next(ahead) for _ in tensors_in(part)]
             if any(flags):
                 expected.append(skip)
             detached = tree_map_only(Tensor, lambda tensor: tensor.detach(), part)

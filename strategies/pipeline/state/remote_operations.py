@@ -9,7 +9,7 @@ The driver does not wait. An operation is identified by the operator of ATen tha
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -23,11 +23,13 @@ from strategies.common.torch_compat import (
     declared_arguments,
     operator_name,
     storage_key,
+    tree_map_only,
     without_torch_function,
 )
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.operations import Key, Layout, Operation, Reference
+from strategies.common.trees import tensors_in
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
 
 _REMOTE = RemoteParameter | RemoteBuffer
@@ -108,7 +110,7 @@ class OnStages(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = (*args, *kwargs.values())
-        remotes = [t for t in _tensors_in(given) if isinstance(t, _REMOTE) and t.relay_value is not None]
+        remotes = [t for t in tensors_in(given) if isinstance(t, _REMOTE) and t.relay_value is not None]
         if not remotes:
             if func is Tensor.to and any(isinstance(v, torch.device) and v.type == "meta" for v in given[1:]):
                 return args[0]  # to be combined with a stand-in: it goes there as a value
@@ -127,8 +129,8 @@ class OnStages(TorchFunctionMode):
                 if isinstance(error, NotCarriedError) or recorder.writes or "meta" not in str(error).lower():
                     raise
                 return func(  # with values, such as item()
-                    *(_mapped(Tensor, recorder.fetched, value) for value in args),
-                    **{name: _mapped(Tensor, recorder.fetched, value) for name, value in kwargs.items()},
+                    *tree_map_only(Tensor, recorder.fetched, tuple(args)),
+                    **tree_map_only(Tensor, recorder.fetched, dict(kwargs)),
                 )
             recorder.commit()
 
@@ -141,7 +143,7 @@ class OnStages(TorchFunctionMode):
                 made.relay_view = partial(_fetch, value.holder, value.reference(tensor))  # outside of this
                 return made
 
-            return _mapped(Tensor, marked, result)
+            return tree_map_only(Tensor, marked, result)
 
 
 class NotCarriedError(RuntimeError):
@@ -169,12 +171,12 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         written = _written(func, args, kwargs)
-        known = [t for t in _tensors_in((*args, *kwargs.values())) if self._value(t) is not None]
+        known = [t for t in tensors_in((args, kwargs)) if self._value(t) is not None]
         self.writes |= any(t.is_meta for t in written)
         if known and any(not t.is_meta for t in written):
             raise RuntimeError(f"{func} needs the values of meta tensors")
         result = func(*args, **kwargs)
-        created = [t for t in _tensors_in((result,)) if t.is_meta and self._value(t) is None]
+        created = [t for t in tensors_in(result) if t.is_meta and self._value(t) is None]
         loaded = self._loads and len(args) > 1 and args[1].is_meta and self._value(args[1]) is None
         if known and (written or created) and not loaded:
             self._record(func, args, kwargs, result, bool(written))
@@ -200,7 +202,7 @@ class Recorder(TorchDispatchMode):
     def _record(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, writes: bool) -> None:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotCarriedError(f"{func} draws random numbers, which would be others on another stage")
-        tensors = _tensors_in((*args, *kwargs.values()))
+        tensors = tensors_in((args, kwargs))
         lost = [t for t in tensors if t.is_meta and self._value(t) is None]
         if lost:
             raise NotCarriedError(f"{func} takes a tensor without values")
@@ -223,7 +225,7 @@ class Recorder(TorchDispatchMode):
                 return [argument[place] for place in places] if is_list else argument
 
             own = part(args[0]), *map(part, args[1:])
-            if any((v := self._value(t)) is not None and v.holder is not holder for t in _tensors_in(own)):
+            if any((v := self._value(t)) is not None and v.holder is not holder for t in tensors_in(own)):
                 raise NotCarriedError(f"{func} combines values of {self._places(tensors)}")
             chosen = {name: part(value) for name, value in kwargs.items()}
             self._add(holder, func, own, chosen, part(results), writes)
@@ -237,8 +239,7 @@ class Recorder(TorchDispatchMode):
         results: Sequence[Any],
         writes: bool,
     ) -> None:
-        named_args = tuple(_mapped(Tensor, self._reference, value) for value in args)
-        named_kwargs = {name: _mapped(Tensor, self._reference, value) for name, value in kwargs.items()}
+        named_args, named_kwargs = tree_map_only(Tensor, self._reference, (tuple(args), dict(kwargs)))
         numbers: list[int | None] = []
         for result in results:
             number = None
@@ -274,17 +275,15 @@ class HeldValues:
         """Carries out an operation and keeps its new values."""
         namespace, name, overload = operation.name
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-        args = [_mapped(Reference, self.tensor, value) for value in operation.args]
-        kwargs = {name: _mapped(Reference, self.tensor, value) for name, value in operation.kwargs.items()}
-        written, tensors = _written(func, args, kwargs), _tensors_in((*args, *kwargs.values()))
+        args, kwargs = tree_map_only(Reference, self.tensor, (operation.args, operation.kwargs))
+        written, tensors = _written(func, args, kwargs), tensors_in((args, kwargs))
         if len({tensor.device for tensor in tensors}) > 1:
             device = next((t.device for t in (*written, *tensors) if t.dim()), torch.device("cpu"))
 
             def here(tensor: Tensor) -> Tensor:
                 return tensor if any(tensor is one for one in written) or not tensor.dim() else tensor.to(device)
 
-            args = [_mapped(Tensor, here, value) for value in args]
-            kwargs = {name: _mapped(Tensor, here, value) for name, value in kwargs.items()}
+            args, kwargs = tree_map_only(Tensor, here, (args, kwargs))
         kwargs = {name: value for name, value in kwargs.items() if value != torch.device("meta")}
         for number, result in zip(operation.results, _listed(func(*args, **kwargs)), strict=False):
             if number is not None:
@@ -323,24 +322,6 @@ def _is_left_alone(func: Any) -> bool:
     return name in ("__set__", "__delete__", "register_hook", "register_post_accumulate_grad_hook", "__reduce_ex__")
 
 
-def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """The tensors among arguments or results of an operator, also those in lists."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors_in(value)
-    return found
-
-
-def _mapped(kind: type, function: Callable[[Any], Any], value: Any) -> Any:
-    """The argument with everything of a kind replaced, also in lists."""
-    if isinstance(value, kind):
-        return function(value)
-    return [_mapped(kind, function, each) for each in value] if isinstance(value, list | tuple) else value
-
-
 def _listed(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
@@ -349,4 +330,4 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[
     """The arguments that an operator changes in place."""
     declared = declared_arguments(func)
     given = [*zip(declared, args, strict=False), *((d, kwargs[d.name]) for d in declared if d.name in kwargs)]
-    return _tensors_in([value for d, value in given if d.alias_info is not None and d.alias_info.is_write])
+    return tensors_in([value for d, value in given if d.alias_info is not None and d.alias_info.is_write])

@@ -12,7 +12,7 @@ the stage, and never otherwise:
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, cast
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from strategies.common.torch_compat import storage_key, tree_leaves, tree_map, without_torch_function
+from strategies.common.torch_compat import storage_key, tree_map, tree_map_only, without_torch_function
+from strategies.common.trees import tensors_in
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.optim.calls import runs_own_code
@@ -154,7 +155,7 @@ class _Remote:
                 return args[0].relay_source.device  # where values are, once they have been read
             if (changed := _changed(func, args, kwargs)) is not None:
                 changed._refuse(getattr(descriptor, "__name__", name))
-            if any(type(t) in _WITHOUT_VALUES for t in _remotes_in((*args, *kwargs.values()))):
+            if any(type(t) in _WITHOUT_VALUES for t in _remotes_in((args, kwargs))):
                 known, result = _without_values(func, args, kwargs)
                 if known:
                     return result
@@ -319,7 +320,7 @@ class _Fetch(torch.autograd.Function):
 
 def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
     """Whether shapes and types are enough for a function, and its result if so."""
-    name, remotes = func.__name__, list(_remotes_in((*args, *kwargs.values())))
+    name, remotes = func.__name__, list(_remotes_in((args, kwargs)))
     if func is torch.autograd.grad or name == "backward":
         remotes[0]._refuse(f"{name} (a backward pass)")
     if name in _HARMLESS or name == "__set__" or _loads(func, args):
@@ -327,12 +328,12 @@ def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     if _is_in_place(func, kwargs) or kwargs.get("out") is not None:
         return False, None  # what is changed has values
     if name in _LIKE or name.startswith("new_"):
-        return True, func(*_mapped(_empty, args), **_mapped(_empty, kwargs))
+        return True, func(*tree_map_only(_Remote, _empty, args), **tree_map_only(_Remote, _empty, kwargs))
     try:
         result = func(*args, **kwargs)
     except Exception:  # the values may help; if not, the error is that of the values
         return False, None
-    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    tensors = tensors_in(result)
     origins = {_storage(t): t for t in remotes if type(t) in _WITHOUT_VALUES}
     if not all(_storage(t) in origins for t in tensors):
         return False, None
@@ -356,8 +357,8 @@ def _view(
     vars(view)["relay_advice"] = origin.relay_advice
 
     def values(read: Callable[[_Remote], Tensor]) -> Tensor:
-        result = func(*_mapped(read, args), **_mapped(read, kwargs))
-        return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)][place]
+        result = func(*tree_map_only(_Remote, read, args), **tree_map_only(_Remote, read, kwargs))
+        return tensors_in(result)[place]
 
     view.relay_view = values
     return view
@@ -373,7 +374,7 @@ def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
             fetched[storage] = remote
         return value
 
-    result = func(*_mapped(with_value, args), **_mapped(with_value, kwargs))
+    result = func(*tree_map_only(_Remote, with_value, args), **tree_map_only(_Remote, with_value, kwargs))
     if isinstance(result, numpy.ndarray):
         result.flags.writeable = False
 
@@ -399,17 +400,6 @@ def _empty(remote: _Remote) -> Tensor:
     return torch.empty_like(cast(Tensor, remote), device=None if source is None else source.device)
 
 
-def _mapped(function: Callable[[_Remote], Tensor], value: Any) -> Any:
-    """The value with something in place of each stand-in or fetched tensor in it."""
-    if isinstance(value, _Remote):
-        return function(value)
-    if isinstance(value, dict):
-        return {key: _mapped(function, item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(function, item) for item in value)
-    return value
-
-
 def _storage(tensor: Any) -> int | None:
     """Tells whether two tensors share memory; sparse ones have none of their own."""
     try:
@@ -423,14 +413,16 @@ def _descriptor(func: Callable[..., Any]) -> Any:
     return getattr(func, "__self__", None)
 
 
-def _remotes_in(values: Iterable[Any]) -> Iterator[_Remote]:
-    for value in values:
-        if isinstance(value, _Remote):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from _remotes_in(value)
-        elif isinstance(value, dict):
-            yield from _remotes_in(value.values())
+def _remotes_in(value: Any) -> Iterator[_Remote]:
+    """Yield the stand-ins and fetched tensors in arguments; called for each operation, so faster than by pytrees."""
+    if isinstance(value, _Remote):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _remotes_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _remotes_in(item)
 
 
 def _is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
