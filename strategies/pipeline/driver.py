@@ -96,9 +96,7 @@ class Pipeline:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
         self.remotes: list[RemoteStage] = []
-        self.optimizers = PipelineOptimizers(
-            list(optimizers), self.remotes, partial(locate, self.stages, model), self._complete_grads
-        )
+        self.optimizers = PipelineOptimizers(optimizers, partial(locate, self.stages, model), self._complete_grads)
         self.failures = Failures()
         self._devices, self._settings, self._model = list(devices), settings, model
         inside = set(module.modules())
@@ -134,9 +132,9 @@ class Pipeline:
             here = [p for p in parameters_of(optimizer) if id(p) not in elsewhere]
             check_divisible(optimizer, [*owned, here])
         cargos = [self._cargo(i) for i in range(len(self.stages) - 1)]
-        self.optimizers.numbers = [cargo.numbers for cargo in cargos]
         try:
-            return self._start([pickled(cargo, cargo.layers, self._model) for cargo in cargos])
+            blobs = [pickled(cargo, cargo.layers, self._model) for cargo in cargos]
+            return self._start(blobs, [cargo.numbers for cargo in cargos])
         except BaseException:
             self.abandon()
             raise
@@ -161,13 +159,14 @@ class Pipeline:
             remote.start(StageCommands.load_grads, own)
         return passes
 
-    def _start(self, blobs: Sequence[bytes]) -> Passes:
+    def _start(self, blobs: Sequence[bytes], numbers: Sequence[list[list[int]]]) -> Passes:
         self._threads_before = torch.get_num_threads()
         num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
         ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
+        self.optimizers.connect(self.remotes, numbers)
         last = len(self.stages) - 1
         self._stage = ports.stage(
             self.stages[last],

@@ -191,7 +191,7 @@ class RemoteModule(nn.Module):
         """
         for name, value, grad, requires_grad in self._call("parameters") if recurse else ():
             with torch.inference_mode():  # tensors made here cannot be changed outside
-                parameter = RemoteParameter(value.clone(), requires_grad)
+                parameter = ParameterCopy(value.clone(), requires_grad)
                 parameter.grad = None if grad is None else grad.clone()
             yield f"{prefix}.{name}" if prefix else name, parameter
 
@@ -385,7 +385,7 @@ def _refuse(parameter: nn.Parameter) -> bool:
     )
 
 
-class RemoteParameter(nn.Parameter):
+class ParameterCopy(nn.Parameter):
     """A copy, for reading, of a parameter of a :class:`RemoteModule`; no optimizer takes it."""
 
     is_leaf: Any = property(_refuse)  # which every optimizer asks for

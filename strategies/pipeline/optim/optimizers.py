@@ -5,7 +5,7 @@ optimizers restricted to its own parameters.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,50 +32,56 @@ from strategies.pipeline.stage.context import PassContext
 
 
 class PipelineOptimizers:
-    """Carries what happens to the user's optimizers to the stages.
+    """The user's optimizers; what happens to them happens on every stage to which they are connected.
 
     Args:
-        optimizers: The optimizers that were shipped.
-        remotes: The stages on workers.
-        locate: Names a parameter and the stage that holds it.
-        complete: Called before gradients are used; afterwards they are what they are to be on every stage.
+        optimizers: The optimizers, of which every worker gets its part.
+        locate: Names a parameter and the stage that holds it, for messages.
+        complete: Called before gradients are used; averages them over replicas if that is still to be done.
     """
 
     def __init__(
-        self,
-        optimizers: list[Optimizer],
-        remotes: list[RemoteStage],
-        locate: Callable[[Tensor], str],
-        complete: Callable[[], None],
+        self, optimizers: Iterable[Optimizer], locate: Callable[[Tensor], str], complete: Callable[[], None]
     ) -> None:
-        self.optimizers, self._remotes, self._locate, self._complete = optimizers, remotes, locate, complete
+        self.optimizers, self._locate, self._complete = list(optimizers), locate, complete
         self.num_steps = 0
-        """How often steps and other methods of optimizers have changed parameters."""
+        """Number of steps and other calls so far that have changed parameters."""
         self.skips_infinite_steps = False
         """Whether a gradient scaler looks for infinite gradients and leaves out a step that has some."""
         self.numbers: list[list[list[int]]] = []
         """For each stage on a worker and each optimizer, the numbers of the parameters that live there."""
-        self._shipped = [_group_sizes(optimizer) for optimizer in optimizers]
+        self._remotes: Sequence[RemoteStage] = ()
+        self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
         self._shared_steps: SharedSteps | None = None
 
+    def connect(self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]]) -> None:
+        """Connect the optimizers to stages on workers, which have received their parts, until :meth:`end`.
+
+        Args:
+            remotes: The stages.
+            numbers: For each stage and each optimizer, the numbers of the parameters that live there.
+        """
+        self._remotes, self.numbers = tuple(remotes), list(numbers)
+
     def drop_shipped_states(self) -> None:
-        """Lets go of the states that the workers have by now; here they would only take memory."""
+        """Delete the states that the workers have received; on the driver they would only take memory."""
         for optimizer in self.optimizers:
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
 
     def divide(self, averaging: Averaging) -> None:
-        """From now on the replicas of each stage divide states and steps among them."""
+        """Have the replicas of the driver's stage divide optimizer states and steps among them, until :meth:`end`."""
         self._shared_steps = SharedSteps(self.optimizers, averaging)
 
     def end(self) -> None:
-        """Leaves the optimizers whole, but for states that replicas have divided."""
+        """Disconnect the stages; the optimizers are whole again, but for states that replicas have divided."""
+        self._remotes, self.numbers = (), []
         if self._shared_steps is not None:
             self._shared_steps.close()
             self._shared_steps = None
 
     def add(self, optimizer: Optimizer, numbers: list[list[int]]) -> None:
-        """Adds one that was made after the start, with the numbers of its parameters on each worker's stage."""
+        """Add an optimizer, with the numbers of its parameters on each worker's stage."""
         self.optimizers.append(optimizer)
         self._shipped.append(_group_sizes(optimizer))
         for own, new in zip(self.numbers, numbers, strict=True):

@@ -70,11 +70,11 @@ class RemoteEngine(NotCopied):
         self._descriptions = [partition.describe(i) for i, partition in enumerate(partitions)]
         blobs = [_blob(i, partition, deferred_batch_norm) for i, partition in enumerate(partitions)]
         self._num_passes, self._current, self._post = 0, -1, Post()
-        self._desk = Inbox()
+        self._own_inbox = Inbox()
         inboxes: list[Any] = [
             rpc.RRef(Inbox()) if p.place.worker is None else rpc.remote(p.place.worker, Inbox) for p in partitions
         ]
-        desk: Any = rpc.RRef(self._desk)
+        own_inbox: Any = rpc.RRef(self._own_inbox)
         self._first, self._last, self._inboxes = inboxes[0], inboxes[-1], inboxes
         self._failures = self._no_failures()
         self._routers: dict[int, Router] = {}
@@ -83,7 +83,7 @@ class RemoteEngine(NotCopied):
         """The partitions that live elsewhere, by number."""
         hosts = []
         for i, (p, routes) in enumerate(
-            zip(partitions, _routes(partitions, inboxes, desk, self._descriptions), strict=True)
+            zip(partitions, _routes(partitions, inboxes, own_inbox, self._descriptions), strict=True)
         ):
             if p.place.worker is None:
                 self._add_local(i, p, routes, deferred_batch_norm)
@@ -98,7 +98,7 @@ class RemoteEngine(NotCopied):
             remote.call(StageCommands.num_kept)  # raises what went wrong in unpacking
         for i in self.remotes:
             move_to_meta(partitions[i].layers, module, [], stage=self.remotes[i])
-        self.followed = Followed([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
+        self.followed = FollowedOptimizers([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
         self._mirrors = {i: Mirror(partitions[i].layers, self._descriptions[i]) for i in self.remotes}
         self.state = StateOfStages(
             module, [p.layers for p in partitions], [self.remotes.get(i) for i in range(len(partitions))]
@@ -143,7 +143,7 @@ class RemoteEngine(NotCopied):
             if i in self._stages:
                 self._stages[i].run([Action("F", m, i)], this)
         self._settle()
-        return [self._desk.take(MessageKey("F", this.number, m, None)) for m in range(num)]
+        return [self._own_inbox.take(MessageKey("F", this.number, m, None)) for m in range(num)]
 
     def backward(
         self, run: "Run[RemoteEngine]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
@@ -179,7 +179,7 @@ class RemoteEngine(NotCopied):
             return [
                 grad
                 for m in range(this.microbatches)
-                for grad in self._desk.take(MessageKey("B", this.number, m, None))
+                for grad in self._own_inbox.take(MessageKey("B", this.number, m, None))
             ]
 
     def forget(self, number: int) -> None:
@@ -187,7 +187,7 @@ class RemoteEngine(NotCopied):
         for i, stage in self._stages.items():
             stage.discard(number)
             self._routers[i].forget(number)
-        self._desk.forget(number)
+        self._own_inbox.forget(number)
         for remote in self.remotes.values():
             remote.queue(StageCommands.discard, number)
 
@@ -224,7 +224,7 @@ class RemoteEngine(NotCopied):
 
         def wake(_: Any) -> None:
             if (placed := me()) is not None:
-                for inbox in (placed._desk, *(placed._inboxes[i].local_value() for i in placed._stages)):
+                for inbox in (placed._own_inbox, *(placed._inboxes[i].local_value() for i in placed._stages)):
                     inbox.give_up(placed._current)
 
         failures.first.add_done_callback(wake)
@@ -265,7 +265,7 @@ _ADVICE = (
 )
 
 
-class Followed:
+class FollowedOptimizers:
     """Makes optimizers those of all processes.
 
     Args:
@@ -275,8 +275,8 @@ class Followed:
 
     def __init__(self, elsewhere: Sequence[nn.Sequential], remotes: Sequence[RemoteStage]) -> None:
         self._elsewhere, self._remotes = list(elsewhere), list(remotes)
-        self.optimizers = PipelineOptimizers([], self._remotes, partial(locate, self._elsewhere, None), lambda: None)
-        self.optimizers.numbers = [[] for _ in self._remotes]
+        self.optimizers = PipelineOptimizers([], partial(locate, self._elsewhere, None), lambda: None)
+        self.optimizers.connect(self._remotes, [[] for _ in self._remotes])
         for layers in elsewhere:
             for parameter in layers.parameters():
                 vars(parameter).update(relay_advice=_ADVICE, relay_is_followed=False)
@@ -350,12 +350,12 @@ def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
 
 
 def _routes(
-    partitions: Sequence[Partition], inboxes: Sequence[Any], desk: Any, descriptions: Sequence[str]
+    partitions: Sequence[Partition], inboxes: Sequence[Any], own_inbox: Any, descriptions: Sequence[str]
 ) -> list[Routes]:
     """Who sends what to whom: each to the next one, and skips straight from where they are stashed to where popped."""
     stashed_by: dict[Key, int] = {}
-    sources: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (desk, *inboxes[:-1])]
-    targets: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (*inboxes[1:], desk)]
+    sources: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (own_inbox, *inboxes[:-1])]
+    targets: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (*inboxes[1:], own_inbox)]
     for i, partition in enumerate(partitions):
         stashed, popped = skips_of(partition.layers)
         stashed_by.update(dict.fromkeys(stashed, i))
