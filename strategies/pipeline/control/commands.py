@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from strategies.commands.declaration import command
+from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.context import PassContext
@@ -180,22 +181,13 @@ class StageCommands(Protocol):
 
     @command()
     def call_method(
-        self,
-        optimizer: int,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: list[dict[str, Any]],
-        context: PassContext,
-        grad: bool,
+        self, optimizer: int, call: MethodCall, values: list[dict[str, Any]], context: PassContext, grad: bool
     ) -> Any:
         """Call a method that the class of an optimizer adds to those of ``torch.optim.Optimizer``.
 
         Args:
             optimizer: Number of the optimizer.
-            name: Name of the method.
-            args: Positional arguments of the method.
-            kwargs: Keyword arguments of the method.
+            call: The method and its arguments.
             values: The hyperparameters of each group on the driver.
             context: The settings of the driver.
             grad: Whether gradients are enabled on the driver.

@@ -129,7 +129,7 @@ class PipelineOptimizers:
         """
         k, here = self._number_of(optimizer), [p for p in parameters_of(optimizer) if not p.is_meta]
         context = PassContext.capture(here[0].device.type if here else "cpu")
-        sent = call.name, call.args, call.kwargs, hyperparameters(optimizer), context, torch.is_grad_enabled()
+        sent = call, hyperparameters(optimizer), context, torch.is_grad_enabled()
         self.num_steps += 1
         with narrowed(optimizer, here):
             if self._shared_steps is not None:

@@ -26,10 +26,10 @@ from strategies.common.torch_compat import (
     tree_map_only,
     without_torch_function,
 )
+from strategies.common.trees import tensors_in
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.operations import Key, Layout, Operation, Reference
-from strategies.common.trees import tensors_in
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
 
 _REMOTE = RemoteParameter | RemoteBuffer

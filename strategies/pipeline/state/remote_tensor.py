@@ -24,9 +24,9 @@ from torch.autograd.function import once_differentiable
 
 from strategies.common.torch_compat import storage_key, tree_map, tree_map_only, without_torch_function
 from strategies.common.trees import tensors_in
+from strategies.optim.calls import runs_own_code
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
-from strategies.optim.calls import runs_own_code
 
 _HARMLESS = ("requires_grad_", "rename_")
 """Methods that end in an underscore and change no value."""

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from strategies.common.activity import Activity
 from strategies.common.torch_compat import unscale_grads
 from strategies.common.trees import layouts, on_cpu
+from strategies.optim.calls import MethodCall
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import load_states, parameters_of, part_of, set_hyperparameters
 from strategies.pipeline.optim.replicas import SharedSteps
@@ -63,22 +64,13 @@ class HostedOptimizers:
             shared.after_step(own)
 
     def call_method(
-        self,
-        optimizer: int,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        values: list[dict[str, Any]],
-        context: PassContext,
-        grad: bool,
+        self, optimizer: int, call: MethodCall, values: list[dict[str, Any]], context: PassContext, grad: bool
     ) -> Any:
         """Calls a method of an optimizer that its class adds to torch's.
 
         Args:
             optimizer: Its number.
-            name: Of the method.
-            args: The arguments of the method.
-            kwargs: The keywords of the method.
+            call: The method and its arguments.
             values: The driver's hyperparameters of each group.
             context: The driver's settings.
             grad: Whether gradients are enabled on the driver.
@@ -86,13 +78,13 @@ class HostedOptimizers:
         Returns:
             What the method returns, if it is plain.
         """
-        self._activity.doing = f"method {name} of an optimizer"
+        self._activity.doing = f"method {call.name} of an optimizer"
         own, shared = self._optimizers[optimizer], self._shared_steps
         set_hyperparameters(own, values)
         if shared is not None:
             shared.before_step(own)
         with context.entered(grad=grad):
-            result = getattr(own, name)(*args, **kwargs)
+            result = call.on(own)
         if shared is not None:
             shared.after_step(own)
         return None if result is own else result

@@ -12,8 +12,8 @@ from pytorch_lightning.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from strategies.pipeline.control.commands import StageCommands
 from strategies.optim.calls import track_steps
+from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.state.remote_tensor import FetchedTensor, RemoteParameter, remote_buffer, remote_parameter
 from strategies.pipeline.state.stand_ins import move_to_meta
 
