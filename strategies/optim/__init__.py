@@ -1,5 +1,6 @@
-"""One user's optimizer over several processes, whatever divides it: a pipeline, ZeRO or a remote module.
+"""The user's optimizer over several processes, for whatever divides it: a pipeline, ZeRO or a remote module.
 
-In: the user's ``torch.optim.Optimizer``. Out: copies restricted to some of its parameters, calls of its methods
-carried to other processes, and a trial that tells whether an optimizer can be divided at all. May import ``common``.
+In: the user's ``torch.optim.Optimizer``. Out: copies restricted to some of its parameters (``restricted``), the calls
+that other processes follow (``calls``), norms and scaling of gradients (``gradients``), and a trial that finds out
+whether an optimizer can be divided (``trial``). May import ``common``.
 """

@@ -1,8 +1,8 @@
-"""One optimizer over several processes: each runs the user's optimizer, restricted to the parameters that it owns.
+"""The user's optimizer, restricted to the parameters that one process owns, and the state of such parts.
 
-``configure_optimizers`` runs once, on the whole model. What changes from step to step (learning rates, betas, ...) is
-in ``param_groups`` and travels with each step, so schedulers stay where the user made them. Parameters are numbered
-over all groups, as in ``Optimizer.state_dict()``.
+``configure_optimizers`` runs once, on the whole model. Hyperparameters, which may change from step to step, are in
+``param_groups`` and are sent with each step, so learning-rate schedulers stay in the process in which the user made
+them. Parameters are numbered over all groups, as in ``Optimizer.state_dict()``.
 """
 
 import math
@@ -19,14 +19,14 @@ from strategies.optim.calls import added_methods
 
 
 def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
-    """The same optimizer over those of its parameters that are in ``owned``.
+    """Return a copy of an optimizer that holds only the parameters in ``owned``.
 
-    Every group is kept, an empty one too, so that groups have the same place everywhere. Hooks and the ``step`` that a
-    learning-rate scheduler patches into the instance stay behind; they belong to the original.
+    Every group is kept, even if it is empty, so that groups have the same index in every process. The copy has neither
+    the hooks of the original nor the ``step`` that a learning-rate scheduler sets on the original object.
 
     Args:
         optimizer: Any optimizer that steps its parameters from their gradients.
-        owned: The parameters to keep; compared by identity.
+        owned: The parameters to keep, compared by identity.
 
     Returns:
         A new optimizer of the same class that shares the parameters and their state with the original.
@@ -43,71 +43,71 @@ def restricted(optimizer: Optimizer, owned: Collection[Tensor]) -> Optimizer:
 
 
 def taken_apart(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Class and attributes, without hooks and without methods patched into the instance.
+    """Return class and attributes of an optimizer, without hooks and without methods set on the object.
 
-    For pickling: ``Optimizer.__getstate__`` loses the attributes that a subclass adds.
+    Optimizers are pickled in this form, because ``Optimizer.__getstate__`` drops the attributes that a subclass adds.
     """
     patched = {"step", "zero_grad", "state_dict", "load_state_dict", *added_methods(optimizer)}
     return type(optimizer), {k: v for k, v in vars(optimizer).items() if k not in patched and not k.endswith("_hooks")}
 
 
 def put_together(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
-    """The inverse of :func:`taken_apart`."""
+    """Make an optimizer of what :func:`taken_apart` returned."""
     optimizer = object.__new__(cls)
     optimizer.__setstate__(attributes)
     return optimizer
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Everything in the groups of ``optimizer`` but the parameters: learning rates, betas, weight decays, ...
+    """Return the groups of an optimizer without the parameters: learning rates, betas, weight decays and so on.
 
-    Tensors are copied: schedulers change them in place, perhaps before they have been sent.
+    Tensors are copied, because schedulers change them in place, possibly before they have been sent.
     """
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
 
 
 def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:
-    """The counterpart of :func:`hyperparameters`, on an optimizer with the same groups."""
+    """Set what :func:`hyperparameters` returned on an optimizer with the same groups."""
     for group, new in zip(optimizer.param_groups, values, strict=True):
         group.update(new)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters of all groups, in the order in which ``state_dict`` numbers them."""
+    """Return the parameters of all groups, in the order in which ``state_dict`` numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def numbers_of(optimizer: Optimizer, owned: Collection[Tensor]) -> list[int]:
-    """The numbers of those parameters of ``optimizer`` that are in ``owned``, in order."""
+    """Return the numbers of the parameters of ``optimizer`` that are in ``owned``, in ascending order."""
     kept = {id(tensor) for tensor in owned}
     return [number for number, parameter in enumerate(parameters_of(optimizer)) if id(parameter) in kept]
 
 
 def part_of(states: Mapping[Any, Any], numbers: Collection[int]) -> dict[Any, Any]:
-    """Out of the states of a whole optimizer those of some parameters, and what it keeps under other keys."""
+    """Return the states of some parameters, by number, and all entries that belong to no parameter."""
     wanted = set(numbers)
     return {key: state for key, state in states.items() if key in wanted or not isinstance(key, int)}
 
 
 def in_order(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """States by the numbers of parameters; what an optimizer keeps under other keys comes last."""
+    """Return states sorted by the number of the parameter; entries that belong to no parameter come last."""
     return dict(sorted(states.items(), key=lambda item: item[0] if isinstance(item[0], int) else math.inf))
 
 
 def load_states(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
-    """Loads the state of single parameters, converted to their device and type as ``load_state_dict`` does it.
+    """Load states of single parameters, converted to device and dtype of the parameter as by ``load_state_dict``.
 
     Args:
         optimizer: The optimizer, which may be restricted.
-        states: Number of the parameter *in this optimizer* to its state, and what it keeps under other keys.
+        states: States by the number of the parameter *in this optimizer*, and entries that belong to no parameter.
     """
     current = optimizer.state_dict()
     optimizer.load_state_dict({"state": dict(states), "param_groups": current["param_groups"]})
 
 
 def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """Checks that the states in a checkpoint belong to the optimizers, before any of them is loaded.
+    """Check that the states in a checkpoint fit the optimizers, before any of them is loaded.
 
     Raises:
         ValueError: If they do not.
@@ -122,7 +122,7 @@ def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Map
 
 
 def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], words: str) -> None:
-    """Checks a state dict for one optimizer; see :func:`check_optimizer_states`."""
+    """Check a state dict for one optimizer, which messages call ``words``; see :func:`check_optimizer_states`."""
     saved = state.get("param_groups", [])  # a stand-in for an optimizer has none
     sizes = [[len(group["params"]) for group in groups] for groups in (optimizer.param_groups, saved)]
     if sizes[0] != sizes[1]:
@@ -140,7 +140,7 @@ def check_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], words:
 
 @contextmanager
 def narrowed(optimizer: Optimizer, owned: Iterable[Tensor]) -> Iterator[None]:
-    """Within this, the groups of an optimizer have those of their parameters that are in ``owned``."""
+    """Leave only the parameters in ``owned`` in the groups of an optimizer while the context is active."""
     kept, whole = {id(p) for p in owned}, [group["params"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if id(p) in kept]

@@ -1,5 +1,5 @@
-"""The user's optimizers over all stages, and the averages of gradients over replicas.
+"""The user's optimizers over all stages (``optimizers``), and what replicas of a stage share (``replicas``).
 
-In: optimizer objects of the driver. Out: calls to the stages, and state of the whole model. May import ``control``,
-``transport`` and what is below them.
+In: the user's optimizer objects, on the driver. Out: commands to the stages, averaged gradients, and the optimizer
+state of the whole model. May import ``control``, ``transport`` and the rooms below them.
 """

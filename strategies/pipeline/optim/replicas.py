@@ -1,10 +1,13 @@
-"""Several pipelines that train one model on different data: the same stage of each has the same gradients and weights.
+"""Replicas: several pipelines that train one model on different data, with the same weights in each stage.
 
     replica 0   stage 0 ──── stage 1 ──── driver
                    ┆            ┆            ┆       a group for each stage
     replica 1   stage 0 ──── stage 1 ──── driver
 
-A stage averages its gradients when its own backward passes are done, while those before it still run theirs.
+A stage averages its gradients over the replicas as soon as its own backward passes are done, while earlier stages still
+run theirs. The replicas of a stage may also divide its optimizer states and steps (ZeRO)::
+
+    gradients, the same in all ──▶ each replica steps its share ──▶ new values to all
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,23 +28,24 @@ from strategies.sharding.ownership import Ownership
 from strategies.sharding.states import gather_states
 
 _BUCKET_BYTES = 25 * 2**20
-"""As in DistributedDataParallel: large enough to use the network well, and so that little memory is taken twice."""
+"""Size of a bucket, as in DistributedDataParallel: large enough for the network, and little extra memory."""
 
 _ALONE_BYTES = 2**20
-"""A gradient of this size or more travels as it is, without being copied together with others."""
+"""A gradient of at least this size is sent by itself, without being copied into a bucket."""
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many pipelines there are.
+    """The pipelines that train together, as one of them sees them.
 
     Attributes:
-        number: This one's.
-        count: How many.
-        meeting: Where processes of the same stage meet, the same for all; see :mod:`~strategies.launch.rendezvous`.
-        timeout_seconds: How long to wait for another replica.
-        towards: An address that all can reach.
-        divide_states: Whether the same stage of all divides its optimizer states among them.
+        number: Number of this pipeline.
+        count: Number of pipelines.
+        meeting: URL of the store at which the processes of one stage connect, the same for all pipelines; see
+            :mod:`~strategies.launch.rendezvous`.
+        timeout_seconds: Time-out for waiting for another replica.
+        towards: An address that every process can reach.
+        divide_states: Whether the replicas of a stage divide its optimizer states among them.
     """
 
     number: int
@@ -52,19 +56,24 @@ class Replicas:
     divide_states: bool = False
 
     def join(self, stage: int, check: Callable[[], None] = lambda: None) -> ProcessGroup:
-        """Connects the processes of one stage, and returns when all are there, or when ``check`` raises."""
+        """Connect the processes of one stage; returns their group when all have joined.
+
+        Args:
+            stage: Number of the stage.
+            check: Called while waiting; ends the wait by raising.
+        """
         url = f"{self.meeting}/stage-{stage}"
         return join_group(url, self.number, self.count, self.timeout_seconds, self.towards, check)
 
 
 class Averaging:
-    """One process's part in keeping its stage the same in all replicas.
+    """Keeps one stage the same in all replicas, together with the other replicas of the stage.
 
     Args:
-        group: The processes of the stage.
-        parameters: Gives the parameters that live in this process, in the same order in all replicas.
-        buffers: The same for buffers.
-        wait: Calls what waits for the others.
+        group: The processes that hold the stage.
+        parameters: Returns the parameters whose values are in this process, in the same order in all replicas.
+        buffers: Returns the buffers whose values are in this process, in the same order in all replicas.
+        wait: Calls a function that waits for other processes.
     """
 
     def __init__(
@@ -79,14 +88,14 @@ class Averaging:
         self.replica, self.count = group.rank(), group.size()
 
     def share(self) -> None:
-        """Gives parameters and buffers the values that they have in replica 0."""
+        """Copy parameters and buffers from replica 0."""
         self.spread([*self._parameters(), *self._buffers()], 0)
 
     @torch.no_grad()
     def average(self) -> None:
-        """Replaces each gradient by its mean over the replicas; where a replica has none, it counts as zero.
+        """Replace each gradient by its mean over the replicas; a missing gradient counts as zero.
 
-        Buffers become those of replica 0, as in DistributedDataParallel, so that all go on with the same statistics.
+        Buffers are copied from replica 0, as in DistributedDataParallel, so all replicas have the same statistics.
         """
         parameters = self._parameters()
         self._agree(parameters)
@@ -104,7 +113,7 @@ class Averaging:
 
     @torch.no_grad()
     def spread(self, tensors: Sequence[Tensor], replica: int) -> None:
-        """Gives tensors the values that they have in one of the replicas."""
+        """Copy tensors from one replica to the others."""
         for bucket in _filled(tensors):
             message = torch.cat([tensor.detach().cpu().flatten().view(torch.uint8) for tensor in bucket])
             self._finish([self._group.broadcast(message, replica)])
@@ -112,11 +121,11 @@ class Averaging:
                 tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # a copy is where its type may be
 
     def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
-        """Puts optimizer states together on replica 0; see :func:`~strategies.sharding.states.gather_states`."""
+        """Gather optimizer states on replica 0; see :func:`~strategies.sharding.states.gather_states`."""
         return gather_states(states, self._group, self._wait)
 
     def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Lets a parameter that has a gradient in some replica have one in this one too, and of the same layout."""
+        """Give every parameter that has a gradient in any replica one in this replica, in the same layout."""
         layouts = [None if parameter.grad is None else parameter.grad.layout for parameter in parameters]
         kinds = (torch.strided, torch.sparse_coo)
         found = torch.tensor([[layout == kind for kind in kinds] for layout in layouts], dtype=torch.uint8)
@@ -136,11 +145,12 @@ class Averaging:
 
 
 class SharedSteps:
-    """One process's part in the steps of its stage.
+    """Divides the optimizer states and steps of one stage among its replicas.
 
     Args:
-        optimizers: Over the parameters that live in this process; what is on the ``meta`` device is another stage's.
-        averaging: Reaches the same stage of the other replicas.
+        optimizers: Optimizers over the parameters of this process; parameters on the ``meta`` device belong to other
+            stages.
+        averaging: Connects the replicas of the stage.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], averaging: Averaging) -> None:
@@ -148,11 +158,11 @@ class SharedSteps:
         self._ownership = Ownership(optimizers, averaging.replica, averaging.count)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Leaves this process's share in the groups; gradients are averages by now."""
+        """Leave this replica's share in the groups. Gradients have been averaged before."""
         self._ownership.narrow(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Makes the groups whole again, and brings the new values to all replicas."""
+        """Make the groups whole again, and send the new values to all replicas."""
         if runs_own_code(optimizer) or not self._ownership.is_narrowed(optimizer):
             return
         self._ownership.widen(optimizer)
@@ -161,27 +171,27 @@ class SharedSteps:
             self._averaging.spread(own, owner)
 
     def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
-        """On the first replica the states of the stage's parameters, put together from all; on the others nothing."""
+        """Return the states of all the stage's parameters on the first replica, and nothing on the others."""
         return self._averaging.gathered(states)
 
     def own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Out of the states of an optimizer, those that this process keeps."""
+        """Return the states that this replica keeps, of those of a whole optimizer."""
         return self._ownership.own_part(optimizer, states)
 
     def close(self) -> None:
-        """Leaves the optimizers whole, but for their state."""
+        """Make the groups of all optimizers whole again; states stay divided."""
         self._ownership.widen_all()
 
 
 def _message(bucket: Sequence[Tensor]) -> Tensor:
-    """What travels for a bucket: its only tensor if that can, otherwise a copy of all."""
+    """Return what is sent for a bucket: its only tensor if that is contiguous or sparse, or a copy of all."""
     if len(bucket) == 1 and (bucket[0].is_sparse or bucket[0].is_contiguous()):
         return bucket[0].cpu()
     return torch.cat([grad.flatten().cpu() for grad in bucket])
 
 
 def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Large gradients and sparse ones by themselves; of the others some of one type each, in order."""
+    """Yield buckets: each large or sparse gradient by itself, and the others, of one dtype in a bucket, in order."""
     small: dict[torch.dtype, list[Tensor]] = {}
     for grad in grads:
         if grad.is_sparse or grad.nbytes >= _ALONE_BYTES:
@@ -193,7 +203,7 @@ def _buckets(grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _filled(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups of about the size that travels best."""
+    """Yield tensors in buckets of about ``_BUCKET_BYTES``."""
     bucket: list[Tensor] = []
     size_bytes = 0
     for tensor in tensors:
