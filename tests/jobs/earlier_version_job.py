@@ -1,8 +1,8 @@
 """A small training whose checkpoints, written by an earlier version, are kept in ``tests/data``.
 
 ``python earlier_version_job.py write KIND FOLDER`` trains one epoch, saves FOLDER/KIND.ckpt and continues for an epoch;
-the result goes to FOLDER/KIND.pt. ``... continue KIND FOLDER RESULT`` continues from FOLDER/KIND.ckpt and writes RESULT.
-Run with the earlier version's folder as PYTHONPATH, ``write`` makes new test data.
+the result goes to FOLDER/KIND.pt. ``... continue KIND FOLDER RESULT`` continues from FOLDER/KIND.ckpt, and writes
+RESULT. Run with the folder of an earlier version as PYTHONPATH, ``write`` makes new test data.
 """
 
 import logging
