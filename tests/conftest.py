@@ -1,6 +1,12 @@
-"""What tests share: the rule for those that need a GPU, and a fixture for those that compare to the last digits."""
+"""Rules for tests that need a GPU or have to run alone, and a fixture for tests that compare to the last digits."""
 
+import fcntl
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha1
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +19,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the time-out of a test does not count the wait
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Runs a test marked ``alone`` while no other test of this checkout runs, in any process."""
+    if not hasattr(item.config, "workerinput"):  # which workers of pytest-xdist have
+        return (yield)
+    with _turn(exclusive=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def _turn(*, exclusive: bool) -> Iterator[None]:
+    """Holds a lock that many tests share, or one test has for itself.
+
+    All pass a gate first. One that waits for the lock keeps the gate closed, so that no others get ahead of it.
+    """
+    name = f"relay-tests-{sha1(str(Path(__file__).resolve()).encode()).hexdigest()[:12]}"
+    folder = Path(tempfile.gettempdir())
+    with open(folder / f"{name}.lock", "a") as lock:
+        with open(folder / f"{name}.gate", "a") as gate:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
+        yield
 
 
 @pytest.fixture

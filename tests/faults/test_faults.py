@@ -166,7 +166,7 @@ MOMENTS = [(False, 0.0), (False, 0.1), (False, 0.5), (False, 1.0), *((True, 0.00
 """Whether the time, in seconds, counts from when workers have imported torch, or from when they are spawned."""
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_worker_that_is_killed_while_the_processes_start() -> None:
     for message, seconds in run(killed_while_starting, MOMENTS, timeout_seconds=170):
@@ -195,7 +195,7 @@ def driver_killed_while_starting(moments: list[tuple[bool, float]]) -> list[floa
     return seen
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_driver_that_is_killed_while_the_processes_start() -> None:
     moments = [*MOMENTS[:4], *MOMENTS[4::2]]
     seen = run(driver_killed_while_starting, moments, timeout_seconds=110)

@@ -165,13 +165,12 @@ def test_a_run_that_loses_two_workers() -> None:
 
 def in_other_ways() -> list[Any]:
     return [
-        undisturbed_and_disturbed((17,), 1, schedule="1f1b"),
-        undisturbed_and_disturbed((17,), 1, state_dict_type="sharded", async_save=True),
+        undisturbed_and_disturbed((17,), 1, schedule="1f1b", state_dict_type="sharded", async_save=True),
         undisturbed_and_disturbed((5,), 1, trainer_class=pl.Trainer, shuffle=False),  # where it does not draw batches
     ]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_other_schedules_checkpoints_and_trainers() -> None:
     for expected, found in run(in_other_ways, timeout_seconds=240):
@@ -205,7 +204,7 @@ def at_every_phase() -> dict[str, float]:
     return {phase: loss - expected for phase, loss in found.items()}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_a_worker_dies_or_hangs_at_any_phase() -> None:
     found = run(at_every_phase, timeout_seconds=240)
@@ -240,7 +239,7 @@ def lost_too_often() -> tuple[str, int, bool]:
     return str(lost.value), Clumsy.num_fits, equal(trained((), 1), trained((), 0))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_run_that_loses_too_many_workers() -> None:
     lost, num_fits, trains_after = run(lost_too_often, timeout_seconds=140)

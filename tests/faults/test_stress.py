@@ -17,7 +17,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.context import PassContext
 
-SECONDS = 60
+NUM_CASES = 6
 WIDTH = 5
 
 
@@ -64,10 +64,10 @@ def step_1f1b(pipeline: Pipeline, x: Tensor, microbatches: int) -> None:
 
 
 def many_cases() -> dict[str, Any]:
-    began, passes, cases, worst = time.monotonic(), 0, 0, 0.0
+    passes, worst = 0, 0.0
     torch.manual_seed(0)
-    while time.monotonic() < began + SECONDS:
-        rnd = random.Random(cases)
+    for case in range(NUM_CASES):
+        rnd = random.Random(case)
         stages, schedule = rnd.randint(2, 4), rnd.choice(["gpipe", "1f1b"])
         microbatches = rnd.randint(1, 7)
         layers = nn.Sequential(*[Dawdling(rnd.randrange(1000)) for _ in range(stages + rnd.randint(0, 2))])
@@ -79,7 +79,7 @@ def many_cases() -> dict[str, Any]:
             checkpoint=rnd.choice(["always", "except_last", "never"]),
             rpc_timeout_sec=10.0,
         )
-        inputs = [x for _ in range(12) for x in batches(rnd)]
+        inputs = [x for _ in range(6) for x in batches(rnd)]
         wanted = expected(layers, inputs)
         pipeline = Pipeline(layers, balance, [torch.device("cpu")] * stages, settings)
         pipeline.start()
@@ -96,16 +96,15 @@ def many_cases() -> dict[str, Any]:
             for (name, _), grad in zip(layers.named_parameters(), grads, strict=True):
                 error = (seen[name] - grad).abs().max().item()
                 worst = max(worst, error)
-                assert error < 1e-9, (cases, name, error)
+                assert error < 1e-9, (case, name, error)
             layers.zero_grad()
             passes += 1
         pipeline.finish()
-        cases += 1
-    return {"cases": cases, "passes": passes, "worst": worst}
+    return {"passes": passes, "worst": worst}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(260)
 def test_random_pipelines() -> None:
     seen = run(many_cases, timeout_seconds=240)
-    assert seen["passes"] >= 200 and seen["cases"] >= 4, seen
+    assert seen["passes"] >= 100, seen

@@ -72,7 +72,7 @@ def run(
     """
     if unknown := set(allow) - set(LEAKS):
         raise ValueError(f"allow got {sorted(unknown)}; the kinds of leaks are {', '.join(LEAKS)}")
-    with tempfile.TemporaryDirectory(prefix="relay-test-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix=procfs.PREFIX, ignore_cleanup_errors=True) as folder:
         scratch = Path(folder).resolve()
         for name in ("io", "tmp", "cwd"):
             (scratch / name).mkdir()
@@ -85,7 +85,7 @@ def run(
             settle_seconds=settle_seconds,
         )
         (scratch / "io/order").write_bytes(pickle.dumps(order))
-        segments_before = procfs.shm_segments()
+        segments_before = procfs.shm_segments(scratch.name)
         child = _start(scratch, env or {})
         try:
             report = _await_report(child, scratch, timeout_seconds)
@@ -150,7 +150,7 @@ def _leaks_outside(session: int, scratch: Path, order: Order, segments_before: s
         found = {
             "process": [procfs.describe(pid) for pid in procfs.family(session, scratch)],
             "tmp": [str(path.relative_to(scratch / "tmp")) for path in sorted((scratch / "tmp").rglob("*"))],
-            "shm": procfs.unowned(procfs.shm_segments() - segments_before),
+            "shm": procfs.unowned(procfs.shm_segments(scratch.name) - segments_before),
         }
         return [f"{kind}: {what}" for kind, whats in found.items() if kind not in order.allow for what in whats]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import resource
@@ -63,6 +64,8 @@ def main(scratch: Path) -> int:
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the parent asks for stacks with SIGABRT
     _end_with_parent()
+    # Semaphores of multiprocessing carry the name of this test, for which the parent looks.
+    multiprocessing.current_process()._config["semprefix"] = f"/{scratch.name}"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     order: Order = pickle.loads((scratch / "io/order").read_bytes())
     sys.path[:] = order.sys_path

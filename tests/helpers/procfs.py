@@ -6,6 +6,8 @@ import struct
 from pathlib import Path
 
 MEBI = 2**20
+PREFIX = "relay-test-"
+"""With which the names of scratch folders of tests begin."""
 
 
 def family(session: int, scratch: Path) -> list[int]:
@@ -66,8 +68,15 @@ def own_memory_bytes(what: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
 
 
-def shm_segments() -> set[str]:
-    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+def shm_segments(test: str) -> set[str]:
+    """The names of segments of shared memory, but for semaphores that belong to another test.
+
+    Args:
+        test: The name of the scratch folder of the test, with which the names of its semaphores begin.
+    """
+    names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
+    prefix = f"sem.{PREFIX}"
+    return {name for name in names if not name.startswith(prefix) or name.startswith(f"sem.{test}-")}
 
 
 def unowned(segments: set[str]) -> list[str]:

@@ -229,11 +229,8 @@ def killed_within_a_save(kind: str, moment: float) -> dict[str, Any]:
     return checkpoints
 
 
-LATER_KINDS = [pytest.param(*case, marks=pytest.mark.nightly) for case in (("sharded", 0.01), ("async", 0.0))]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "moment"), [("full", 0.0), *LATER_KINDS])
+@pytest.mark.parametrize(("kind", "moment"), [("full", 0.0), ("sharded", 0.01), ("async", 0.0)])
 def test_a_run_that_is_killed_within_a_save(kind: str, moment: float) -> None:
     """The harness fails where a worker is left."""
     steps = run(killed_within_a_save, kind, moment)

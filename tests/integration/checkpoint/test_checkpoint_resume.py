@@ -121,12 +121,6 @@ def over_strategies() -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_from_one_stage_to_two() -> None:
-    *_, last, whole = run(over_stages, (1, 2))
-    alike(last, whole)
-
-
-@pytest.mark.nightly
 def test_one_two_three_one() -> None:
     *_, last, whole = run(over_stages, (1, 2, 3, 1))
     alike(last, whole)

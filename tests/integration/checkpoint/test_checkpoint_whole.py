@@ -176,7 +176,7 @@ def heavy_saves() -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_memory_that_saving_takes() -> None:
     """The other two stages have 144 MiB, one stage 72."""
     seen = run(heavy_saves)

@@ -22,7 +22,7 @@ from strategies import RPCSequentialStrategy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_pipeline(schedule: str) -> None:
     run(pipeline, schedule, timeout_seconds=170)
 
@@ -61,11 +61,7 @@ def to_a_pipeline_and_back() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        "ddp",
-        "zero",
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("replicas", "single_error", "own_state")),
-    ],
+    ["ddp", "zero", "replicas", "single_error", "own_state"],
 )
 def test_two_processes_with_samples_and_random_numbers_of_their_own(name: str) -> None:
     run(two_processes, name, timeout_seconds=175)

@@ -93,27 +93,27 @@ def check_case(name: str, outcomes: dict[str, Any], ranks: int) -> None:
         assert outcome["own_memory"], where
 
 
-@pytest.fixture(scope="module")
-def some() -> dict[str, Any]:
-    return run(launch, 2, "some", 140.0, timeout_seconds=150)
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+def some(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
+    return request.param, run(launch, request.param, "some", 140.0, timeout_seconds=150)
 
 
 @pytest.mark.parametrize("name", zero_job.SOME)
-def test_two_ranks_train_as_ddp_does(some: dict[str, Any], name: str) -> None:
-    check_case(name, some[name], 2)
+def test_ranks_train_as_ddp_does(some: tuple[int, dict[str, Any]], name: str) -> None:
+    ranks, outcomes = some
+    check_case(name, outcomes[name], ranks)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.nightly)])
-def everything(request: pytest.FixtureRequest) -> tuple[int, dict[str, Any]]:
-    return request.param, run(launch, request.param, "all", 580.0, timeout_seconds=600)
+@pytest.fixture(scope="module")
+def everything() -> dict[str, Any]:
+    return run(launch, 2, "all", 580.0, timeout_seconds=600)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("name", zero_job.ALL)
-def test_every_option_trains_as_ddp_does(everything: tuple[int, dict[str, Any]], name: str) -> None:
-    ranks, outcomes = everything
-    check_case(name, outcomes[name], ranks)
+def test_every_option_trains_as_ddp_does(everything: dict[str, Any], name: str) -> None:
+    check_case(name, everything[name], 2)
 
 
 @pytest.mark.slow

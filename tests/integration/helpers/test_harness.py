@@ -182,6 +182,27 @@ def test_leaks_are_found(leak, message):
                     os.unlink(f"/dev/shm/{name}")
 
 
+def leak_semaphores():
+    """As processes that are killed leave them, of this test and of another one that runs meanwhile."""
+    from multiprocessing import get_context
+
+    semaphore = get_context("spawn").Semaphore()
+    own = Path(f"/dev/shm/sem.{semaphore._semlock.name[1:]}")
+    os.link(own, f"{own}-leaked")
+    Path("/dev/shm/sem.relay-test-another-leaked").touch()
+
+
+def test_a_semaphore_belongs_to_the_test_that_has_made_it():
+    shm_before = set(os.listdir("/dev/shm"))
+    try:
+        with pytest.raises(AssertionError, match=r" left behind:\n  shm: sem.relay-test-\w+-\w+-leaked\n---"):
+            run(leak_semaphores, settle_seconds=0.3)
+    finally:
+        for name in set(os.listdir("/dev/shm")) - shm_before:
+            if name.endswith("-leaked"):
+                os.unlink(f"/dev/shm/{name}")
+
+
 def end_soon():
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"])
 

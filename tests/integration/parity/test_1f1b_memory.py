@@ -167,7 +167,7 @@ def all_growths() -> dict[Any, int]:
     return {(schedule, number): growth_bytes(schedule, number) for schedule, number in runs}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_memory_of_a_worker_does_not_grow_with_the_micro_batches() -> None:
     """The most bytes that the first worker's process has ever held, over what it held before the first large step."""
     growth = run(all_growths, timeout_seconds=150)

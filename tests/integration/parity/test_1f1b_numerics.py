@@ -116,6 +116,6 @@ def normed() -> None:
             compare(outcome, single)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_batch_norm() -> None:
     run(normed, timeout_seconds=150)

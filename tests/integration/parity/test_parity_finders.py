@@ -124,7 +124,7 @@ def found() -> Any:
     return run(everything, timeout_seconds=170)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_learning_rate(found: Any) -> None:
     """By the tuner, and by a callback that has the training go on with what it found."""
     single, pipeline = found[0]
@@ -136,7 +136,7 @@ def test_learning_rate(found: Any) -> None:
     assert single["by callback"]["suggestion"] > 0.1
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_batch_size(found: Any) -> None:
     (power, doubled), (search, searched) = found[1]
     alike(doubled, power)
@@ -146,14 +146,14 @@ def test_batch_size(found: Any) -> None:
     assert search["size"] == search["model"] == 15
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_batch_size_where_memory_runs_out_on_a_worker(found: Any) -> None:
     (single, pipeline), _ = found[2]
     alike(pipeline, single)
     assert single["size"] == 16 and len(single["losses"]) == 2 * 3 + 3 and single["error"] is None
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_batch_size_where_memory_runs_out_on_the_driver(found: Any) -> None:
     _, (single, pipeline) = found[2]
     alike(pipeline, single)

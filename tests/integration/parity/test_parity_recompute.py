@@ -163,7 +163,7 @@ def peaks() -> dict[str, tuple[int, dict[str, Tensor]]]:
     return {mode: (o.model.sequential_module[0].growth, o.parameters) for mode, o in outcomes.items()}
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_recomputing_saves_the_memory_of_a_worker() -> None:
     """It holds the activations of one micro-batch instead of those of all.
 

@@ -80,7 +80,6 @@ def launched_by_slurm(layout: str, num_nodes: int) -> tuple[dict[str, Any], str]
 @pytest.mark.parametrize(
     ("launch", "layout", "num_nodes"),
     [
-        pytest.param(launched_by_torchrun, "two replicas", 1, marks=pytest.mark.nightly),
         (launched_by_torchrun, "four stages", 2),
         (launched_by_slurm, "two replicas", 2),
     ],

@@ -88,7 +88,7 @@ def test_two_runs_of_ddp_at_once_on_the_loopback_interface() -> None:
     ("name", "umask"),
     [
         ("pipeline", 0o077),
-        pytest.param("replicas", 0o027, marks=pytest.mark.nightly),
+        ("replicas", 0o027),
         ("zero", 0o077),
         ("own launcher", 0o027),
     ],

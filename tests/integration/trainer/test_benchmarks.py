@@ -31,7 +31,7 @@ def bench(into: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_section_runs(tmp_path: Path) -> None:
     done = bench(tmp_path)

@@ -33,9 +33,7 @@ EVERYWHERE = [
 @pytest.mark.parametrize(
     "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
 )
-@pytest.mark.parametrize(
-    "name", ["shuffled", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("stream", "stream with state"))]
-)
+@pytest.mark.parametrize("name", LOADERS)
 def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
     assert_resumable(tmp_path, LOADERS[name], EVERYWHERE, **arguments)
 
@@ -46,13 +44,8 @@ def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_pa
     [
         shuffled(22, num_workers=2),
         shuffled(22, num_workers=3, persistent_workers=True),
-        *(
-            pytest.param(loaders, marks=pytest.mark.nightly)
-            for loaders in (
-                lambda: DataLoader(Rows(22), batch_sampler=DrawsBatches(22), num_workers=2, persistent_workers=True),
-                lambda: DataLoader(Stream(22), batch_size=4, num_workers=2),
-            )
-        ),
+        lambda: DataLoader(Rows(22), batch_sampler=DrawsBatches(22), num_workers=2, persistent_workers=True),
+        lambda: DataLoader(Stream(22), batch_size=4, num_workers=2),
     ],
 )
 def test_with_workers_whose_random_numbers_go_on(loaders: Callable[[], Any], tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ def progress(
     return Progress(num_done, "F2, layer 1", waits, idle, busy, stack)
 
 
+@pytest.mark.alone
 def test_one_that_sleeps_is_given_up_with_its_stack() -> None:
     began = time.monotonic()
     why = Answers(lambda asked: progress()).watched(5)

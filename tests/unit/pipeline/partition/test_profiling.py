@@ -66,6 +66,7 @@ def test_time_excludes_the_first_passes():
     assert all(layer < 0.05 for layer in seconds)
 
 
+@pytest.mark.alone
 def test_timeout_bounds_the_measurement():
     def sleep(value):
         time.sleep(0.01)
