@@ -1,7 +1,7 @@
-"""Strategy plug-ins for PyTorch Lightning, imported on first use (PEP 562).
+"""Strategy plug-ins for PyTorch Lightning: one module for each strategy that a user can choose, imported on first use.
 
-Importing ``strategies.pipeline`` (the engine, and every worker process) must not import Lightning: it costs a process
-1.6 s to start. So the names below are resolved only when they are asked for.
+``base`` holds the contract that the strategies fulfil. The names below are resolved on first access (PEP 562), because
+``strategies.pipeline``, which every worker process imports, must not import Lightning, whose import takes 1.6 s.
 """
 
 from importlib import import_module

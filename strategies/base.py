@@ -26,7 +26,6 @@ from uuid import uuid4
 import torch
 from pytorch_lightning import Trainer
 from pytorch_lightning.plugins import CheckpointIO
-from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import TrainerStatus
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -42,7 +41,7 @@ from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
 from strategies.launch.lifeline import Lifeline
 from strategies.lightning.arguments import check_backend, checked
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
-from strategies.lightning.compat import is_stand_in, unwrapped
+from strategies.lightning.compat import WrappingCheckpointIO, given_backend_of, is_stand_in, start_method_of, unwrapped
 from strategies.lightning.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.lightning.script_launcher import in_place_of, met
 from strategies.optim.restricted import check_optimizer_states, parameters_of
@@ -193,8 +192,8 @@ class StrategyPlugin(Strategy):
 
     def _configure_launcher(self) -> None:
         # Called when the Trainer is built: the environment is known, and no process has been started.
-        ranks, start_method = cast(Any, self), getattr(self, "_start_method", "popen")
-        check_backend(getattr(self, "_process_group_backend", None))
+        ranks, start_method = cast(Any, self), start_method_of(self)
+        check_backend(given_backend_of(self))
         if hasattr(self, "cluster_environment"):
             ranks.cluster_environment = on_loopback(ranks.cluster_environment, ranks.num_nodes, start_method)
         super()._configure_launcher()
@@ -276,7 +275,7 @@ class StrategyPlugin(Strategy):
         """The user's ``CheckpointIO``; otherwise one that replaces files atomically."""
         if self._checkpoint_io is None:
             self._checkpoint_io = AtomicCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+        elif isinstance(self._checkpoint_io, WrappingCheckpointIO):
             self._checkpoint_io.checkpoint_io = AtomicCheckpointIO()  # has no effect if it wraps one of the user's
         return self._checkpoint_io
 

@@ -1,11 +1,10 @@
-"""Data parallelism: Lightning's DDP under the contract, with communication hooks by name, on gloo too."""
+"""Data parallelism: Lightning's ``DDPStrategy`` with communication hooks by name, which also work on gloo."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.overrides.distributed import _register_ddp_comm_hook
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -14,9 +13,11 @@ from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
 from strategies.common.names import did_you_mean
+from strategies.lightning.compat import backend_of, register_ddp_comm_hook
 
-# What each hook sends, and the backends on which it works: measured on gloo (torch 2.13: fp16 halves the traffic at a
-# relative error of 5e-4 per gradient, torch itself refuses bf16); NCCL's by torch's documentation.
+# The communication hooks, and the backends on which each works. For gloo this was measured (torch 2.13: fp16 halves the
+# traffic with a relative error of 5e-4 per gradient, and torch refuses bf16); for NCCL it is taken from torch's
+# documentation.
 _HOOKS: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "fp16_compress": default_hooks.fp16_compress_hook,
@@ -31,32 +32,38 @@ _POWERSGD_START = 1000  # torch's own default
 
 
 class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
-    """One copy of the model per process; gradients are averaged during the backward pass.
+    """Keeps one copy of the model in each process and averages gradients during the backward pass.
 
-    What it does at each point of the contract: ``setup_environment`` joins the process group, and ties every rank to
-    the life of rank 0; ``setup`` wraps the model
-    into ``DistributedDataParallel`` and registers the communication hook; ``barrier`` waits for all ranks;
-    ``pre_backward`` readies the reducer under manual optimization; ``post_optimizer_step`` has nothing to do, since
-    every rank has stepped on the same averaged gradients; ``save_checkpoint`` writes from rank 0, whose state is
-    everyone's; ``teardown`` unwraps the model.
+    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
+
+    * ``setup_environment`` joins the process group, and makes every rank end with rank 0.
+    * ``setup`` wraps the model into ``DistributedDataParallel`` and registers the communication hook.
+    * ``barrier`` waits for all ranks.
+    * ``pre_backward`` prepares the reducer under manual optimization.
+    * ``post_optimizer_step`` does nothing, because every rank has made the same step.
+    * ``save_checkpoint`` writes from rank 0, which has the same state as the others.
+    * ``teardown`` unwraps the model.
 
     Args:
-        comm_hook: how gradients travel: ``"none"`` (as they are), ``"fp16_compress"``, ``"bf16_compress"`` (half the
-            bytes) or ``"powersgd"`` (low-rank, with error feedback; Vogels et al., arXiv:1905.13727).
-        powersgd_rank: rank of PowerSGD's approximation.
-        powersgd_start_step: number of first steps (at least 2) that PowerSGD leaves uncompressed.
-        async_save: go on training while a checkpoint is written, from a copy in host memory.
-        kwargs: Lightning's arguments, such as ``process_group_backend``, and those of ``DistributedDataParallel``, such
-            as ``find_unused_parameters``.
+        comm_hook: How gradients are sent: ``"none"`` (default; unchanged), ``"fp16_compress"`` or ``"bf16_compress"``
+            (half the bytes of float32), or ``"powersgd"`` (low-rank approximation with error feedback; Vogels et al.,
+            arXiv:1905.13727).
+        powersgd_rank: Rank of PowerSGD's approximation, at least 1. Default: 1.
+        powersgd_start_step: Number of first steps, at least 2, in which PowerSGD sends gradients uncompressed.
+            Default: 1000.
+        async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
+            ``False``.
+        **kwargs: Other arguments of Lightning's ``DDPStrategy``, such as ``process_group_backend``, and of
+            ``DistributedDataParallel``, such as ``find_unused_parameters``.
 
     Raises:
-        TypeError: for a keyword that neither Lightning's ``DDPStrategy`` nor ``DistributedDataParallel`` has.
-        ValueError: for an unknown ``comm_hook``, or settings of PowerSGD without it.
-        MisconfigurationException: when the Trainer is built, for a hook that the backend cannot do.
+        TypeError: If neither Lightning's ``DDPStrategy`` nor ``DistributedDataParallel`` has such a keyword.
+        ValueError: If ``comm_hook`` is unknown, or settings of PowerSGD are out of range or given without it.
+        MisconfigurationException: When the Trainer is built, if the backend does not support the hook.
     """
 
     is_distributed = True
-    """As in Lightning, whose own warns that it is deprecated."""
+    """Whether samplers divide the data; Lightning's own attribute warns that it is deprecated."""
 
     def __init__(
         self,
@@ -86,11 +93,11 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._powersgd_start_step = powersgd_start_step or _POWERSGD_START
 
     def setup_environment(self) -> None:
-        """Join the process group."""
+        """Join the process group; from then on this rank ends with rank 0."""
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Wrap the model for training, with the communication hook; bring every rank to the weights of rank 0."""
+        """Wrap the model for training, which copies the weights of rank 0, and register the communication hook."""
         super().setup(trainer)
 
     def barrier(self, name: str | None = None) -> None:
@@ -98,16 +105,16 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         super().barrier(name)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Ready the reducer, which under manual optimization does not see the forward pass."""
+        """Prepare the reducer, which under manual optimization does not see the forward pass."""
         super().pre_backward(closure_loss)
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Nothing: every rank has made the same step."""
+        """Do nothing: every rank has made the same step."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Write from rank 0; every rank holds the whole state."""
+        """Write from rank 0; every rank has the whole state."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
@@ -117,7 +124,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
     def _configure_launcher(self) -> None:
         # Called when the Trainer is built: devices and backend are known, and no process has been started.
         if self.comm_hook != "none":
-            works = _WORKS_ON.get(backend := self._get_process_group_backend(), ("none",))
+            works = _WORKS_ON.get(backend := backend_of(self), ("none",))
             if self.comm_hook not in works:
                 raise MisconfigurationException(
                     f"comm_hook={self.comm_hook!r} does not work on the backend {backend!r}; on {backend} use one of: "
@@ -126,7 +133,7 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         super()._configure_launcher()
 
     def _register_ddp_hooks(self) -> None:
-        # Lightning registers hooks on CUDA only, and passes over a ddp_comm_hook of the user's on CPU in silence.
+        # Lightning registers hooks on CUDA only, and ignores the user's ddp_comm_hook on CPU without a message.
         assert isinstance(self.model, DistributedDataParallel)
         hook, state = _HOOKS[self.comm_hook] or self._ddp_comm_hook, self._ddp_comm_state
         if self.comm_hook == "powersgd":
@@ -135,11 +142,11 @@ class DDPStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                 matrix_approximation_rank=self._powersgd_rank,
                 start_powerSGD_iter=self._powersgd_start_step,
             )
-        _register_ddp_comm_hook(self.model, state, hook, self._ddp_comm_wrapper)
+        register_ddp_comm_hook(self.model, state, hook, self._ddp_comm_wrapper)
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
-    """Refuse a typo here; Lightning hands what it does not know to ``DistributedDataParallel``, after the launch."""
+    """Refuse unknown keywords before the launch; Lightning passes them on to ``DistributedDataParallel`` after it."""
     own = inspect.signature(DDPStrategy).parameters
     lightnings = inspect.signature(pl.strategies.DDPStrategy).parameters
     torchs = set(inspect.signature(DistributedDataParallel).parameters) - {"module", "device_ids"}

@@ -1,15 +1,14 @@
-"""Data parallelism within one process: ``torch.nn.DataParallel`` over several GPUs, a thread each.
+"""Data parallelism in one process: ``torch.nn.DataParallel`` over several GPUs, with one thread per GPU.
 
     batch ── split by rows ──▶ GPU 0: replica, step ── loss, logs ──┐
                            └─▶ GPU 1: replica, step ── loss, logs ──┴─▶ means over rows, on GPU 0
 
-``DDPStrategy`` is faster, and works on CPUs and several hosts too. This one is for scripts and notebooks that must stay
-one process.
+``DDPStrategy`` is faster, and also works on CPUs and on several hosts. ``DataParallelStrategy`` is for scripts and
+notebooks that must run in one process.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import pytorch_lightning as pl
@@ -24,26 +23,32 @@ from torchmetrics import Metric
 from strategies.base import StrategyPlugin
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 from strategies.lightning.checks import is_external
+from strategies.lightning.compat import set_device
+from strategies.lightning.hooks import logs_collected
 
 
 class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
-    """Each step of the model runs on all GPUs of this process, on a share of the rows of the batch each.
+    """Runs each step of the model on all GPUs of this process, each with a share of the rows of the batch.
 
-    What it does at each point of the contract: ``setup_environment`` starts nothing; ``setup`` moves the model to the
-    first GPU, from which ``DataParallel`` copies it for each step; ``barrier`` has nobody to wait for;
-    ``pre_backward`` and ``post_optimizer_step`` have nothing to do, since there is one copy of every gradient;
-    ``save_checkpoint`` writes what one process has; ``teardown`` lets go of the wrapper.
+    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
 
-    Losses, logged values and other scalars that a step returns are means over the replicas, weighted by rows; tensors
-    of one row a sample are put together again. A batch is made of tensors, tuples, lists and dicts. What a step sets on
-    ``self`` is lost with its replica.
+    * ``setup_environment`` starts nothing.
+    * ``setup`` moves the model to the first GPU, from which ``DataParallel`` copies it for each step.
+    * ``barrier`` returns at once, because there is one process.
+    * ``pre_backward`` and ``post_optimizer_step`` do nothing, because each gradient exists once.
+    * ``save_checkpoint`` writes the state of this process.
+    * ``teardown`` removes the wrapper.
+
+    Losses, logged values and other scalars of a step become means over the replicas, weighted by rows; tensors with one
+    row per sample are concatenated. A batch consists of tensors, tuples, lists and dicts. Attributes that a step sets
+    on ``self`` are lost with its replica.
 
     Args:
-        parallel_devices: The GPUs; the Trainer's by default.
+        parallel_devices: The GPUs; by default those of the Trainer.
 
     Raises:
-        MisconfigurationException: When the Trainer is built, without several GPUs; at the start of ``fit``, for
-            manual optimization, and for torchmetrics within the model, whose states live on one GPU.
+        MisconfigurationException: When the Trainer is built, if there are not several GPUs; at the start of ``fit``,
+            for manual optimization, and for torchmetrics in the model, whose states are on one GPU.
     """
 
     def __init__(self, parallel_devices: list[torch.device] | None = None) -> None:
@@ -52,7 +57,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether samplers have to divide the data."""
+        """Whether samplers divide the data among processes."""
         return False
 
     @property
@@ -61,7 +66,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """The GPU with the model; gradients are added up there."""
+        """The GPU that holds the model, and on which gradients are added."""
         assert self.parallel_devices
         return self.parallel_devices[0]
 
@@ -85,7 +90,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
             )
 
     def setup_environment(self) -> None:
-        """Start nothing."""
+        """Do nothing but what Lightning does: no process is started."""
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -103,42 +108,42 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
-        """Nobody to wait for."""
+        """Return at once: there is one process."""
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Nothing: autograd goes back to the model through its copies."""
+        """Do nothing: autograd reaches the model through its copies."""
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Nothing: the next step copies the new weights."""
+        """Do nothing: the next step copies the new weights."""
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
-        """Write what one process has."""
+        """Write the state of this process."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def teardown(self) -> None:
-        """Let go of the wrapper."""
+        """Remove the wrapper."""
         self._replicas = None
         super().teardown()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, on all GPUs."""
+        """Run the step on all GPUs."""
         with self.precision_plugin.train_step_context():
             return self._step("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, on all GPUs."""
+        """Run the step on all GPUs."""
         with self.precision_plugin.val_step_context():
             return self._step("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, on all GPUs."""
+        """Run the step on all GPUs."""
         with self.precision_plugin.test_step_context():
             return self._step("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, on all GPUs."""
+        """Run the step on all GPUs."""
         with self.precision_plugin.predict_step_context():
             return self._step("predict_step", *args, **kwargs)
 
@@ -147,7 +152,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         kind = self.root_device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         ran = self._replicas(name, autocast, *args, **kwargs)
-        parts: list[Part] = ran if isinstance(ran, list) else [ran]  # there may be rows for one device only
+        parts: list[Part] = ran if isinstance(ran, list) else [ran]  # a batch may have rows for one device only
         rows = [part.rows for part in parts]
         for logged in zip(*(part.logged for part in parts), strict=True):
             (label, _, options), *_ = logged
@@ -163,20 +168,20 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         return merged([part.output for part in parts], rows, self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """What was given."""
+        """Return the object itself: there is one process."""
         return obj
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """What was given: it is that of all replicas already."""
+        """Return the tensor itself: it is the value of all replicas already."""
         return tensor
 
 
 @dataclass
 class Part:
-    """What one replica's step gave.
+    """The result of a step on one replica.
 
     Attributes:
-        rows: How many rows of the batch it had.
+        rows: Number of rows of the replica's share of the batch.
         logged: Name, value and options of each call of ``log``.
         output: What the step returned.
     """
@@ -187,7 +192,7 @@ class Part:
 
 
 class _Step(nn.Module):
-    """Calls a step of a model; of this module ``DataParallel`` makes the replicas."""
+    """The module of which ``DataParallel`` makes replicas; it calls a step of the model."""
 
     def __init__(self, model: pl.LightningModule) -> None:
         super().__init__()
@@ -200,45 +205,39 @@ class _Step(nn.Module):
                 f"strategy='dp' cannot split a batch of type {type(args[0]).__name__ if args else 'nothing'}: it takes "
                 "tensors, and tuples, lists and dicts of them. Use strategy='ddp'."
             )
-        device, logged = tensors[0].device, []
-
-        def log(*args: Any, **kwargs: Any) -> None:
-            options = signature(pl.LightningModule.log).bind(self.model, *args, **kwargs).arguments
-            del options["self"]
-            logged.append((options.pop("name"), options.pop("value"), dict(options)))
-
-        # Of a replica these are gone after the step; the model itself is only called if there is but one device.
-        vars(self.model).update(log=log, _device=device)
-        try:
-            # A new thread has autocast's defaults.
-            with torch.autocast(device.type, dtype=autocast[1], enabled=autocast[0]):
-                output = getattr(self.model, name)(*args, **kwargs)
-        finally:
-            del vars(self.model)["log"]
+        device = tensors[0].device
+        logged: list[tuple[str, Any, dict[str, Any]]] = []
+        set_device(self.model, device)
+        # DataParallel calls this on a new thread, which has autocast's defaults.
+        with (
+            logs_collected(self.model, lambda *call: logged.append(call)),
+            torch.autocast(device.type, dtype=autocast[1], enabled=autocast[0]),
+        ):
+            output = getattr(self.model, name)(*args, **kwargs)
         return Part(len(tensors[0]) if tensors[0].ndim else 1, logged, output)
 
 
 class _Replicas(DataParallel):
-    """Gives what each replica gave, instead of gathering it."""
+    """Returns the result of each replica instead of gathering them."""
 
     def gather(self, outputs: Any, output_device: Any) -> list[Part]:
         return list(outputs)
 
 
 def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> Any:
-    """Puts together what replicas gave.
+    """Combine the results of replicas.
 
     Args:
-        values: What each gave: nestings of tensors, numbers and other objects, alike in all.
-        rows: How many rows each had.
-        device: Where the result is to be.
+        values: The result of each replica: nested tensors, numbers and other objects, with the same structure.
+        rows: Number of rows of each replica.
+        device: The device of the combined result.
 
     Returns:
-        The same nesting: of scalars and numbers the means, weighted by rows; of other tensors all rows, in order; of
-        other objects the first replica's.
+        The same structure with the means of scalars and numbers, weighted by rows, the concatenation of other tensors,
+        and the first replica's other objects.
 
     Raises:
-        ValueError: If the nestings differ.
+        ValueError: If the structures differ.
     """
     flat = [tree_flatten(value) for value in values]
     specs = [spec for _, spec in flat]
@@ -263,7 +262,7 @@ def merged(values: Sequence[Any], rows: Sequence[int], device: torch.device) -> 
 
 
 def _check(model: pl.LightningModule) -> None:
-    """Refuse what replicas cannot do."""
+    """Refuse a model that cannot run on replicas."""
     if not model.automatic_optimization:
         raise MisconfigurationException(
             "strategy='dp' runs training_step on several copies of the model, so it cannot step optimizers itself "

@@ -1,4 +1,4 @@
-"""Pipeline parallelism for an unmodified ``LightningModule``: the Lightning side of :mod:`strategies.pipeline`."""
+"""Pipeline parallelism for an unmodified ``LightningModule``: connects Lightning to :mod:`strategies.pipeline`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
 from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
@@ -25,13 +25,19 @@ from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.lightning import checks
 from strategies.lightning.compat import is_stand_in, unwrapped
-from strategies.lightning.following import follow
-from strategies.lightning.gradients import follow_precision
+from strategies.lightning.hooks import (
+    Undo,
+    after_backward,
+    follow_optimizers,
+    follow_precision,
+    operations_over_stages,
+    scaler_of,
+)
+from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module
 from strategies.lightning.per_microbatch import training_step_per_microbatch
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.replicas import ReplicatedStrategy
 from strategies.lightning.restarts import Restarts
-from strategies.lightning.stages_of_model import BALANCE_MODES, as_misconfiguration, find_balance, find_module
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, averages_weights, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -45,55 +51,65 @@ from strategies.sharding.states import gather_state_dict
 
 
 class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
-    """Cuts an ``nn.Sequential`` of the model into stages and trains them on one process each.
+    """Divides an ``nn.Sequential`` of the model into stages and trains each stage in a process of its own.
 
-    The process that runs the script is the driver: it keeps the Lightning loop, the loss and the last stage. The other
-    stages live in worker processes, which it starts itself and which run nothing of the script; under torchrun or SLURM
-    they are the other ranks, which leave the script at the first ``fit``. ``devices`` of the Trainer, times
-    ``num_nodes``, is the number of stages, times that of replicas.
+    The process that runs the script is the driver: it runs Lightning's loop, the loss and the last stage. The other
+    stages run in worker processes, which the driver starts and which run nothing of the script. Under torchrun or SLURM
+    the workers are the other ranks, which leave the script at the first ``fit``. The Trainer's ``devices`` times
+    ``num_nodes`` is the number of stages times the number of replicas.
 
-    What it does at the points of the contract (:class:`~strategies.base.StrategyPlugin`):
+    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
 
-    * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, then starts the workers and
-      ships their layers together with the user's optimizers, restricted to their parameters.
-    * ``pre_backward`` has nothing to do: the backward pass itself leads the stages, or releases the gradients that
-      they have computed. After it they are averaged over the replicas.
-    * ``post_optimizer_step`` brings new values to the other replicas, if they divide the steps; workers have stepped
-      within the optimizer's own step.
+    * ``setup_environment`` connects the replicas.
+    * ``setup`` checks model and settings, runs ``configure_optimizers`` on the whole model, starts the workers, and
+      sends them their layers and the user's optimizers, restricted to their parameters.
+    * ``barrier`` waits for the other replicas.
+    * ``pre_backward`` does nothing: the backward pass of the loss runs those of all stages, or releases the gradients
+      that they have computed. After it the replicas average their gradients.
+    * ``post_optimizer_step`` sends new values to the other replicas if they divide the steps; workers step within the
+      optimizer's own step.
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
-    * ``teardown`` brings weights and optimizer states back into the user's objects and ends the workers.
+    * ``teardown`` returns weights and optimizer states to the user's objects and ends the workers.
 
     Args:
-        balance: Number of layers of each stage, or ``"even"`` for the same number in each; by default found by
-            ``balance_mode``. After set-up the list in use.
-        microbatches: Into how many parts each batch is split. More parts leave stages idle for less time, but each
-            part must be large enough to be computed efficiently.
+        balance: Number of layers of each stage, or ``"even"`` for equal numbers. ``None`` (default) finds the numbers
+            by ``balance_mode``. After ``setup`` the attribute ``balance`` is the list in use.
+        microbatches: Number of parts into which each batch is split. More parts shorten the time for which stages are
+            idle, but each part must be large enough to be computed efficiently. Default: 8.
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
-            ``"always"``, ``"except_last"`` (all but the last) or ``"never"``.
-        balance_mode: ``"balance_by_size"`` (bytes of parameters and activations) or ``"balance_by_time"`` (measured
-            time of each layer); both need ``example_input_array`` on the model. Layers that are all of one class and
-            shape are counted instead if there is none.
-        pipelined_backward: Run the backward passes of the micro-batches one after another, so that stages overlap. If
-            ``False``, each stage runs them in one call of autograd, after the stage behind it has finished all.
-        rpc_timeout_sec: Seconds for which a process that others wait for may do nothing before it is given up.
-        schedule: In which order micro-batches go through the stages. ``"gpipe"``: all forward passes, then all backward
-            passes, around one ``training_step``. ``"1f1b"``: backward as soon as possible, which needs less memory;
-            ``training_step`` runs once per micro-batch, and results are means weighted by rows.
-        deferred_batch_norm: Update the running statistics of BatchNorm once per batch instead of once per micro-batch.
-        module: Dotted path of the ``nn.Sequential`` within the model.
-        data_parallel_size: Number of replicas of the pipeline, which divide ``devices`` and the data among them.
-        shard_optimizer_states: The replicas of a stage divide its optimizer states, and the steps, among them (ZeRO).
-        state_dict_type: ``"full"``: a checkpoint is one file, gathered stage by stage and written by this process.
-            ``"sharded"``: it is a directory, into which every stage writes its own part; ``python -m
-            strategies.consolidate`` makes one file of it.
-        async_save: Go on training while a checkpoint is written, from a copy in host memory.
-        max_restarts: How often one ``fit`` may go on by itself after a worker has died or hung: from the last
-            checkpoint. For one pipeline whose workers the strategy starts.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's
-            strategies; usually left to the Trainer.
+            ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"``.
+        balance_mode: ``"balance_by_size"`` (default; bytes of parameters and activations) or ``"balance_by_time"``
+            (measured time of each layer). Both need ``example_input_array`` on the model; without it, layers that all
+            have the same class and shapes are divided evenly.
+        pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
+            another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
+            stage has finished all of its own.
+        rpc_timeout_sec: Seconds for which a process that others wait for may be idle before it is declared hung.
+            Default: 60.
+        schedule: Order of the passes. ``"gpipe"`` (default): all forward passes, then all backward passes;
+            ``training_step`` runs once for the batch. ``"1f1b"``: each backward pass as early as possible, which needs
+            less memory; ``training_step`` runs once per micro-batch, and its results are means weighted by rows.
+        deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
+            of its rows; otherwise once per micro-batch. Default: ``False``.
+        module: Dotted path of the ``nn.Sequential`` in the model. Default: ``"sequential_module"``.
+        data_parallel_size: Number of replicas of the pipeline, among which devices and data are divided. Default: 1.
+        shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among them
+            (ZeRO stage 1). Default: ``False``.
+        state_dict_type: ``"full"`` (default): a checkpoint is one file, gathered stage by stage and written by the
+            driver. ``"sharded"``: a checkpoint is a directory into which every stage writes its own part; ``python -m
+            strategies.consolidate`` turns it into one file.
+        async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
+            ``False``.
+        max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
+            died or hung. Only for one pipeline whose workers the strategy starts. Default: 0.
+        accelerator: As in Lightning's strategies; set by the Trainer by default.
+        parallel_devices: The devices of this host; set by the Trainer by default.
+        cluster_environment: Tells rank and address of each process; found by the Trainer by default.
+        checkpoint_io: Writes and reads files; by default one that replaces files atomically.
+        precision_plugin: Precision of the training; set by the Trainer by default.
 
     Raises:
-        MisconfigurationException: If a setting is not one of those above.
+        MisconfigurationException: If a setting has another type or value than listed above.
     """
 
     def __init__(
@@ -119,7 +135,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        with as_misconfiguration():
+        with checks.as_misconfiguration():
             self._settings = Settings(
                 microbatches=microbatches,
                 checkpoint=checkpoint,
@@ -146,21 +162,21 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._divides_states = shard_optimizer_states
         self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
         self._averages_gradients = True
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Undo] = []
         self._profiled: ProfiledStages | None = None
         self._batch_norms: dict[str, BatchNorm] = {}
         self._has_warned_of_batch_norm = False
 
     def setup_environment(self) -> None:
-        """Prepares the driver's device and connects the replicas; workers start in ``setup``, with the model known."""
+        """Prepare the driver's device and connect the replicas; workers start in ``setup``, when the model is known."""
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Checks everything, then starts the workers and ships their stages.
+        """Check everything, then start the workers and send them their stages.
 
         Raises:
-            MisconfigurationException: If model, balance and devices do not fit together, or the run needs what a
-                pipeline cannot do; no process has been started then.
+            MisconfigurationException: If model, balance and devices do not fit together, or if the run needs something
+                that a pipeline cannot do. No process has been started then.
         """
         model, accelerator = self.lightning_module, self.accelerator
         assert model is not None and accelerator is not None and self.parallel_devices is not None
@@ -168,6 +184,30 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         profiler = cast(Any, trainer).profiler
         self._profiled = ProfiledStages(profiler, model) if isinstance(profiler, PyTorchProfiler) else None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        module = self._checked_module(trainer, model, fitting)
+        balance = self._prepare_model(model, module)
+        optimizers = self._prepare_optimizers(trainer, fitting)
+        self._seeds = self._seeds or Seeds.ahead_of_the_process()
+        if fitting and self._restarts is not None:
+            self._restarts.model_is_whole(model, optimizers)
+        with checks.as_misconfiguration():
+            pipeline = self._pipeline = Pipeline(
+                module,
+                balance,
+                self.devices,
+                self._settings,
+                optimizers=optimizers,
+                model=model,
+                seeds=self._seeds,
+                replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
+                world=self.world,
+                copies=find_copies(trainer, module, self._module_path),
+            )
+            pipeline.start()
+        self._connect(trainer, pipeline, model, balance)
+
+    def _checked_module(self, trainer: Trainer, model: LightningModule, fitting: bool) -> nn.Sequential:
+        """Check model, callbacks and loggers, and return the part of the model that is pipelined."""
         if fitting:
             checks.check_callbacks(trainer)
             checks.check_automatic_optimization(model, self._settings.schedule)
@@ -180,6 +220,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             if isinstance(child, BatchNorm)
         }
         checks.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
+        return module
+
+    def _prepare_model(self, model: LightningModule, module: nn.Sequential) -> list[int]:
+        """Convert the model to its precision, find the balance, and move the driver's part to its device."""
         self.model = self.precision_plugin.convert_module(model)
         balance = self.balance = find_balance(
             model,
@@ -193,37 +237,33 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         )
         with without_layers(module, sum(balance[:-1])):
             self.model_to_device()
+        return balance
+
+    def _prepare_optimizers(self, trainer: Trainer, fitting: bool) -> list[Optimizer]:
+        """Run ``configure_optimizers``, if the run trains, and return the user's optimizers."""
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        own = [o for o in self._plain_optimizers() if not is_stand_in(o)] if fitting else []
-        with as_misconfiguration():
-            for optimizer in own if self._divides_states else []:
-                check_divisible(optimizer)
-        self._seeds = self._seeds or Seeds.ahead_of_the_process()
-        if fitting and self._restarts is not None:
-            self._restarts.model_is_whole(model, own)
-        with as_misconfiguration():
-            self._pipeline = Pipeline(
-                module,
-                balance,
-                self.devices,
-                self._settings,
-                optimizers=own,
-                model=model,
-                seeds=self._seeds,
-                replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
-                world=self.world,
-                copies=find_copies(trainer, module, self._module_path),
-            )
-            self._pipeline.start()
-        self._stage_states = StageStates(self._pipeline, model, self._module_path)
+        if not fitting:
+            return []
+        optimizers = [own for own in map(unwrapped, self.optimizers) if not is_stand_in(own)]
+        if self._divides_states:
+            with checks.as_misconfiguration():
+                for optimizer in optimizers:
+                    check_divisible(optimizer)
+        return optimizers
+
+    def _connect(self, trainer: Trainer, pipeline: Pipeline, model: LightningModule, balance: Sequence[int]) -> None:
+        """Make Lightning's objects reach all stages, until ``teardown``."""
+        self._stage_states = StageStates(pipeline, model, self._module_path)
         if self._profiled is not None:
-            self._profiled.follow(self._pipeline)
+            self._profiled.follow(pipeline)
+        pipeline.optimizers.skips_infinite_steps = scaler_of(self.precision_plugin) is not None
         self._undo = [
-            show_stages(trainer, module, balance),
-            *follow(self._pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
-            *follow_precision(self.precision_plugin, self._pipeline.optimizers, self._after_backward),
+            *show_stages(trainer, pipeline.module, balance),
+            *follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
+            after_backward(self.precision_plugin, self._after_backward),
+            *follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers)),
             *self._stage_states.check_before_loading(),
             *average_on_stages(trainer),
         ]
@@ -235,21 +275,21 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._launcher = self._restarts
 
     def on_train_start(self) -> None:
-        """Makes the checkpoint from which a run can begin once more."""
+        """Write the first checkpoint from which a run can be restarted."""
         if self._restarts is not None and self.lightning_module is not None:
             self._restarts.training_begins(self.lightning_module.trainer)
 
     def model_to_device(self) -> None:
-        """Moves what lives on the driver to its device."""
+        """Move the part of the model that is on the driver to the driver's device."""
         assert self.model is not None
         self.model.to(self.root_device)
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for the other replicas; the stages of one are led by its driver, so there is nothing to wait for."""
+        """Wait for the other replicas. The stages of a replica need no barrier, because its driver calls them."""
         super().barrier(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs ``training_step`` once for the batch, or once per micro-batch if the schedule interleaves them."""
+        """Run ``training_step`` once for the batch, or once per micro-batch if the schedule is ``"1f1b"``."""
         model = self.lightning_module
         assert model is not None
         if self._batch_norms and not self._has_warned_of_batch_norm:
@@ -263,16 +303,16 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         )
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Does nothing: the backward pass of the loss itself runs that of every stage."""
+        """Do nothing: the backward pass of the loss runs the backward pass of every stage."""
 
     def _after_backward(self) -> None:
-        """Averages gradients over the replicas, unless more are to be accumulated first."""
+        """Average gradients over the replicas, unless more gradients are accumulated first."""
         if self._averages_gradients:
             self._running().average_grads()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within this, gradients stay each replica's own."""
+        """Within this, backward passes accumulate gradients in each replica and do not average them."""
         self._averages_gradients = False
         try:
             yield
@@ -280,14 +320,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._averages_gradients = True
 
     def post_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Brings new values to the other replicas, if they divide the steps; workers have stepped along."""
+        """Send new values to the other replicas, if they divide the steps; workers have stepped already."""
         if self._pipeline is not None:
             self._pipeline.optimizers.after_step(optimizer)
         if self._stage_states is not None:
             self._stage_states.forget()
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:
-        return as_misconfiguration()(self._running().optimizers.clip_grad_norm)
+        return checks.as_misconfiguration()(self._running().optimizers.clip_grad_norm)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights of every stage, gathered one stage after another; on the first replica only, which writes."""
@@ -395,7 +435,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             save_model_fn(trainer, filepath)
 
     def teardown(self) -> None:
-        """Brings weights and optimizer states back, ends the workers, and leaves the user's objects as they were."""
+        """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks."""
         self._writer.settle()  # stages may be writing
         self._stage_states = None
         for undo in self._undo:
@@ -413,7 +453,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         except Exception as error:
             if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
                 raise
-            rank_zero_warn(f"The weights of some stages could not be brought back ({error!r}).")
+            rank_zero_warn(f"The weights of some stages could not be fetched ({error!r}).")
         finally:
             with without_meta_tensors(model) if model is not None else nullcontext():
                 super().teardown()
@@ -432,6 +472,3 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._pipeline is None:
             raise RuntimeError("the pipeline is not running; this is possible only within fit")
         return self._pipeline
-
-    def _plain_optimizers(self) -> list[Optimizer]:
-        return [unwrapped(optimizer) for optimizer in self.optimizers]

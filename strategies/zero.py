@@ -1,4 +1,4 @@
-"""ZeRO: data parallelism in which each rank keeps its share of the optimizer state, for any optimizer."""
+"""ZeRO (Rajbhandari et al., arXiv:1910.02054): data parallelism whose ranks divide the optimizer state among them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,8 +10,6 @@ from typing import Any, Literal
 import pytorch_lightning as pl
 import torch.distributed as dist
 from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning_fabric.utilities.optimizer import _optimizers_to_device
-from pytorch_lightning.overrides.distributed import _sync_module_states
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -24,10 +22,15 @@ from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
 from strategies.checkpoint.store import load_sharded, without_values
 from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
-from strategies.lightning.checks import check_state_dict_type
-from strategies.lightning.compat import is_stand_in, unwrapped
-from strategies.lightning.stages_of_model import as_misconfiguration
-from strategies.lightning.zero_gradients import check_dense, follow_precision, gradient_hooks, steps_may_run_in_backward
+from strategies.lightning.checks import as_misconfiguration, check_dense_gradients, check_state_dict_type
+from strategies.lightning.compat import is_stand_in, optimizers_to_device, sync_module_states, unwrapped
+from strategies.lightning.hooks import (
+    GradientOperations,
+    Undo,
+    follow_precision,
+    overridden_gradient_hooks,
+    steps_may_run_in_backward,
+)
 from strategies.optim.calls import MethodCall, follow_methods
 from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
@@ -35,42 +38,58 @@ from strategies.sharding.optimizers import ShardedOptimizers
 
 
 class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
-    """One copy of the model per process; optimizer state, and the work of the step, are divided among the processes.
+    """Keeps one copy of the model in each process, and divides optimizer state and steps among the processes.
 
-    Each rank owns whole parameters, about 1/N of the bytes. The optimizer is the user's own object; it has state for
-    this rank's parameters only, also after ``fit``.
+    Each of N ranks owns whole parameters, about 1/N of their bytes, and steps those. The optimizer is the user's own
+    object; it holds state for the parameters of its rank only, also after ``fit``. Every optimizer can be divided that
+    computes the update of each parameter from that parameter's gradient and state.
 
-    What it does at each point of the contract: ``setup_environment`` joins the process group, and ties every rank to
-    the life of rank 0; ``setup`` brings every rank to the weights of rank 0 and divides the optimizers that
-    ``configure_optimizers`` returned; ``barrier`` waits for all ranks; ``pre_backward`` has the backward pass reduce
-    gradients, bucket by bucket; ``post_optimizer_step`` sends the new values from their owners to all ranks;
-    ``save_checkpoint`` writes on rank 0, on which ``optimizer_state`` has gathered the states, or on every rank if
-    sharded; ``teardown`` lets go of parameters and optimizers.
+    The points of the contract (:class:`~strategies.base.StrategyPlugin`):
+
+    * ``setup_environment`` joins the process group, and makes every rank end with rank 0.
+    * ``setup`` copies the weights of rank 0 to every rank and divides the optimizers of ``configure_optimizers``.
+    * ``barrier`` waits for all ranks.
+    * ``pre_backward`` makes the backward pass reduce gradients, bucket by bucket.
+    * ``post_optimizer_step`` sends the new values of the parameters from their owners to all ranks.
+    * ``save_checkpoint`` writes from rank 0, where ``optimizer_state`` has gathered all states, or from every rank.
+    * ``teardown`` releases parameters and optimizers.
 
     Args:
-        stage: What is divided. 1: optimizer state. 2: gradients as well: each is reduced to the rank that owns it, and
-            is gone elsewhere after the backward pass.
-        overlap_with_ddp: Step each bucket of parameters as soon as its gradients are reduced, and send the new values,
-            while the backward pass goes on. Where gradients are used in between (clipping, a scaler, manual
-            optimization, an overridden hook such as ``on_before_optimizer_step`` or ``optimizer_step``) steps wait.
-        parameters_as_bucket_view: Keep parameters in the buffers in which new values travel, which saves copying them.
-        find_unused_parameters: Backward passes may leave out parameters; otherwise that is an error.
-        broadcast_buffers: Bring buffers (such as running statistics) to those of rank 0 before each forward pass.
-        bucket_cap_mb: About so many MiB of gradients travel at a time.
-        state_dict_type: ``"full"``: a checkpoint is one file, gathered and written by rank 0. ``"sharded"``: it is a
-            directory, into which every rank writes its own part; ``python -m strategies.consolidate`` makes one file of
-            it.
-        async_save: Go on training while a checkpoint is written, from a copy in host memory.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend,
-            timeout, start_method: As in Lightning's ``DDPStrategy``; usually left as they are.
+        stage: What is divided. 1 (default): the optimizer state. 2: gradients too; each gradient is reduced to the rank
+            that owns its parameter and is ``None`` on the other ranks after the backward pass.
+        overlap_with_ddp: If ``True``, each bucket of parameters is stepped as soon as its gradients are reduced, and
+            its new values are sent while the backward pass goes on. If gradients are read before the step (clipping, a
+            gradient scaler, manual optimization, an overridden hook such as ``on_before_optimizer_step`` or
+            ``optimizer_step``), steps wait for the end of the backward pass. Default: ``False``.
+        parameters_as_bucket_view: If ``True``, parameters are views into the buffers in which new values travel, which
+            saves a copy of them. Default: ``False``.
+        find_unused_parameters: If ``True``, a backward pass may leave out parameters; otherwise that is an error.
+            Default: ``False``.
+        broadcast_buffers: If ``True`` (default), buffers such as running statistics are copied from rank 0 before each
+            forward pass.
+        bucket_cap_mb: Size of a bucket of gradients in MiB. Default: 4.
+        state_dict_type: ``"full"`` (default): a checkpoint is one file, which rank 0 gathers and writes. ``"sharded"``:
+            a checkpoint is a directory into which every rank writes its own part; ``python -m strategies.consolidate``
+            turns it into one file.
+        async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
+            ``False``.
+        accelerator: As in Lightning's ``DDPStrategy``; set by the Trainer by default.
+        parallel_devices: The device of each rank on this host; set by the Trainer by default.
+        cluster_environment: Tells rank and address of each process; found by the Trainer by default.
+        checkpoint_io: Writes and reads files; by default one that replaces files atomically.
+        precision_plugin: Precision of the training; set by the Trainer by default.
+        process_group_backend: ``"gloo"``, ``"nccl"``, ...; by default the one that fits the device.
+        timeout: How long a collective operation may take, a ``timedelta``. Default: torch's, 30 minutes for gloo.
+        start_method: How the other ranks of this host start: ``"popen"`` (default) runs the script again; ``"spawn"``,
+            ``"fork"`` and ``"forkserver"`` start them from this process.
 
     Raises:
-        MisconfigurationException: For a setting out of range; at the start of training for an optimizer that cannot be
+        MisconfigurationException: If a setting is out of range; at the start of training, if an optimizer cannot be
             divided.
     """
 
     is_distributed = True
-    """As in Lightning, whose own warns that it is deprecated."""
+    """Whether samplers divide the data; Lightning's own attribute warns that it is deprecated."""
 
     def __init__(
         self,
@@ -117,14 +136,14 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._sharded: ShardedOptimizers | None = None
         self._states: RankStates | None = None
         self._communicates, self._buffers_may_differ = True, True
-        self._undo: list[Callable[[], Any]] = []
+        self._undo: list[Undo] = []
 
     def setup_environment(self) -> None:
-        """Join the process group."""
+        """Join the process group; from then on this rank ends with rank 0."""
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Bring every rank to the weights of rank 0, and divide the optimizers.
+        """Copy the weights of rank 0 to every rank, and divide the optimizers.
 
         Raises:
             MisconfigurationException: If an optimizer needs all parameters at once, or has none.
@@ -139,12 +158,12 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         with as_misconfiguration():
             for optimizer in optimizers:
                 check_divisible(optimizer)
-        check_dense(model)
+        check_dense_gradients(model)
         if self._groups is None:  # kept for the life of the process group, which outlives a fit
             on_host = dist.get_backend() == "gloo"
             gloo = default_group() if on_host else dist.new_group(timeout=self._timeout, backend="gloo")
             self._groups = dist.new_group(timeout=self._timeout), gloo
-        self._sharded = ShardedOptimizers(
+        sharded = self._sharded = ShardedOptimizers(
             optimizers,
             dict(model.named_parameters()),
             self._groups[0],
@@ -160,41 +179,44 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             around = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is own]
             follow_methods(own, self._call_method, around)  # also after fit, when states are still divided
         if self.stage == 2:
-            self._undo += follow_precision(self.precision_plugin, self._sharded)
-            if hooks := gradient_hooks(trainer, model):
+            self._undo += follow_precision(
+                self.precision_plugin,
+                GradientOperations(self._sharded.clip_grad_norm, lambda *_: sharded.any_rank),
+            )
+            if hooks := overridden_gradient_hooks(trainer, model):
                 rank_zero_warn(
                     f"{', '.join(hooks)}: under stage=2 each rank has the gradients of its own parameters only; the "
                     "others are None. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
                 )
 
     def configure_ddp(self) -> None:
-        """Instead of wrapping the model: check that it is the same everywhere, and start from rank 0's values."""
+        """Check that all ranks have the same parameters, and copy the values of rank 0; the model is not wrapped."""
         assert self.model is not None
         verify_shapes_across_ranks(default_group(), list(self.model.parameters()))
-        _sync_module_states(self.model)
+        sync_module_states(self.model)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks."""
         super().barrier(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step of the model, from the same buffers on every rank."""
+        """Run the step of the model with the buffers of rank 0."""
         self._share_buffers()
         self._buffers_may_differ = self._communicates
         return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step of the model, from the same buffers on every rank."""
+        """Run the step of the model with the buffers of rank 0."""
         self._share_buffers()
         return super().validation_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Have the backward pass of this loss reduce gradients, unless more are to be accumulated first."""
+        """Make the backward pass of this loss reduce gradients, unless more gradients are accumulated first."""
         self._running().reducer.follow(closure_loss, communicate=self._communicates)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Within this, gradients stay each rank's own."""
+        """Within this, backward passes accumulate gradients on each rank and do not reduce them."""
         self._communicates = False
         try:
             yield
@@ -207,8 +229,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             return
         if optimizer not in self._sharded.optimizers:
             raise RuntimeError(
-                f"{type(optimizer).__name__} has taken the place of another optimizer in mid-fit, so no rank has its "
-                "share of it. Change the optimizer's groups or its state instead."
+                f"{type(optimizer).__name__} replaced another optimizer during fit, so its parameters are not divided "
+                "among the ranks. Change the parameter groups or the state of the first optimizer instead."
             )
         self._sharded.after_step(optimizer)
         if self._states is not None:
@@ -266,10 +288,10 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         plain, states = [unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"]
         check_optimizer_states(plain, states)
         self._states.load([None if is_stand_in(own) else own for own in plain], states, self._shards)
-        _optimizers_to_device(self.optimizers, self.root_device)
+        optimizers_to_device(self.optimizers, self.root_device)
 
     def teardown(self) -> None:
-        """Let go of parameters and optimizers. Who owns what stays known, for a checkpoint after ``fit``."""
+        """Release parameters and optimizers; who owns which parameter stays known for a checkpoint after ``fit``."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -283,7 +305,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         return self._sharded
 
     def _share_buffers(self) -> None:
-        """As DistributedDataParallel does: once before whatever follows a step that communicates."""
+        """Copy the buffers of rank 0, if a step that communicates may have changed them since the last time."""
         model = self.lightning_module
         if self._broadcast_buffers and self._buffers_may_differ and self._sharded is not None and model is not None:
             buffers = list(model.buffers())

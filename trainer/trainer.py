@@ -1,4 +1,4 @@
-"""``Trainer``: Lightning's, which also finds Relay's strategies by name."""
+"""``Trainer``: Lightning's Trainer with Relay's strategies by name and exact resumption."""
 
 import functools
 import inspect
@@ -7,13 +7,13 @@ from typing import Any, TypeVar, cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.strategies import Strategy, StrategyRegistry
-from pytorch_lightning.utilities.argparse import _defaults_from_env_vars
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 import strategies
 from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
-from trainer.resume import (
+from strategies.lightning.compat import defaults_from_env_vars
+from trainer.resume.loops import (
     ResumingCheckpointConnector,
     ResumingEpochLoop,
     ResumingFitLoop,
@@ -24,25 +24,27 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init]:
-    """Type checkers, ``inspect`` and the command line see the arguments of ``original``.
+    """Give a constructor the signature of ``original`` for type checkers, ``inspect`` and the command line.
 
-    Lightning's own decorator takes arguments by position, and defaults from ``PL_TRAINER_*`` variables.
+    Lightning's decorator inside accepts positional arguments and takes defaults from ``PL_TRAINER_*`` variables.
     """
-    return lambda init: cast(_Init, _defaults_from_env_vars(functools.wraps(original)(init)))
+    return lambda init: cast(_Init, defaults_from_env_vars(functools.wraps(original)(init)))
 
 
 class Trainer(pl.Trainer):
     """``pytorch_lightning.Trainer`` with the same arguments, whose ``strategy`` also takes Relay's names.
 
-    A run that is resumed with ``fit(ckpt_path=...)`` goes on with the very batch, random numbers and metrics that would
-    have come next, also in the middle of an epoch: see :mod:`trainer.resume`.
+    A run that is resumed with ``fit(ckpt_path=...)`` continues with the batch, random numbers and metrics that would
+    have come next, also in the middle of an epoch (:mod:`trainer.resume`).
 
-    ``strategy`` is one of Relay's names (``"ddp"``, ``"zero"``, ...), a name that Lightning knows (``"auto"``,
-    ``"fsdp"``, ...), or an instance of a strategy.
+    Args:
+        strategy: One of Relay's names (``"ddp"``, ``"zero"``, ``"rpc_sequential"``, ``"dp"``), a name that Lightning
+            knows (``"auto"``, ``"fsdp"``, ...), or an instance of a strategy.
+        **kwargs: The other arguments of ``pytorch_lightning.Trainer``.
 
     Raises:
-        TypeError: for a keyword that Lightning's Trainer does not have.
-        ValueError: for a strategy name that neither Relay nor Lightning knows.
+        TypeError: If Lightning's Trainer has no such keyword.
+        ValueError: If neither Relay nor Lightning knows the name of the strategy.
     """
 
     @_with_signature_of(pl.Trainer.__init__)
@@ -50,7 +52,7 @@ class Trainer(pl.Trainer):
         known = inspect.signature(pl.Trainer).parameters
         for keyword in kwargs:
             if keyword not in known:
-                raise TypeError(  # Python's message for Lightning's constructor, and the nearest names
+                raise TypeError(  # Python's own message, and the nearest names
                     f"Trainer.__init__() got an unexpected keyword argument {keyword!r}{did_you_mean(keyword, known)}"
                 )
         name = kwargs.get("strategy")
@@ -58,7 +60,7 @@ class Trainer(pl.Trainer):
             kwargs["strategy"] = resolve_strategy(name)
         try:
             super().__init__(**kwargs)
-        except MisconfigurationException as error:  # its message names the strategy by the argument
+        except MisconfigurationException as error:  # its message shows the instance where the user gave a name
             error.args = tuple(str(arg).replace(repr(kwargs.get("strategy")), repr(name)) for arg in error.args)
             raise
         load_as_relay(self.strategy)
@@ -72,7 +74,11 @@ class Trainer(pl.Trainer):
 
 
 def resolve_strategy(name: str) -> Strategy | str:
-    """One of Relay's plug-ins with its defaults, or the name again where it is Lightning's to resolve."""
+    """Return Relay's strategy of a name, with default settings, or the name itself if it is one of Lightning's.
+
+    Raises:
+        ValueError: If neither Relay nor Lightning knows the name.
+    """
     plugin, lightning_names = PLUGINS.get(name.lower()), ["auto", *StrategyRegistry.available_strategies()]
     if plugin is not None:
         strategy: Strategy = getattr(strategies, plugin)()

@@ -1,5 +1,6 @@
-"""What only Lightning needs: the strategies' shared parts, from launching replicas to precision and gradient hooks.
+"""What only Lightning needs: the parts that the strategies share, from launching replicas to hooks into its objects.
 
-In: calls of the Trainer, its plug-ins and callbacks. Out: calls of the engine. Private names of Lightning stand in
-``compat`` only. May import every room but the strategies themselves.
+In: calls of the Trainer, its plug-ins and callbacks. Out: calls of the engine. ``compat`` alone uses private names of
+Lightning, ``hooks`` replaces methods of its objects, ``checks`` and ``arguments`` refuse wrong settings. May import
+every room but the strategies themselves.
 """

@@ -1,4 +1,4 @@
-"""Every argument of a strategy's constructor is of the type that its signature says, checked in one place."""
+"""Check that every argument of a strategy's constructor has the type that its signature declares."""
 
 import inspect
 import math
@@ -17,10 +17,10 @@ from strategies.common.names import did_you_mean
 
 
 def check_backend(backend: str | None) -> None:
-    """Checks that torch has a backend of this name, or one for each of several devices (``cpu:gloo,cuda:nccl``).
+    """Check that torch has a backend of this name, or one for each of several devices (``cpu:gloo,cuda:nccl``).
 
     Raises:
-        MisconfigurationException: If it has not.
+        MisconfigurationException: If torch has no such backend.
     """
     if backend is None:
         return
@@ -32,17 +32,21 @@ def check_backend(backend: str | None) -> None:
 
 
 def checked(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor, which starts nothing, that checks its arguments, after its own checks, which say more.
+    """Return a constructor that also checks the types of its arguments.
+
+    The types are checked after the constructor has run, because its own checks give better messages; a constructor only
+    validates and stores.
 
     Raises:
-        MisconfigurationException: For one of another type, or a number or duration that is none.
+        MisconfigurationException: If an argument has another type than declared, if a number is not finite, or if a
+            duration is not above 0.
     """
 
     @wraps(init)
     def init_and_check(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             init(self, *args, **kwargs)
-        except (TypeError, AttributeError, ArithmeticError):  # of computing with it
+        except (TypeError, AttributeError, ArithmeticError):  # it computed with a value of a wrong type
             _check(init, inspect.signature(init).bind_partial(self, *args, **kwargs).arguments)
             raise
         _check(init, inspect.signature(init).bind(self, *args, **kwargs).arguments)
@@ -61,11 +65,11 @@ def _check(init: Callable[..., None], given: Mapping[str, Any]) -> None:
 
 
 def hints_of(init: Callable[..., None]) -> dict[str, Any]:
-    """The type of each argument; where ``kwargs`` are taken, also of those that they may be under DDP."""
+    """Return the declared type of each argument, including those that ``kwargs`` passes on to Lightning and torch."""
     hints = get_type_hints(init)
     if hints.pop("kwargs", None) is None:
         return hints
-    torchs = inspect.signature(DistributedDataParallel).parameters.values()  # which says no types, but has defaults
+    torchs = inspect.signature(DistributedDataParallel).parameters.values()  # has no annotations, but defaults
     flags = {parameter.name: bool for parameter in torchs if isinstance(parameter.default, bool)}
     return {**flags, **get_type_hints(pl.strategies.DDPStrategy.__init__), **hints}
 
@@ -75,7 +79,7 @@ def _alternatives(wanted: Any) -> tuple[Any, ...]:
 
 
 def _is(value: Any, wanted: Any) -> bool:
-    """Whether a value is of a type; numbers must be finite, durations above 0."""
+    """Return whether a value has a type; numbers must be finite, durations above 0."""
     kinds = _alternatives(wanted)
     if len(kinds) > 1:
         return any(_is(value, kind) for kind in kinds)
@@ -98,12 +102,12 @@ def _words(wanted: Any) -> str:
     if get_origin(wanted) is Literal:
         return ("one of " if len(get_args(wanted)) > 1 else "") + ", ".join(map(repr, get_args(wanted)))
     if get_origin(wanted) is list:
-        return f"a list, each of it {_words(get_args(wanted)[0])}"
+        return f"a list, each item {_words(get_args(wanted)[0])}"
     words = {
         bool: "True or False",
         int: "a whole number",
         float: "a finite number",
-        str: "a text",
+        str: "a string",
         timedelta: "a timedelta above 0",
         NoneType: "None",
     }

@@ -16,7 +16,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_file
 from strategies.checkpoint.writer import Writer
-from strategies.common.patching import replaced
+from strategies.lightning.hooks import before_file_exists
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -73,13 +73,7 @@ def wait_before_naming(trainer: Trainer, writer: Writer) -> list[Callable[[], No
     Returns:
         Functions that undo this.
     """
-
-    def file_exists(exists: Callable[..., bool], *args: Any) -> bool:
-        writer.settle()
-        return exists(*args)
-
-    callbacks = _model_checkpoints(trainer)
-    return [replaced(callback, "file_exists", partial(file_exists, callback.file_exists)) for callback in callbacks]
+    return [before_file_exists(callback, writer.settle) for callback in _model_checkpoints(trainer)]
 
 
 def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -1,6 +1,7 @@
-"""What cannot be done (yet), each said in one message before it could go wrong."""
+"""Checks of settings, models and callbacks, each made before any process starts and reported in one message."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
@@ -21,6 +22,7 @@ from torch import nn
 from strategies.checkpoint.store import STATE_DICT_TYPES
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm
+from strategies.lightning.compat import logs_graph, searches_without_training, training_loaders
 from strategies.pipeline.executor.settings import Settings
 
 _RESTART_OUTSIDE = (
@@ -29,11 +31,20 @@ _RESTART_OUTSIDE = (
 )
 
 
+@contextmanager
+def as_misconfiguration() -> Iterator[None]:
+    """Turn the engine's errors about a user's settings into Lightning's ``MisconfigurationException``."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise MisconfigurationException(str(error)) from error
+
+
 def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) -> None:
-    """Checks in which form checkpoints are to be written.
+    """Check the form in which checkpoints are written.
 
     Raises:
-        MisconfigurationException: If there is no such form, or if it goes past the user's plug-in.
+        MisconfigurationException: If there is no such form, or if the form does not use the user's ``CheckpointIO``.
     """
     if state_dict_type not in STATE_DICT_TYPES:
         raise MisconfigurationException(
@@ -46,18 +57,23 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
 
 
 def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
-    """Checks how many pipelines there are to be, and how often one may be restarted.
+    """Check the number of pipelines and how often one may be restarted.
+
+    Args:
+        number: ``data_parallel_size``.
+        divides_states: ``shard_optimizer_states``.
+        max_restarts: ``max_restarts``.
 
     Raises:
-        MisconfigurationException: If there cannot be so many, or they cannot do that.
+        MisconfigurationException: If a number is too small, or if these settings exclude each other.
     """
     for name, value, least in (("data_parallel_size", number, 1), ("max_restarts", max_restarts, 0)):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
     if divides_states and number == 1:
         raise MisconfigurationException(
-            "shard_optimizer_states=True divides the states of a stage among its replicas, but there is one only: "
-            "set data_parallel_size to 2 or more, or leave it out."
+            "shard_optimizer_states=True divides the states of a stage among its replicas, but there is only one: "
+            "set data_parallel_size to 2 or more, or leave shard_optimizer_states out."
         )
     if max_restarts and number > 1:
         raise MisconfigurationException(
@@ -66,49 +82,52 @@ def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
 
 
 def check_restarts(is_external: bool) -> None:
-    """Checks that the strategy itself starts the processes that it is to start anew.
+    """Check that the strategy itself starts the processes that ``max_restarts`` would restart.
+
+    Args:
+        is_external: Whether torchrun, SLURM or the like have started them.
 
     Raises:
-        MisconfigurationException: If somebody else does.
+        MisconfigurationException: If it does not.
     """
     if is_external:
         raise MisconfigurationException(
-            "max_restarts is for workers that the strategy starts; these have been started from outside. "
+            "max_restarts restarts workers that the strategy has started, but these were started from outside. "
             + _RESTART_OUTSIDE
         )
 
 
 def check_restarted_callbacks(trainer: Any) -> None:
-    """Checks that a run may be restarted as far as its callbacks go; a Tuner's search is not such a run.
+    """Check that no callback prevents a run from being restarted; a search by a ``Tuner`` is never restarted.
 
     Raises:
-        MisconfigurationException: If one does.
+        MisconfigurationException: If a callback does.
     """
     for callback in trainer.callbacks:
-        if isinstance(callback, LearningRateFinder | BatchSizeFinder) and not callback._early_exit:
+        if isinstance(callback, LearningRateFinder | BatchSizeFinder) and not searches_without_training(callback):
             raise MisconfigurationException(
-                f"{type(callback).__name__} trains and goes back within fit, so a restart would not know where it is. "
-                "Leave max_restarts out, or search with pytorch_lightning.tuner.Tuner first."
+                f"{type(callback).__name__} trains within fit and then undoes it, so a restart could not tell how far "
+                "it was. Leave max_restarts out, or search with pytorch_lightning.tuner.Tuner first."
             )
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
-                f"{type(callback).__name__} keeps how far it is in attributes that loading a checkpoint does not take "
-                f"back within one process, so max_restarts cannot restart it. {_RESTART_OUTSIDE} Or use "
-                "WeightAveraging or EMAWeightAveraging."
+                f"{type(callback).__name__} keeps its progress in attributes that loading a checkpoint does not reset "
+                f"within one process, so max_restarts cannot restart it. {_RESTART_OUTSIDE} Or use WeightAveraging or "
+                "EMAWeightAveraging."
             )
 
 
 def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: int, num_replicas: int) -> None:
-    """Checks that the processes that are there, or will be, are those that the Trainer's arguments say.
+    """Check that the number of processes agrees with the Trainer's arguments.
 
     Args:
-        environment: Tells of processes that have been started from outside.
-        num_devices: Those of each host.
+        environment: Tells whether processes have been started from outside, and how many.
+        num_devices: Number of devices of each host.
         num_nodes: Number of hosts.
-        num_replicas: Among how many pipelines they are to be divided.
+        num_replicas: Number of pipelines among which the devices are divided.
 
     Raises:
-        MisconfigurationException: If they are not, or cannot be divided.
+        MisconfigurationException: If it does not, or if the devices cannot be divided evenly.
     """
     number = num_devices * num_nodes
     if is_external(environment):
@@ -124,8 +143,8 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
             )
     elif num_replicas > 1 and environment.creates_processes_externally and not _is_ours(environment):
         raise MisconfigurationException(
-            f"data_parallel_size={num_replicas}, but {type(environment).__name__} has started a single process: have "
-            f"it start all {number}."
+            f"data_parallel_size={num_replicas}, but {type(environment).__name__} has started a single process; start "
+            f"all {number} of them."
         )
     elif num_nodes > 1:
         raise MisconfigurationException(
@@ -140,35 +159,35 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
 
 
 def is_external(environment: ClusterEnvironment) -> bool:
-    """Whether several processes have been started from outside, by torchrun for instance."""
+    """Return whether several processes have been started from outside, for instance by torchrun."""
     ours = _is_ours(environment)
     return not ours and environment.creates_processes_externally and environment.world_size() > 1
 
 
 def _is_ours(environment: ClusterEnvironment) -> bool:
-    """Whether Lightning starts the processes; that of a replica then looks as if it came from outside."""
+    """Return whether Lightning starts the processes; a process that it has started looks external otherwise."""
     return isinstance(environment, LightningEnvironment)
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Checks that no callback prunes weights, which it would do on the driver's stage alone.
+    """Check that no callback prunes weights, because it would prune those of the driver's stage only.
 
     Raises:
-        MisconfigurationException: If one does.
+        MisconfigurationException: If a callback does.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
-                f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would work on the weights "
+                f"RPCSequentialStrategy does not support {type(callback).__name__} yet: it would prune the weights "
                 "of the last stage only. Leave it out."
             )
 
 
 def check_automatic_optimization(model: LightningModule, schedule: str) -> None:
-    """Checks that Lightning makes the steps, if the schedule runs ``training_step`` once per micro-batch.
+    """Check that optimization is automatic if the schedule runs ``training_step`` once per micro-batch.
 
     Raises:
-        MisconfigurationException: If the model makes them itself.
+        MisconfigurationException: If the model steps its optimizers itself.
     """
     if schedule != "gpipe" and not model.automatic_optimization:
         raise MisconfigurationException(
@@ -178,24 +197,29 @@ def check_automatic_optimization(model: LightningModule, schedule: str) -> None:
 
 
 def check_loggers(trainer: Any) -> None:
-    """Checks that no logger wants to trace the model, which would see the driver's stage alone.
+    """Check that no logger traces the model, because a trace would contain the driver's stage only.
 
     Raises:
-        MisconfigurationException: If one does.
+        MisconfigurationException: If a logger does.
     """
     for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger) and logger._log_graph:
+        if isinstance(logger, TensorBoardLogger) and logs_graph(logger):
             raise MisconfigurationException(
-                f"{type(logger).__name__}(log_graph=True) traces the model in one process, and its layers live in "
+                f"{type(logger).__name__}(log_graph=True) traces the model in one process, but its layers are in "
                 "several. Leave log_graph out; the model summary shows which layer is where."
             )
 
 
 def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, BatchNorm], path: str) -> None:
-    """Checks that ``deferred_batch_norm`` has something to defer.
+    """Check that ``deferred_batch_norm=True`` has an effect.
+
+    Args:
+        settings: Settings of the pipeline.
+        norms: BatchNorm layers of the pipelined part, by name.
+        path: Dotted path of the pipelined part.
 
     Raises:
-        MisconfigurationException: If not.
+        MisconfigurationException: If there is no BatchNorm layer.
     """
     if settings.deferred_batch_norm and not norms:
         raise MisconfigurationException(
@@ -204,17 +228,17 @@ def check_deferred_batch_norm(settings: Settings, norms: Mapping[str, BatchNorm]
 
 
 def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, BatchNorm], settings: Settings) -> bool:
-    """Warns if a BatchNorm layer trains on statistics of micro-batches instead of those of the batch.
+    """Warn if a BatchNorm layer normalises by statistics of micro-batches instead of those of the batch.
 
-    One in evaluation mode normalises by its running statistics, as in one process.
+    A BatchNorm layer in evaluation mode normalises by its running statistics, as in one process.
 
     Args:
-        model: The model, about to make a training step.
+        model: The model, before a training step.
         norms: The BatchNorm layers of its pipelined part, by their names in the model.
-        settings: How the pipeline runs.
+        settings: Settings of the pipeline.
 
     Returns:
-        Whether it has warned.
+        Whether a warning was given.
     """
     if settings.microbatches == 1:
         return False
@@ -241,16 +265,16 @@ def warn_of_batch_norm(model: LightningModule, norms: Mapping[str, BatchNorm], s
         )
     rank_zero_warn(
         f"Layer {name}, a {type(first).__name__}{more}, normalises each of the microbatches={settings.microbatches} "
-        "parts of a batch by itself in training, where one process normalises the whole batch: losses and gradients "
+        "parts of a batch by itself in training, whereas one process normalises the whole batch: losses and gradients "
         f"differ from those of one process.{statistics} microbatches=1 trains as one process does.{one_row}"
     )
     return True
 
 
 def smallest_batch(trainer: Any) -> int | None:
-    """The number of rows of the smallest batch that the training loaders give in an epoch, as far as they tell it."""
+    """Return the number of rows of the smallest training batch of an epoch, or ``None`` if no loader tells it."""
     sizes = []
-    for loader in trainer.fit_loop._combined_loader.flattened:
+    for loader in training_loaders(trainer):
         sampler = getattr(loader, "batch_sampler", None)
         size, drop_last = getattr(sampler, "batch_size", None), getattr(sampler, "drop_last", True)
         if not isinstance(size, int):
@@ -261,7 +285,7 @@ def smallest_batch(trainer: Any) -> int | None:
 
 
 def warn_of_time_first(module: nn.Sequential, path: str) -> None:
-    """Warns if a layer takes time as the first dimension, which a pipeline splits as the batch."""
+    """Warn if a layer takes time as the first dimension, because a pipeline splits that dimension as the batch."""
     for name, layer in module.named_children():
         if getattr(getattr(layer, "self_attn", layer), "batch_first", True) is False:
             rank_zero_warn(
@@ -269,3 +293,17 @@ def warn_of_time_first(module: nn.Sequential, path: str) -> None:
                 "is time; a pipeline splits the first dimension into micro-batches. Give it batch_first=True."
             )
             return
+
+
+def check_dense_gradients(model: nn.Module) -> None:
+    """Check that no layer makes sparse gradients, which do not fit into the buffers in which gradients travel.
+
+    Raises:
+        MisconfigurationException: If a layer does.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise MisconfigurationException(
+                f"Layer {name} makes sparse gradients, which do not fit into buckets. Leave out sparse=True, "
+                "or use strategy='ddp'."
+            )

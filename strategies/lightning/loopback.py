@@ -18,13 +18,14 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from lightning_fabric.utilities.distributed import _destroy_dist_connection, log
+from lightning_fabric.utilities.distributed import log
 from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 
 from strategies.launch.rendezvous import LOOPBACK, interface_towards
 from strategies.launch.session import environment_variables
+from strategies.lightning.compat import backend_of, destroy_dist_connection
 
 PARENT = "RELAY_RANK_0"
 """The variable that tells the other ranks the process id of rank 0, from their start to the end of a fit."""
@@ -135,7 +136,7 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
         log.info(  # as Lightning does
             f"Initializing distributed: GLOBAL_RANK: {strategy.global_rank}, MEMBER: {strategy.global_rank + 1}/{size}"
         )
-        backend = getattr(strategy, "_get_process_group_backend", lambda: "gloo")()
+        backend = backend_of(strategy)
         plain = environment.store(timeout)
         store = getattr(strategy.launcher, "watched", lambda plain, _: plain)(plain, timeout.total_seconds())
         store.set(f"here/{strategy.global_rank}", "")
@@ -151,6 +152,6 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
         assert dist.group.WORLD is not None
         _stores[dist.group.WORLD] = store
         if backend == "nccl":  # as Lightning does
-            atexit.register(_destroy_dist_connection)
+            atexit.register(destroy_dist_connection)
     environment.connected()
     return variables

@@ -1,76 +1,72 @@
-"""Lightning's ``PyTorchProfiler`` over the stages of a pipeline: one trace a stage, recorded at the same time.
+"""Records a trace of every stage of a pipeline together with that of Lightning's ``PyTorchProfiler``.
 
-The driver's own trace is Lightning's. Whenever the profiler records there, each worker records as well, and writes
-``NAME.stage-I.TIME.pt.trace.json`` beside the driver's ``NAME.TIME.pt.trace.json``. The times of all of them count from
-the same moment by the hosts' clocks, so that a viewer shows them one below the other.
+Lightning's profiler records the driver. Whenever it records, each worker records as well, and its trace is written to
+``NAME.stage-I.TIME.pt.trace.json`` next to the driver's ``NAME.TIME.pt.trace.json``. All traces use absolute times of
+the hosts' clocks, so a viewer shows them aligned.
 """
 
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from pytorch_lightning.profilers import PyTorchProfiler
-from pytorch_lightning.profilers.pytorch import RegisterRecordFunction
 from torch import nn
 from torch.profiler import ProfilerAction
 
+from strategies.lightning.compat import ModuleLabels, emits_nvtx, exports_to_chrome, profile_arguments, profile_filename
+from strategies.lightning.hooks import Undo, around_stop
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 
 _OPTIONS = ("activities", "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-"""Arguments of ``torch.profiler.profile`` that hold for every stage."""
+"""Arguments of ``torch.profiler.profile`` that apply to every stage."""
 
 
 class ProfiledStages:
-    """Has the stages of a pipeline recorded along with the driver.
+    """Records the stages of a pipeline whenever the Trainer's profiler records.
 
-    Lightning labels every module by hooks that refer to the model, which can neither be copied nor sent to another
-    process. From now on only modules of the driver have them; a stage labels each layer by itself.
+    Lightning labels every module by hooks that refer to the whole model, which can neither be copied nor sent to
+    another process. The constructor removes these labels; :meth:`follow` labels the driver's modules again, and each
+    stage labels its layers itself.
 
     Args:
-        profiler: The Trainer's.
-        model: The model, whose layers are about to be measured and sent to workers.
+        profiler: The Trainer's profiler.
+        model: The model, before its layers are measured and sent to workers.
     """
 
     def __init__(self, profiler: PyTorchProfiler, model: nn.Module) -> None:
-        self._profiler, self._model = profiler, model
+        self._profiler, self._labels = profiler, ModuleLabels(profiler, model)
         self._pipeline: Pipeline | None = None
+        self._undo: Undo | None = None
         self._records, self._action = False, ""
-        for module in model.modules():
-            hooks: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_hooks]
-            for own in hooks:
-                for key in [key for key, hook in own.items() if _labels(hook)]:
-                    del own[key]
-        profiler._register = _labels_of(model, lambda module: False)  # or it would label all of them again
+        self._labels.remove()
 
     def follow(self, pipeline: Pipeline) -> None:
-        """Begins, when the workers have started."""
+        """Start to record the stages; called once the workers have started."""
         self._pipeline = pipeline
         elsewhere = {pipeline.module, *(module for layers in pipeline.stages[:-1] for module in layers.modules())}
-        if self._profiler._record_module_names:
-            self._profiler._register = _labels_of(self._model, lambda module: module not in elsewhere)
-            self._profiler._register.__enter__()
-        if pipeline.remotes and not self._profiler._emit_nvtx:
-            vars(self._profiler)["stop"] = partial(self._stop, self._profiler.stop)
+        self._labels.add(lambda module: module not in elsewhere)
+        if pipeline.remotes and not emits_nvtx(self._profiler):
+            self._undo = around_stop(self._profiler, self._stop)
             if self._is_recording():
                 self._start()
 
     def end(self) -> None:
-        """Ends, while the workers are still there; what is being recorded is written."""
-        if self._pipeline is not None:
-            vars(self._profiler).pop("stop", None)
-            self._save()
-            self._pipeline = None
-        elif isinstance(self._profiler._register, RegisterRecordFunction):
-            self._profiler._register = None
+        """Write what is being recorded and stop to follow the profiler; called while the workers still run."""
+        if self._pipeline is None:
+            self._labels.allow()
+            return
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        self._save()
+        self._pipeline = None
 
     def _stop(self, stop: Callable[[str], None], action_name: str) -> None:
-        """Stands for the profiler's ``stop``, which goes on in its schedule after each step."""
+        """Follow the profiler's schedule, which advances when Lightning reports the end of a step."""
         is_step = action_name.endswith(tuple(self._profiler.STEP_FUNCTIONS))
-        ends = is_step and self._action_of_now() == ProfilerAction.RECORD_AND_SAVE
+        ends = is_step and self._current_action() == ProfilerAction.RECORD_AND_SAVE
         self._action = action_name if is_step else self._action
         stop(action_name)
         if ends:
@@ -78,22 +74,22 @@ class ProfiledStages:
         if self._is_recording() and not self._records:
             self._start()
 
-    def _action_of_now(self) -> Any:
+    def _current_action(self) -> Any:
         return getattr(self._profiler.profiler, "current_action", None)
 
     def _is_recording(self) -> bool:
-        return self._action_of_now() in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        return self._current_action() in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
 
     def _start(self) -> None:
         assert self._pipeline is not None
-        given = self._profiler._profiler_kwargs
+        given = profile_arguments(self._profiler)
         for remote in self._pipeline.remotes:
             options = {name: given[name] for name in _OPTIONS if name in given}
             remote.queue(StageCommands.start_trace, options)
         self._records = True
 
     def _save(self) -> None:
-        """Writes what the workers have recorded."""
+        """Fetch the traces of the workers and write each into a file."""
         pipeline, profiler = self._pipeline, self._profiler
         if not self._records or pipeline is None or pipeline.failures.any:
             return
@@ -101,20 +97,8 @@ class ProfiledStages:
         answers = [(remote, remote.start(StageCommands.stop_trace)) for remote in pipeline.remotes]
         for i, (remote, answer) in enumerate(answers):
             trace = remote.result(answer)
-            if trace is not None and profiler.dirpath is not None and profiler._export_to_chrome:
-                name = profiler._prepare_filename(action_name=self._action or None, extension=f".stage-{i}")
+            if trace is not None and profiler.dirpath is not None and exports_to_chrome(profiler):
+                name = profile_filename(profiler, self._action or None, f".stage-{i}")
                 path = Path(profiler.dirpath) / f"{name}.{time.time_ns()}.pt.trace.json"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(trace)
-
-
-def _labels_of(model: nn.Module, is_labelled: Callable[[nn.Module], bool]) -> RegisterRecordFunction:
-    """Lightning's labels of some modules; they are there when this is entered."""
-    some: Any = SimpleNamespace(
-        named_modules=lambda: [(name, module) for name, module in model.named_modules() if is_labelled(module)]
-    )
-    return RegisterRecordFunction(some)
-
-
-def _labels(hook: Any) -> bool:
-    return isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), RegisterRecordFunction)

@@ -5,14 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from pytorch_lightning import Trainer
-from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.distributed import Store
 
 from strategies.launch.ranks import World, become_worker, dismiss
+from strategies.lightning.compat import Launcher
 
 
-class RanksLauncher(_Launcher):
+class RanksLauncher(Launcher):
     """Lets drivers go on into the Trainer's loop. The other ranks become workers and do not come back.
 
     Args:

@@ -6,14 +6,8 @@ from tempfile import mkdtemp
 from typing import Any, cast
 
 import torch
-from lightning_fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
 from lightning_fabric.utilities.seed import reset_seed
 from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.strategies.strategy import TBroadcast
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
@@ -22,6 +16,12 @@ from strategies.launch.ranks import World
 from strategies.launch.rendezvous import LOOPBACK, interface_towards
 from strategies.launch.session import environment_variables
 from strategies.lightning.checks import check_launch, is_external
+from strategies.lightning.compat import (
+    SubprocessScriptLauncher,
+    distributed_is_initialized,
+    init_dist_connection,
+    sync_ddp_if_available,
+)
 from strategies.lightning.rank_launcher import RanksLauncher
 from strategies.pipeline.optim.replicas import Replicas
 
@@ -112,7 +112,7 @@ class ReplicatedStrategy(ParallelStrategy):
             )
             self._launcher = RanksLauncher(self.world)
         elif self.is_distributed:
-            self._launcher = _SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
+            self._launcher = SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Tells which replica this is; Lightning calls it when the Trainer is built."""
@@ -134,14 +134,14 @@ class ReplicatedStrategy(ParallelStrategy):
             return
         assert self.cluster_environment is not None
         reset_seed()
-        if _distributed_is_initialized() and (size := torch.distributed.get_world_size()) != self._num_replicas:
+        if distributed_is_initialized() and (size := torch.distributed.get_world_size()) != self._num_replicas:
             raise MisconfigurationException(
                 f"The default process group has {size} ranks, but there are {self._num_replicas} replicas: leave it to "
                 "the strategy to initialise it, and destroy it after other trainings."
             )
         _, interface = interface_towards(self.world.address) if self.world is not None else ("", "")
         with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
-            _init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
+            init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
 
     def replicas(self, timeout_seconds: float, *, divide_states: bool) -> Replicas | None:
         """What the stages need to know of the other replicas; every replica asks at the same time."""
@@ -156,12 +156,12 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all replicas."""
-        if _distributed_is_initialized() and self.is_distributed:
+        if distributed_is_initialized() and self.is_distributed:
             torch.distributed.barrier()
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Returns what replica ``src`` gave."""
-        if not (_distributed_is_initialized() and self.is_distributed):
+        if not (distributed_is_initialized() and self.is_distributed):
             return obj
         objects = [obj]
         torch.distributed.broadcast_object_list(objects, src)
@@ -170,7 +170,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Returns the mean or the sum over the replicas; what is not a tensor, as it is."""
         if isinstance(tensor, torch.Tensor) and self.is_distributed:
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     def teardown(self) -> None:

@@ -16,12 +16,9 @@ from typing import Any, cast
 
 import torch
 from lightning_fabric.utilities.cloud_io import get_filesystem
-from lightning_fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, WeightAveraging
-from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_lightning.utilities.model_helpers import _ModuleMode
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -29,10 +26,20 @@ from torchmetrics import Metric
 
 from strategies.common.errors import WorkerLost
 from strategies.lightning.checks import check_restarted_callbacks
+from strategies.lightning.compat import (
+    Launcher,
+    ModuleMode,
+    collect_rng_states,
+    forget_saved_step,
+    forget_update_epoch,
+    logged_results,
+    set_rng_states,
+    tear_down,
+)
 from strategies.pipeline.state.stand_ins import move_from_meta
 
 
-class Restarts(_Launcher):
+class Restarts(Launcher):
     """What the Trainer asks to run ``fit``.
 
     Args:
@@ -69,7 +76,7 @@ class Restarts(_Launcher):
             return function(*args, **kwargs)
         given = signature(function).bind(*args, **kwargs)
         with tempfile.TemporaryDirectory(prefix="relay-restart-", ignore_cleanup_errors=True) as folder:
-            self._folder, random_state = Path(folder), _collect_rng_states()
+            self._folder, random_state = Path(folder), collect_rng_states()
             try:
                 for number in itertools.count(1):
                     try:
@@ -82,7 +89,7 @@ class Restarts(_Launcher):
                         where = "where it began" if last in (None, self._first) else last
                         rank_zero_warn(f"{error}\nRestart {number} of at most {self._max_restarts}, from {where}.")
                     self._tidy(trainer)
-                    _set_rng_states(random_state)
+                    set_rng_states(random_state)
                     given.arguments["ckpt_path"] = last or given.arguments.get("ckpt_path")
             finally:
                 self._settle()
@@ -118,18 +125,18 @@ class Restarts(_Launcher):
         self._abandon()
         trainer.training = True  # it may have been lost in validation
         trainer.state.status = TrainerStatus.INTERRUPTED  # a checkpoint that cannot be completed is no error now
-        trainer._teardown()
+        tear_down(trainer)
         trainer.state.status = TrainerStatus.RUNNING
         if self._beginning is not None:
             self._beginning.restore(trainer.lightning_module)
-        for results in (trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results):
+        for results in logged_results(trainer):
             results.clear()  # Lightning would reset the metrics in them, which a checkpoint may have
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                callback._last_global_step_saved = 0  # or else it would leave out that step
+                forget_saved_step(callback)
         for callback in cast(Any, trainer).callbacks:
             if isinstance(callback, WeightAveraging):
-                callback._latest_update_epoch = -1  # which no checkpoint has; or else it would leave out epochs
+                forget_update_epoch(callback)  # no checkpoint holds it
         trainer.should_stop = False
 
 
@@ -148,7 +155,7 @@ class Beginning:
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], path: Path) -> None:
-        self._path, self._modes, self._optimizers = path, _ModuleMode(), optimizers
+        self._path, self._modes, self._optimizers = path, ModuleMode(), optimizers
         self._modes.capture(model)
         self._requires_grad = {name: p.requires_grad for name, p in model.named_parameters()}
         self._buffers = {(prefix, name) for prefix, module in model.named_modules() for name in module._buffers}

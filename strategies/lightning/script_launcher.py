@@ -5,14 +5,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
 from pytorch_lightning import Trainer
-from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
-from pytorch_lightning.strategies.launchers.launcher import _Launcher
 
 from strategies.launch.rank_monitor import Crew, Member, RankLost, new_notes, places
 from strategies.launch.rendezvous import WatchedTCPStore
 from strategies.launch.session import environment_variables
+from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, set_num_threads_if_needed
 from strategies.lightning.loopback import PARENT, LoopbackEnvironment
 
 _NOTES = "RELAY_NOTES"
@@ -21,7 +19,7 @@ _NOTES = "RELAY_NOTES"
 _SET_BY_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", PARENT)
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(SubprocessScriptLauncher):
     """Lightning's, but a rank that fails ends in one error on rank 0, which can go on and train again.
 
     The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
@@ -46,7 +44,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
             self._call_children_scripts()
         elif self.side is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
             ScriptLauncher.side = Member(os.environ[_NOTES].split(os.pathsep)[rank - 1])
-        _set_num_threads_if_needed(num_processes=self.num_processes)
+        set_num_threads_if_needed(num_processes=self.num_processes)
         side = self.side
         if isinstance(side, Crew):
             self.procs = side.processes  # which another Trainer may have started
@@ -92,14 +90,14 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         ScriptLauncher.side, self.procs = None, []
 
 
-def in_place_of(launcher: _Launcher | None) -> _Launcher | None:
+def in_place_of(launcher: Launcher | None) -> Launcher | None:
     """Ours where Lightning would use its own, else the one given."""
-    if launcher is None or type(launcher) is not _SubprocessScriptLauncher:
+    if launcher is None or type(launcher) is not SubprocessScriptLauncher:
         return launcher
     return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
 
 
-def met(launcher: _Launcher | None) -> None:
+def met(launcher: Launcher | None) -> None:
     """All ranks are in the same call of the Trainer."""
     if isinstance(launcher, ScriptLauncher) and launcher.side is not None:
         launcher.side.met()

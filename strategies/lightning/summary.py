@@ -1,13 +1,14 @@
-"""Lightning's summary of the model under a pipeline: the whole model, and where each layer lives.
+"""Lightning's summary of the whole model, with a column that tells on which stage each layer is.
 
-Names, types, parameter counts and modes can be read off the driver's modules. In and out sizes and FLOPs need a forward
-pass of ``example_input_array``, of which the driver would only see the last stage. So that pass is run on the ``meta``
-device, layer after layer in this process: shapes without values, hence without memory, computing and workers. Where a
-model cannot do that (it looks at values, or a layer holds tensors that are neither parameters nor buffers), a warning
-says so, and sizes and FLOPs are those of a model without an example: ``?`` and 0.
+Names, types, parameter counts and modes come from the driver's modules. Input and output sizes and FLOPs need a forward
+pass of ``example_input_array``, of which the driver would only see the last stage. That pass therefore runs on the
+``meta`` device, layer by layer in this process: tensors have shapes but no values, so it needs no memory, no time and
+no worker. Some models cannot run there, because they read values or because a layer holds tensors that are neither
+parameters nor buffers. A warning then says so, and the summary shows ``?`` for sizes and 0 for FLOPs, as Lightning does
+for a model without an example.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,47 +22,44 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from strategies.common.torch_compat import tree_map
+from strategies.lightning.compat import example_batch_of, has_own_summary, summary_depth
+from strategies.lightning.hooks import Undo, show_summary
 from strategies.pipeline.partition.sequential import cut
 
 
-def show_stages(trainer: Any, module: nn.Sequential, balance: Sequence[int]) -> Callable[[], None]:
-    """Makes the summary callbacks of ``trainer`` show the stage of each layer.
-
-    A callback with a ``_summary`` of its own is left alone.
+def show_stages(trainer: Any, module: nn.Sequential, balance: Sequence[int]) -> list[Undo]:
+    """Make the summary callbacks of a Trainer show the stage of each layer.
 
     Args:
-        trainer: Its ``ModelSummary`` callbacks, ``RichModelSummary`` among them, are those that change.
+        trainer: The Trainer. Its ``ModelSummary`` callbacks change, including ``RichModelSummary``, except those whose
+            class makes the summary in a way of its own.
         module: The pipelined part of the model.
         balance: Number of layers of each stage.
 
     Returns:
-        A function that ends this.
+        Functions that make the callbacks show Lightning's summary again.
     """
-    shown = [
-        callback
+
+    def stage_summary(depth: int, trainer: Trainer, model: LightningModule) -> StageSummary:
+        return StageSummary(model, depth, module, balance)
+
+    return [
+        show_summary(callback, partial(stage_summary, summary_depth(callback)))
         for callback in trainer.callbacks
-        if isinstance(callback, ModelSummary) and type(callback)._summary is ModelSummary._summary
+        if isinstance(callback, ModelSummary) and not has_own_summary(callback)
     ]
-    for callback in shown:
-        vars(callback)["_summary"] = partial(_summary, callback, module, list(balance))
-
-    def undo() -> None:
-        for callback in shown:
-            vars(callback).pop("_summary", None)
-
-    return undo
 
 
 class StageSummary(Summary):
-    """Lightning's summary with one more column.
+    """Lightning's summary with a column ``Where``.
 
-    It says ``stage 0``, ``stages 0-2`` for what spans several, and ``driver`` for what lies outside the pipelined part;
-    the driver is the process of the last stage. The words are in the cells because the rich table has no heading for a
-    column that Lightning does not know.
+    A cell says ``stage 0``, or ``stages 0-2`` for a module that spans several stages, or ``driver`` for a module
+    outside the pipelined part; the driver is the process of the last stage. Each cell names what it shows because
+    ``RichModelSummary`` prints no heading for a column that it does not know.
 
     Args:
         model: The whole model.
-        max_depth: As in Lightning.
+        max_depth: Down to which depth modules are listed; -1 lists all of them.
         module: The pipelined part of ``model``.
         balance: Number of layers of each stage.
     """
@@ -80,20 +78,20 @@ class StageSummary(Summary):
         return [*columns, ("Where", [self._place(modules.get(name)) for name in dict(columns)["Name"]])]
 
     def _place(self, layer: nn.Module | None) -> str:
-        """Where a layer lives; where there is none, it is about the parameters of the model itself."""
+        """Return the cell of a module; ``None`` stands for the parameters of the model itself."""
         if layer is None:
             return "driver"
         if layer in self._stages:
-            return _in_words(self._stages[layer])
+            return _cell_of(self._stages[layer])
         stages = {i for part in layer.modules() for i in self._stages.get(part, ())}
         if not stages:
             return "driver"
         rest = [part for part in layer.modules() if part not in self._stages]
-        return _in_words(stages | {self._last for part in rest if part._parameters or part._buffers})
+        return _cell_of(stages | {self._last for part in rest if part._parameters or part._buffers})
 
     def _forward_example_input(self) -> None:
         model: Any = self._model
-        example = model._apply_batch_transfer_handler(model._on_before_batch_transfer(model.example_input_array))
+        example = example_batch_of(model)
         example = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, example)
         kwargs = example if isinstance(example, dict) else {}
         args = () if isinstance(example, dict) else example if isinstance(example, list | tuple) else (example,)
@@ -103,7 +101,7 @@ class StageSummary(Summary):
         try:
             with _in_one_process(model, self._module), torch.no_grad(), context, self._flop_counter:
                 functional_call(model, shapes, tuple(args), kwargs)
-        except Exception as error:  # whatever the user's layers raise
+        except Exception as error:  # the user's layers may raise anything
             self._flop_counter.flop_counts.clear()
             rank_zero_warn(
                 "The model summary lacks sizes and FLOPs. To find them, example_input_array goes through "
@@ -112,14 +110,7 @@ class StageSummary(Summary):
             )
 
 
-def _summary(
-    callback: ModelSummary, module: nn.Sequential, balance: list[int], trainer: Trainer, model: LightningModule
-) -> StageSummary:
-    """Stands for ``ModelSummary._summary``."""
-    return StageSummary(model, callback._max_depth, module, balance)
-
-
-def _in_words(stages: set[int]) -> str:
+def _cell_of(stages: set[int]) -> str:
     first, last = min(stages), max(stages)
     if first == last:
         return f"stage {first}"
@@ -129,7 +120,7 @@ def _in_words(stages: set[int]) -> str:
 
 @contextmanager
 def _in_one_process(model: nn.Module, module: nn.Sequential) -> Iterator[None]:
-    """In evaluation mode, and with ``module`` calling its layers itself."""
+    """Within this, the model is in evaluation mode, and ``module`` calls its layers in this process."""
     modes = {part: part.training for part in model.modules()}
     pipelined = vars(module).pop("forward", None)
     try:

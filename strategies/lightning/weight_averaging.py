@@ -1,11 +1,9 @@
-"""Lightning's callbacks that average weights: each stage holds the average of its own layers.
+"""Lightning's callbacks that average weights, under a pipeline: each stage holds the average of its own layers.
 
-The callbacks run unchanged on the driver. Their copy of the model is spread over the stages as the model is, so what
-they compute between the two (averages, swaps, copies) is computed where both are.
+The callbacks run unchanged on the driver. Their copy of the model is divided over the stages in the same way as the
+model, and each operation between model and copy (average, swap, copy) runs on the stage that holds both.
 """
 
-from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -14,9 +12,9 @@ from pytorch_lightning.callbacks import Callback, StochasticWeightAveraging, Wei
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
-from strategies.common.patching import replaced
+from strategies.lightning.compat import averaged_model
+from strategies.lightning.hooks import Undo, run_hooks_within
 from strategies.pipeline.driver import ModelCopy
 from strategies.pipeline.state.remote_operations import OnStages
 
@@ -25,18 +23,23 @@ _HOOKS = [
     for name in vars(Callback)
     if name.startswith("on_") and name not in ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
 ]
-"""Those in which a callback may change weights; checkpoints gather the values of every stage by themselves."""
+"""The hooks in which a callback may change weights. A checkpoint gathers the values of every stage in any case."""
 
 
 def find_copies(trainer: Any, module: nn.Sequential, path: str) -> list[ModelCopy]:
-    """The averages that callbacks of ``trainer`` keep of the model whose ``nn.Sequential`` at ``path`` is ``module``.
+    """Return the copies of the model in which callbacks keep averages.
+
+    Args:
+        trainer: The Trainer with the callbacks.
+        module: The pipelined ``nn.Sequential`` of the model.
+        path: The dotted path of ``module`` in the model.
 
     Raises:
-        MisconfigurationException: If one is not a copy of this model.
+        MisconfigurationException: If a copy is not one of this model.
     """
     copies = []
     for callback in _averaging(trainer):
-        model = _average_of(callback)
+        model = averaged_model(callback)
         assert model is not None
         try:
             copied = attrgetter(path)(model)
@@ -51,41 +54,26 @@ def find_copies(trainer: Any, module: nn.Sequential, path: str) -> list[ModelCop
     return copies
 
 
-def average_on_stages(trainer: Any) -> list[Callable[[], None]]:
-    """Lets what the callbacks do in their hooks be done by the stages.
+def average_on_stages(trainer: Any) -> list[Undo]:
+    """Run what averaging callbacks compute in their hooks on the stages.
 
     Returns:
-        Functions that end this.
+        Functions that make the callbacks compute on the driver again.
     """
-    undo = []
-    for callback in _averaging(trainer):
-        for name in _HOOKS:
-            if getattr(type(callback), name) is not getattr(Callback, name):
-                undo.append(replaced(callback, name, partial(_on_stages, getattr(callback, name))))
-    return undo
-
-
-def _on_stages(hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    with OnStages():
-        hook(*args, **kwargs)
+    return [undo for callback in _averaging(trainer) for undo in run_hooks_within(callback, _HOOKS, OnStages)]
 
 
 def averages_weights(trainer: Any) -> bool:
-    """Whether a checkpoint has two sets of weights: ``WeightAveraging`` saves the average as ``state_dict``."""
-    return any(isinstance(own, WeightAveraging) and _average_of(own) is not None for own in trainer.callbacks)
+    """Return whether a checkpoint has two sets of weights: ``WeightAveraging`` saves the average as ``state_dict``."""
+    return any(isinstance(own, WeightAveraging) and averaged_model(own) is not None for own in trainer.callbacks)
 
 
 def _averaging(trainer: Any) -> list[WeightAveraging | StochasticWeightAveraging]:
-    """The callbacks that use their average in this run; that of ``StochasticWeightAveraging`` is for training only."""
+    """Return the callbacks that use their average in this run; ``StochasticWeightAveraging`` only in ``fit``."""
     kinds = (
         (WeightAveraging, StochasticWeightAveraging) if trainer.state.fn == TrainerFn.FITTING else (WeightAveraging,)
     )
-    return [own for own in trainer.callbacks if isinstance(own, kinds) and _average_of(own) is not None]
-
-
-def _average_of(callback: WeightAveraging | StochasticWeightAveraging) -> nn.Module | None:
-    average = callback._average_model
-    return average.module if isinstance(average, AveragedModel) else average
+    return [own for own in trainer.callbacks if isinstance(own, kinds) and averaged_model(own) is not None]
 
 
 def _layout(module: nn.Module) -> dict[str, torch.Size]:

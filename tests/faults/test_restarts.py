@@ -257,7 +257,7 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for callback in (LearningRateFinder(), BatchSizeFinder(), StochasticWeightAveraging(0.1)):
         plugin = RPCSequentialStrategy(max_restarts=1)
         trainer = Trainer(accelerator="cpu", devices=2, strategy=plugin, logger=False, callbacks=[callback])
-        message = f"{type(callback).__name__} (trains and goes back|keeps how far it is)"
+        message = f"{type(callback).__name__} (trains within fit and then undoes it|keeps its progress)"
         with pytest.raises(MisconfigurationException, match=message):
             trainer.fit(Net(()))
     for name in ("RANK", "GROUP_RANK", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "MASTER_PORT"):

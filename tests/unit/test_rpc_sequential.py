@@ -192,9 +192,9 @@ def test_the_balance_with_a_tensor_that_all_rows_share() -> None:
         ([3], 2, "The provided balance [3] is for 1 stages, but there are 2 devices."),
         ([3, 0], 2, "The provided balance [3, 0] must consist of whole numbers above 0: no stage without a layer."),
         ([4, -1], 2, "The provided balance [4, -1] must consist of whole numbers above 0"),
-        ([1.5, 1.5], 2, "balance must be a list, each of it a whole number or 'even' or None, got [1.5, 1.5]"),
+        ([1.5, 1.5], 2, "balance must be a list, each item a whole number or 'even' or None, got [1.5, 1.5]"),
         ([], 2, "The provided balance sum: 0 does not match your Sequential length: 3"),
-        ("evn", 2, "balance must be a list, each of it a whole number or 'even' or None, got 'evn'"),
+        ("evn", 2, "balance must be a list, each item a whole number or 'even' or None, got 'evn'"),
         (
             "even",
             4,
@@ -322,23 +322,24 @@ def layer_with_the_model(model: Model) -> None:
         (blocks, "Model has no 'sequential_module', .*it has no nn.Sequential, but an nn.ModuleList, 'blocks': make"),
         (
             no_example,
-            "The balance can only be found with an example: set `self.example_input_array` on Model to a batch of "
+            "Measuring the layers needs an example input: set `self.example_input_array` on Model to a batch of "
             "inputs, or give the balance, one number of layers for each of the 2 devices.",
         ),
         (shared_norm, "layer 2, a BatchNorm1d, is used by stage 0 and by stage 1, .*Use two layers, or choose"),
         (
             on_meta,
-            "2 parameters of Model.sequential_module have no values (they are on the meta device), 0.weight first: .*"
-            "Build the model anew and load a checkpoint.",
+            "2 parameters of Model.sequential_module have no values (they are on the meta device), such as 0.weight: .*"
+            "Build a new model and load a checkpoint.",
         ),
         (
             lazy,
-            "Model.sequential_module has parameters without a shape yet, 0.weight first (a lazy layer): run a batch",
+            "Model.sequential_module has parameters without a shape, such as 0.weight (of a lazy layer): run a batch",
         ),
         (
             forward_of_its_own,
-            "Model.sequential_module is a Residual with a forward of its own, which a pipeline would not run: it calls "
-            "the layers one after another. Move what it does into a layer, or use a plain nn.Sequential.",
+            "Model.sequential_module is a Residual with its own forward method, which a pipeline would not run, "
+            "because it calls the layers one after another. Move the code of that method into a layer, or use a plain "
+            "nn.Sequential.",
         ),
         (
             lbfgs,
@@ -400,9 +401,7 @@ def test_layers_that_are_alike_are_counted_without_an_example() -> None:
 def test_layers_that_are_not_alike(other: nn.Module) -> None:
     layers = [Block(), other, Block()]
     assert balance_in_use(layers, 2, "even") == [2, 1]
-    with pytest.raises(
-        MisconfigurationException, match=r"only be found with an example: .*balance=\"even\" gives each"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"needs an example input: .*balance=\"even\" gives each"):
         balance_in_use(layers, 2)
 
 

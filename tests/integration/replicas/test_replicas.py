@@ -35,7 +35,7 @@ def test_devices_that_do_not_divide() -> None:
 
 
 def test_one_replica_divides_nothing() -> None:
-    with pytest.raises(MisconfigurationException, match=r"there is one only: set data_parallel_size to 2 or more"):
+    with pytest.raises(MisconfigurationException, match=r"there is only one: set data_parallel_size to 2 or more"):
         RPCSequentialStrategy(shard_optimizer_states=True)
 
 

@@ -33,7 +33,7 @@ from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy, consoli
 from strategies.checkpoint import store
 from trainer import Trainer
 from trainer.cli import main
-from trainer.tracked_loader import Resumption, TrackedLoader
+from trainer.resume.loader import Resumption, TrackedLoader
 
 
 def train(names: list[str], umask: int) -> list[dict[str, Any]]:
@@ -224,7 +224,9 @@ def test_the_command_line_runs_nothing_of_a_checkpoint(
         with pytest.raises(SystemExit) as ended:
             main([*command, f"--ckpt_path={name}"])
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        assert ended.value.code == 2 and line.startswith(f"error: {name} is no checkpoint of tensors and plain types")
+        assert ended.value.code == 2 and line.startswith(
+            f"error: {name} is not a checkpoint of tensors and plain types"
+        )
         assert "GLOBAL posix.mkdir whose module posix is blocked" in line and "give --weights_only=false" in line
         assert not ran()
     main([*command, "--trainer.max_epochs=2", "--ckpt_path=file.ckpt", "--weights_only=false"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.random_state import (
+from trainer.resume.random_state import (
     generator_state,
     plain,
     preserved_random_state,

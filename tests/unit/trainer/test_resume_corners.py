@@ -23,7 +23,7 @@ from resume_parts import (
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from trainer.resume import _of_every_process
+from trainer.resume.loops import _of_every_process
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

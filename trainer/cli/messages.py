@@ -1,6 +1,6 @@
-"""What a wrong configuration is told: jsonargparse's message, often ten lines long, as one line with the nearest names.
+"""Error messages of the command line: jsonargparse's message, often ten lines long, as one line with the nearest names.
 
-jsonargparse says *that* a name is wrong; the names that would be right are computed here, from the parser and from what
+jsonargparse says that a name is wrong. The names that would be right are computed here, from the parser and from what
 can be imported.
 """
 
@@ -23,7 +23,12 @@ _OF_CLASS_PATH = ["class_path", "init_args", "dict_kwargs"]
 
 
 def unknown_key(key: str, valid: Iterable[str]) -> str:
-    """``trainer.max_epoch`` against all dotted keys of a parser: the level that is wrong, and what is right there."""
+    """Return the message for a key such as ``trainer.max_epoch``: the wrong part of it, and the valid names there.
+
+    Args:
+        key: The unknown key.
+        valid: All keys of the parser.
+    """
     names = {name for name in valid if not name.endswith(".help")}
     good, levels = "", key.split(".")
     for level in levels:
@@ -35,10 +40,14 @@ def unknown_key(key: str, valid: Iterable[str]) -> str:
 
 
 def unknown_class(path: str, base_types: Iterable[type]) -> str | None:
-    """A class path that does not lead to a class: the first part of it that is wrong, and what is right there.
+    """Return the message for a class path: the first wrong part of it, and the valid names there.
+
+    Args:
+        path: The class path.
+        base_types: Classes of which the argument expects a subclass.
 
     Returns:
-        ``None`` where the path does lead somewhere, and something else is wrong.
+        The message, or ``None`` if the path can be imported, so that something else is wrong.
     """
     if path in PLUGINS:
         return f"the name {path!r} takes no arguments; to give some, write class_path: strategies.{PLUGINS[path]}"
@@ -47,7 +56,7 @@ def unknown_class(path: str, base_types: Iterable[type]) -> str | None:
         return f"unknown class {path!r}{did_you_mean(path, names)}"
     try:
         module, wrong = _longest_import(path)
-    except ImportError as error:  # of something that the module itself imports
+    except ImportError as error:  # the module imports something that is missing
         return f"cannot import {path!r}: {error}"
     if module is None:
         return f"cannot import {path!r}: no module {wrong!r}{did_you_mean(wrong, _top_level_modules(), or_list=False)}"
@@ -59,9 +68,12 @@ def unknown_class(path: str, base_types: Iterable[type]) -> str | None:
 
 
 def condense(message: str, typehint: Any = None) -> str:
-    """One line that keeps what a user can act on: the wrong key, what was expected there, and the value given.
+    """Return a message of jsonargparse as one line: the wrong key, the expected type, and the value given.
 
-    jsonargparse does not always name the whole type (``int`` for ``list[int]``); ``typehint``, where known, does.
+    Args:
+        message: The message.
+        typehint: The type that the argument declares, if known; jsonargparse's own message may name only a part of it
+            (``int`` for ``list[int]``).
     """
     key, _, rest = message.partition(":") if message.startswith("Parser key ") else ("", "", message)
     lines = [line.strip().removeprefix("- ") for line in rest.splitlines()]
@@ -75,7 +87,7 @@ def condense(message: str, typehint: Any = None) -> str:
 
 
 def classes_in(typehint: Any) -> Iterator[type]:
-    """The classes that a type hint such as ``list[Callback] | Callback | None`` names."""
+    """Yield the classes that a type hint such as ``list[Callback] | Callback | None`` names."""
     if inspect.isclass(typehint) and not get_args(typehint):
         yield typehint
     for part in get_args(typehint):
@@ -90,7 +102,7 @@ def _expected(lines: list[str], value: str | None, typehint: Any) -> str:
     lines = [line for line in lines if line and not line.startswith((*_FRAME, "Given value: "))]
     types = [match for line in lines if (match := _EXPECTED_TYPE.match(line))]
     if types and len(types) == len(lines):
-        # Sorted, because the order within a Union is that in which the process first wrote it down anywhere.
+        # Sorted, because the order of types in a Union depends on where the process used that Union first.
         names = sorted(
             set(_type_names(typehint) if typehint else [match[1] or match["literals"] for match in types]),
             key=_null_last,
@@ -99,7 +111,7 @@ def _expected(lines: list[str], value: str | None, typehint: Any) -> str:
             value if value is not None else next((match["value"] for match in types if match["value"]), "another type")
         )
         return f"expected {' or '.join(names).replace('NoneType', 'null')}, got {got}"
-    # "Expected a str" beside the true reason only says that the value might also have been another thing.
+    # "Expected a str" next to another reason only says that the argument accepts other types too.
     reasons = [line for line in lines if not _EXPECTED_TYPE.match(line) and not line.startswith("Expected a path but")]
     return "; ".join(dict.fromkeys(reasons or lines)) + (f" (got {value})" if value is not None else "")
 
@@ -133,7 +145,7 @@ def _subclasses(base: type) -> Iterator[type]:
 
 
 def _longest_import(path: str) -> tuple[Any, str]:
-    """The deepest module on the way along ``path``, and the part of the path that it does not have."""
+    """Return the longest prefix of ``path`` that can be imported, as a module, and the next part of the path."""
     module, parts = None, path.split(".")
     for count in range(1, len(parts)):
         try:

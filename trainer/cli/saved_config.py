@@ -1,4 +1,4 @@
-"""The resolved configuration of a run, saved in the directory of its checkpoints."""
+"""Saves the resolved configuration of a fit in the directory of its checkpoints."""
 
 import itertools
 import posixpath
@@ -9,18 +9,18 @@ from pytorch_lightning.cli import SaveConfigCallback
 
 
 class SaveConfigBesideCheckpoints(SaveConfigCallback):
-    """Writes ``config.yaml`` where each ``ModelCheckpoint`` of a fit writes, whatever the logger.
+    """Writes ``config.yaml`` into the directory of each ``ModelCheckpoint`` of a fit, with any logger.
 
-    A directory that already holds another run's configuration keeps it: the new one becomes ``config-v1.yaml``, as
-    ``ModelCheckpoint`` does with its own files. Without checkpoints the log directory takes the file. Only ``fit``
-    saves one; the other commands write no checkpoint, and must not touch those of a fit.
+    A file with another configuration is kept, and the new file is named ``config-v1.yaml``, in the same way as
+    ``ModelCheckpoint`` names its own files. Without a ``ModelCheckpoint`` the file goes into the log directory. Other
+    commands than ``fit`` save no configuration, because they write no checkpoint.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Nothing yet: a ``ModelCheckpoint`` decides on its directory in its own ``setup``."""
+        """Do nothing yet: a ``ModelCheckpoint`` determines its directory in its own ``setup``."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write the file, on the process of rank 0 only."""
+        """Write the file, on rank 0 only."""
         log_dir = trainer.log_dir  # collective
         if not trainer.is_global_zero or self.already_saved:
             return

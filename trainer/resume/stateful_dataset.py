@@ -1,4 +1,4 @@
-"""A dataset with ``state_dict`` that goes on from a checkpoint, and begins its later passes as it would have."""
+"""Datasets with ``state_dict``: continue from a checkpoint, and begin later passes at their start."""
 
 import inspect
 import pickle
@@ -7,18 +7,18 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-from lightning_fabric.utilities.types import _Stateful
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from strategies.common.torch_compat import tree_flatten
+from strategies.lightning.compat import Stateful
 
 
 class StatefulDataset:
-    """The dataset of a loader, and what to do about the ones that begin every later pass where they were loaded.
+    """The dataset of a loader, with a work-around for datasets that begin every later pass at the loaded position.
 
-    Those of Hugging Face do that, and a state from the end of an epoch has nothing left in it. Such a pass is noticed
-    by its first batch; the dataset then gets the state back that it had before it was loaded, and the pass begins anew.
+    Datasets of Hugging Face do so, and after a state from the end of an epoch they have no samples left. Such a pass is
+    recognised by its first batch. The dataset then gets back the state from before the load, and the pass begins again.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -27,20 +27,20 @@ class StatefulDataset:
         self._after_first: Any = None
 
     def state(self) -> bytes:
-        """As bytes, since a dataset may go on changing what it has given; much faster than a copy."""
+        """Return the state as bytes, because a dataset may change what it returned; much faster than a deep copy."""
         return pickle.dumps(self._dataset.state_dict())
 
     def load(self, state: Any) -> None:
-        """Loads the state of a checkpoint."""
+        """Load the state of a checkpoint."""
         self._unloaded, self._after_first = self.state(), None
         self._dataset.load_state_dict(state)
 
     def checked(self, begin: Callable[[], Iterator[Any]], *, may_be_empty: bool) -> Iterator[Any]:
-        """A pass that ``begin`` begins, from the right place.
+        """Return an iterator over a pass, from the right position.
 
         Args:
-            begin: Begins a pass.
-            may_be_empty: Whether the checkpoint may have been written behind the last batch of this one.
+            begin: Begins a pass and returns its iterator.
+            may_be_empty: Whether the checkpoint may have been written after the last batch of the pass.
         """
         iterator = begin()
         return iterator if self._unloaded is None else self._from_right_place(iterator, begin, may_be_empty)
@@ -60,7 +60,7 @@ class StatefulDataset:
             if not first:
                 raise MisconfigurationException(
                     f"{type(self._dataset).__name__} has no batch in the epoch after the one that it was resumed from. "
-                    "Its load_state_dict has to let later epochs begin at their start."
+                    "Its load_state_dict must let later epochs begin at their start."
                 )
         elif resumes:
             self._after_first = _copied(self._dataset)
@@ -70,14 +70,14 @@ class StatefulDataset:
 
 
 def stateful_dataset(loader: Any) -> StatefulDataset | None:
-    """The dataset of a DataLoader that reads it in this process, if it says where it is."""
-    if not isinstance(loader, DataLoader) or isinstance(loader, _Stateful) or loader.num_workers:
+    """Return the dataset of a ``DataLoader`` that reads it in this process, if the dataset has a state."""
+    if not isinstance(loader, DataLoader) or isinstance(loader, Stateful) or loader.num_workers:
         return None
     dataset: Any = loader.dataset
-    if not (isinstance(dataset, IterableDataset) and isinstance(dataset, _Stateful)):
+    if not (isinstance(dataset, IterableDataset) and isinstance(dataset, Stateful)):
         return None
     try:
-        inspect.signature(dataset.state_dict).bind()  # those of some libraries are for their own loaders only
+        inspect.signature(dataset.state_dict).bind()  # some libraries need arguments that only their own loaders know
     except (TypeError, ValueError):
         return None
     return StatefulDataset(dataset)

@@ -1,28 +1,29 @@
-"""All loaders of the training loop together: where they are at the batch that training has come to."""
+"""All training loaders together, with their position at the batch that training has reached."""
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from trainer.random_state import plain, random_state, set_random_state
-from trainer.tracked_loader import Resumption, TrackedLoader
+from strategies.lightning.compat import combined_iterator, combined_position, set_combined_position
+from trainer.resume.loader import Resumption, TrackedLoader
+from trainer.resume.random_state import plain, random_state, set_random_state
 
-_MOST_AHEAD = 2  # Lightning reads one batch ahead if it does not know how many there are; another may be in training
+_MOST_AHEAD = 2  # Lightning reads one batch ahead of a loader without a length, and one may be in training
 
 
 class ResumableLoader(CombinedLoader):
-    """A ``CombinedLoader`` that goes on where a checkpoint was written.
+    """A ``CombinedLoader`` that can continue where a checkpoint was written.
 
-    To users and to Lightning it holds their own loaders; only what it iterates over is wrapped.
+    Its attributes hold the user's own loaders; it wraps only what it iterates over.
 
     Args:
-        iterables: The loaders.
+        iterables: The user's loaders, or a nested structure of them.
         mode: As in ``CombinedLoader``.
-        num_processed: Tells how many batches have been trained on, in all epochs.
+        num_processed: Returns how many batches have been trained on, in all epochs.
     """
 
     def __init__(self, iterables: Any, mode: Any, num_processed: Callable[[], int]) -> None:
@@ -35,10 +36,16 @@ class ResumableLoader(CombinedLoader):
         self.random_at_last_batch: dict[str, Any] = {}
 
     def resume(self, saved: dict[str, Any], how: Resumption) -> None:
-        """Lets the next pass be the one that :meth:`state` saw; at the start of an epoch it ``waits`` until told.
+        """Make the next pass continue from a saved state.
+
+        At the start of an epoch the loader yields nothing while its attribute ``waits`` is true.
+
+        Args:
+            saved: What :meth:`state` returned.
+            how: How the run is resumed.
 
         Raises:
-            MisconfigurationException: If it is about other loaders.
+            MisconfigurationException: If the state was saved with another number of loaders.
         """
         self._track()
         if len(saved["loaders"]) != len(self._tracked):
@@ -51,10 +58,10 @@ class ResumableLoader(CombinedLoader):
         self._saved, self.waits = (saved, False) if how.in_mid_epoch else (None, True)
 
     def state(self, num_ahead: int) -> dict[str, Any]:
-        """Where the loaders are, as plain types and tensors.
+        """Return the position of the loaders, as plain types and tensors.
 
         Args:
-            num_ahead: How many batches have been taken from them that will have to be taken again.
+            num_ahead: Number of batches that have been taken from the loaders and will be taken again.
         """
         position = self._history[-num_ahead] if num_ahead else self._position()
         loaders = zip(self._tracked, position["loaders"], strict=True)
@@ -66,26 +73,22 @@ class ResumableLoader(CombinedLoader):
         }
 
     def states_of_stateful(self, num_ahead: int) -> list[dict[str, Any]]:
-        """As Lightning saves them, but ahead of what has been read too early; for the loaders with ``state_dict``."""
+        """Return the states of loaders with ``state_dict``, as they were before the last ``num_ahead`` batches."""
         states = self._history[-num_ahead]["stateful"] if num_ahead else None
         return self._state_dicts() if states is None else states
 
     def __iter__(self) -> "ResumableLoader":
         self._track()
         self._history.clear()
-        self.num_taken = self._num_processed()  # what has been read ahead is forgotten
-        self._iterator = iterator = cast(
-            Any, _SUPPORTED_MODES[self._mode]["iterator"](list(self._tracked), self._limits)
-        )
+        self.num_taken = self._num_processed()  # batches read ahead are dropped
+        self._iterator = iterator = combined_iterator(self._mode, list(self._tracked), self._limits)
         if self.waits:
             return self
         iter(iterator)
         self._reads_ahead = sized_len(self) is None
         saved, self._saved = self._saved, None
         if saved is not None:
-            iterator._idx = saved["index"]
-            if saved["consumed"] is not None:
-                iterator._consumed = list(saved["consumed"])
+            set_combined_position(iterator, saved["index"], saved["consumed"])
             if saved["random"] is not None:
                 set_random_state(saved["random"])
         return self
@@ -113,10 +116,10 @@ class ResumableLoader(CombinedLoader):
             self._tracked = [TrackedLoader(loader) for loader in self.flattened]
 
     def _position(self) -> dict[str, Any]:
-        consumed = getattr(self._iterator, "_consumed", None)
+        index, consumed = combined_position(self._iterator)
         return {
             "loaders": [tracked.position() for tracked in self._tracked],
-            "index": getattr(self._iterator, "_idx", 0),
-            "consumed": None if consumed is None else list(consumed),
+            "index": index,
+            "consumed": consumed,
             "random": None,
         }

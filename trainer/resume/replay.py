@@ -1,27 +1,27 @@
-"""Going through an iterable once more, from the random state that its order came from, to where a checkpoint was."""
+"""Repeat a pass over a sampler or a loader from the random state that its order came from."""
 
 from collections.abc import Iterable, Iterator, Sized
 from copy import deepcopy
 from itertools import islice
 from typing import Any, cast
 
-from lightning_fabric.utilities.distributed import _DatasetSamplerWrapper
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from trainer.random_state import Generator, generator_state, random_state, set_generator_state, set_random_state
+from strategies.lightning.compat import DatasetSamplerWrapper, wrapped_sampler
+from trainer.resume.random_state import Generator, generator_state, random_state, set_generator_state, set_random_state
 
 
 class Replayable(Iterator[Any]):
-    """A sampler or a loader, each pass over which can be repeated.
+    """A sampler or a loader whose passes can be repeated.
 
-    The order of a pass may be drawn in two places: when it begins (``iter``; DataLoader does that twice if it has
-    workers) and when the first element is asked for, as generator functions do. :attr:`record` holds the random state
-    of each of these moments: that of the process, and what the owners hold themselves.
+    The order of a pass may be drawn at two moments: when the pass begins (``iter``, which a ``DataLoader`` with workers
+    calls twice), and when the first element is requested, as in generator functions. :attr:`record` holds the random
+    state at each of these moments: that of the process and that of the owners.
 
     Args:
-        source: What is gone through.
-        owners: Objects whose attributes decide the order: generators, a ``seed``, and numbers that change, such as an
-            epoch, or lists of numbers, such as an order that is shuffled in place.
+        source: The sampler or loader.
+        owners: Objects whose attributes decide the order: generators, a ``seed``, numbers that change, such as an
+            epoch, and lists of numbers, such as an order that is shuffled in place.
     """
 
     def __init__(self, source: Iterable[Any], owners: Iterable[Any]) -> None:
@@ -37,13 +37,13 @@ class Replayable(Iterator[Any]):
         num_skipped: int = 0,
         instead: Iterable[Any] | None = None,
     ) -> None:
-        """Says what the next pass is to be.
+        """Set what the next pass is.
 
         Args:
-            begun: The random states in which it begins; by default the present ones.
-            first: That in which its first element is drawn.
-            num_skipped: How many elements it leaves out.
-            instead: What it goes through in place of the source.
+            begun: The random states in which the pass begins; by default the current ones.
+            first: The random state in which the first element is drawn.
+            num_skipped: Number of first elements that are left out.
+            instead: An iterable to be used in place of the source.
         """
         self.record = {"begun": [], "first": None}
         self._begun, self._first, self._num_skipped = begun, first, num_skipped
@@ -72,11 +72,11 @@ class Replayable(Iterator[Any]):
         return {**vars(self), "_iterator": iter(())}  # generators can be neither pickled nor copied
 
     def release(self) -> None:
-        """Drops the iterator of the current pass, which may hold worker processes."""
+        """Drop the iterator of the current pass, which may hold worker processes."""
         self._iterator = iter(())
 
     def start(self) -> None:
-        """Draws the order and leaves out what is to be left out, unless that has been done."""
+        """Draw the order and leave out the first elements as set by :meth:`prepare`, once per pass."""
         if self.record["first"] is None:
             if self._first is not None:
                 self.set_state(self._first)
@@ -84,16 +84,16 @@ class Replayable(Iterator[Any]):
             next(islice(self._iterator, self._num_skipped, self._num_skipped), None)
 
     def state(self) -> dict[str, Any]:
-        """The random state of the process and of the owners."""
+        """Return the random state of the process and of the owners."""
         return {"process": random_state(), "owners": self.state_of_owners()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Sets what :meth:`state` gave."""
+        """Set what :meth:`state` returned."""
         set_random_state(state["process"])
         self.set_state_of_owners(state["owners"])
 
     def state_of_owners(self) -> list[dict[str, Any]]:
-        """What the owners hold themselves."""
+        """Return the generators' states and the changed numbers of each owner."""
         return [
             {
                 "generators": {name: generator_state(generator) for name, generator in _generators(owner).items()},
@@ -107,7 +107,7 @@ class Replayable(Iterator[Any]):
         ]
 
     def set_state_of_owners(self, states: list[dict[str, Any]]) -> None:
-        """Sets what :meth:`state_of_owners` gave, where there is such an attribute."""
+        """Set what :meth:`state_of_owners` returned, where an owner has such an attribute."""
         for owner, state in zip(self.owners, states, strict=False):
             for name, generator in _generators(owner).items():
                 if name in state["generators"]:
@@ -116,7 +116,7 @@ class Replayable(Iterator[Any]):
 
 
 def owners_of_order(loader: Any) -> list[Any]:
-    """The loader, its samplers and what those are made from, or its dataset if that decides the order itself."""
+    """Return the objects that decide the order: the loader, all its samplers, and its dataset if that is iterable."""
     found: list[Any] = []
     waiting = [loader, getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
     if isinstance(getattr(loader, "dataset", None), IterableDataset):
@@ -126,8 +126,8 @@ def owners_of_order(loader: Any) -> list[Any]:
         if not hasattr(owner, "__dict__") or any(owner is other for other in found):
             continue
         found.append(owner)
-        waiting += [value for value in vars(owner).values() if isinstance(value, Sampler | _DatasetSamplerWrapper)]
-        waiting += [owner._sampler] if isinstance(owner, _DatasetSamplerWrapper) else []
+        waiting += [value for value in vars(owner).values() if isinstance(value, Sampler | DatasetSamplerWrapper)]
+        waiting += [wrapped_sampler(owner)] if isinstance(owner, DatasetSamplerWrapper) else []
     return found
 
 
@@ -139,10 +139,10 @@ def _numbers(owner: Any) -> dict[str, Any]:
     if isinstance(owner, DataLoader):
         return {}
     numbers = {name: value for name, value in vars(owner).items() if isinstance(value, int | float)}
-    # Of these very types, as a checkpoint may hold no numpy.float64, which is a float, too.
+    # As these exact types, because a checkpoint cannot hold numpy.float64, which is a subclass of float.
     plain = {n: next(kind for kind in (bool, int, float) if isinstance(v, kind))(v) for n, v in numbers.items()}
     if isinstance(owner, IterableDataset):
-        return plain  # its lists are data
+        return plain  # its lists hold data
     return plain | {name: value for name, value in vars(owner).items() if type(value) is list and _of_numbers(value)}
 
 

@@ -1,4 +1,4 @@
-"""Resuming: Lightning's training loop, from the very batch and random state that the checkpoint was written with."""
+"""Lightning's loops and connectors, extended so that a resumed run continues with the next batch and random state."""
 
 import warnings
 from collections.abc import Callable
@@ -9,25 +9,32 @@ from typing import Any, cast
 import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning import Trainer
-from pytorch_lightning.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher, _PrefetchDataFetcher
-from pytorch_lightning.loops.fit_loop import _FitLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
-from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource
-from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
-from trainer.epoch_sums import ResumableResults
-from trainer.random_state import cuda_random_state, plain, random_state, set_cuda_random_state, set_random_state
-from trainer.resumable_loader import ResumableLoader
-from trainer.tracked_loader import Resumption
+from strategies.lightning.compat import (
+    CheckpointConnector,
+    DataFetcher,
+    DataLoaderIterDataFetcher,
+    DataLoaderSource,
+    FitLoop,
+    LoggerConnector,
+    PrefetchDataFetcher,
+    TrainingEpochLoop,
+    combined_mode,
+    update_callback_metrics,
+)
+from trainer.resume.combined_loader import ResumableLoader
+from trainer.resume.epoch_results import ResumableResults
+from trainer.resume.loader import Resumption
+from trainer.resume.random_state import cuda_random_state, plain, random_state, set_cuda_random_state, set_random_state
 
 
-class ResumingEpochLoop(_TrainingEpochLoop):
-    """Lightning's loop over the batches of an epoch; a resumed run first does what was left of the last batch.
+class ResumingEpochLoop(TrainingEpochLoop):
+    """Lightning's loop over the batches of an epoch; a resumed run first finishes the last batch.
 
-    A checkpoint is often written in ``on_train_batch_end``. Lightning would then leave out the validation that was due.
+    A checkpoint is often written in ``on_train_batch_end``. Lightning would then skip the validation that was due after
+    that batch.
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
@@ -42,7 +49,11 @@ class ResumingEpochLoop(_TrainingEpochLoop):
             super().reset()
         self.loader_resumes = False
 
-    def advance(self, data_fetcher: _DataFetcher) -> None:
+    def all_batches_ready(self) -> bool:
+        """Return whether the last batch of the epoch has been taken."""
+        return bool(self._num_ready_batches_reached())
+
+    def advance(self, data_fetcher: DataFetcher) -> None:
         if not self.finishes_batch:
             super().advance(data_fetcher)
             return
@@ -50,11 +61,12 @@ class ResumingEpochLoop(_TrainingEpochLoop):
         self.val_loop.restarting = False
 
 
-class ResumingFitLoop(_FitLoop):
-    """Lightning's loop over the epochs; it also knows where its loaders are, and where the random state was.
+class ResumingFitLoop(FitLoop):
+    """Lightning's loop over epochs; it saves and restores the position of its loaders and the random state.
 
-    A resumed run gets the random state back where training goes on: ahead of the hooks of a new epoch, or of the next
-    batch of one that had begun. In the first case its loaders start only then, as they would have.
+    A resumed run restores the random state at the point where training continues: before the hooks of a new epoch, or
+    before the next batch of an epoch that had begun. In the first case its loaders start only then, as they would have
+    without the interruption.
     """
 
     epoch_loop: ResumingEpochLoop
@@ -71,8 +83,8 @@ class ResumingFitLoop(_FitLoop):
         self._resumed = self._finishes_epoch = False
 
     def state_of_process(self) -> dict[str, Any]:
-        """The random state of this process, where its loaders are, and the metrics that schedulers look at."""
-        waiting = self._saved or {}  # for training to begin
+        """Return random state and position of the loaders of this process, and the metrics that schedulers read."""
+        waiting = self._saved or {}  # loaded, and not yet used because training has not begun
         return {
             "random": waiting.get("random", plain(self._random())),
             "cuda": waiting.get("cuda", cuda_random_state()),
@@ -94,9 +106,11 @@ class ResumingFitLoop(_FitLoop):
         return state
 
     def resume_processes(self, saved: list[dict[str, Any]]) -> None:
-        """Lets the next run go on from what :meth:`state_of_process` saw in each process; an empty list lets it start.
+        """Make the next run continue from the states that :meth:`state_of_process` returned.
 
-        A process that there was not takes the state of the last one.
+        Args:
+            saved: The state of each process; empty for a checkpoint without states. If there are more processes than
+                before, the additional ones take the state of the last one.
         """
         self._saved = saved[min(self.trainer.global_rank, len(saved) - 1)] if saved else None
         self._num_processes, self._knows_counters = len(saved), False
@@ -104,7 +118,7 @@ class ResumingFitLoop(_FitLoop):
         self._finishes_epoch = self.epoch_loop.finishes_batch = False
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Loads the counters, and makes those of them consistent that stood between two of their steps."""
+        """Load the counters, and complete those that were saved in the middle of a batch or of the end of an epoch."""
         super().load_state_dict(state_dict, prefix)
         self._knows_counters = True
         if self._saved is not None:
@@ -120,10 +134,10 @@ class ResumingFitLoop(_FitLoop):
             batches.increment_completed()
             self.epoch_loop.finishes_batch = True
         if batches.current.ready > batches.current.processed:
-            batches.is_last_batch = False  # it has to be trained on again
+            batches.is_last_batch = False  # this batch is trained on again
         batches.total.reset_on_restart()
         if batches.current.ready and not batches.is_last_batch and self.epoch_loop.global_step < self.max_steps:
-            # The end of the epoch came from max_steps, of which there are more now: it goes on.
+            # max_steps ended the epoch, and is larger now, so the epoch continues.
             for progress in (epochs.total, epochs.current):
                 progress.processed = progress.completed = progress.ready - 1
         if epochs.total.ready > epochs.total.started or epochs.total.started == epochs.total.processed:
@@ -135,21 +149,21 @@ class ResumingFitLoop(_FitLoop):
             metrics = {
                 name: value.to(self.trainer.strategy.root_device) for name, value in self._saved["metrics"].items()
             }
-            self.trainer._logger_connector._callback_metrics.update(metrics)
+            update_callback_metrics(self.trainer, metrics)
             if self.epoch_loop.restarting:
                 self.epoch_loop._results.resume(self._saved["sums"], self.trainer.strategy.reduce)
         if self._finishes_epoch:
-            if self.epoch_loop._num_ready_batches_reached():
+            if self.epoch_loop.all_batches_ready():
                 self.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
             self.epoch_progress.increment_completed()
             self._finishes_epoch = False
         super().reset()
 
     def _load_combined_loader_states(self) -> None:
-        # Called by setup_data, when the loaders are known and right before they are iterated over.
+        # Called by setup_data, when the loaders are known and before they are iterated over.
         loader = self._loader()
         if loader is not None and self._saved is not None and not self._knows_counters:
-            loader.waits = True  # configure_optimizers has asked how many steps there will be
+            loader.waits = True  # configure_optimizers has asked for the number of steps
             return
         if loader is None or self._saved is None or self._saved["loaders"] is None:
             super()._load_combined_loader_states()
@@ -189,14 +203,14 @@ class ResumingFitLoop(_FitLoop):
         super().on_advance_end()
 
     def after_epoch_end_hooks(self) -> None:
-        """Ends ``restarting``, or Lightning would not step ReduceLROnPlateau at the end of a resumed epoch."""
+        """End ``restarting``, or Lightning would not step ``ReduceLROnPlateau`` at the end of a resumed epoch."""
         if self._resumed:
             self._restarting = False
 
     def teardown(self) -> None:
         if self._data_fetcher is not None:
             self._random_at_end = self._random()
-            # After an error, that one is to be seen, whatever the user's loaders say.
+            # After an error the user must see that error, and not another one from their loaders.
             with suppress(Exception) if self.trainer.interrupted else nullcontext():
                 loaders, stateful = self._state_of_loaders(), self._states_of_stateful()
                 self._loaders_at_end, self._stateful_at_end = loaders, stateful
@@ -216,7 +230,7 @@ class ResumingFitLoop(_FitLoop):
         return loader.states_of_stateful(self._num_ahead())
 
     def _random(self) -> dict[str, Any]:
-        """The random state, or that before the batch whose step is not done, which will be trained on again."""
+        """Return the random state, or the one before the current batch if that batch will be trained on again."""
         loader = self._loader()
         if self._data_fetcher is None:
             return self._random_at_end or random_state()
@@ -225,22 +239,22 @@ class ResumingFitLoop(_FitLoop):
         return random_state()
 
     def _num_ahead(self) -> int:
-        """How many batches have been taken and not trained on: those read ahead, and one in the middle of its step."""
+        """Return how many batches are taken but not trained on: those read ahead, and one in the middle of its step."""
         loader = self._loader()
-        if loader is None or isinstance(self._data_fetcher, _DataLoaderIterDataFetcher | None):
+        if loader is None or isinstance(self._data_fetcher, DataLoaderIterDataFetcher | None):
             return 0
         return loader.num_taken - self._num_processed()
 
     def _num_read_ahead(self) -> int:
-        return len(self._data_fetcher.batches) if isinstance(self._data_fetcher, _PrefetchDataFetcher) else 0
+        return len(self._data_fetcher.batches) if isinstance(self._data_fetcher, PrefetchDataFetcher) else 0
 
     def _num_processed(self) -> int:
         total: Any = self.epoch_loop.batch_progress.total
         return int(total.processed)
 
 
-class ResumingLoggerConnector(_LoggerConnector):
-    """Lightning's, which is called between the hooks at the end of an epoch and the steps of the schedulers."""
+class ResumingLoggerConnector(LoggerConnector):
+    """Lightning's logger connector, which is called between the hooks of an epoch's end and the schedulers' steps."""
 
     def on_epoch_end(self) -> None:
         super().on_epoch_end()
@@ -248,8 +262,8 @@ class ResumingLoggerConnector(_LoggerConnector):
             cast(Any, self.trainer.fit_loop).after_epoch_end_hooks()
 
 
-class ResumingCheckpointConnector(_CheckpointConnector):
-    """Lightning's, with the state of every process under the key ``relay``, but for checkpoints of weights only."""
+class ResumingCheckpointConnector(CheckpointConnector):
+    """Lightning's checkpoint connector; full checkpoints also hold the state of every process, under ``relay``."""
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
@@ -268,8 +282,12 @@ class ResumingCheckpointConnector(_CheckpointConnector):
 
 
 @dataclass
-class _ResumableSource(_DataLoaderSource):
-    """Where the fit loop gets its loaders from; ``num_processed`` tells how many batches it has trained on."""
+class _ResumableSource(DataLoaderSource):
+    """The source of the fit loop's loaders.
+
+    Attributes:
+        num_processed: Returns how many batches have been trained on, in all epochs.
+    """
 
     num_processed: Callable[[], int]
 
@@ -279,14 +297,14 @@ class _ResumableSource(_DataLoaderSource):
             return ResumableLoader(loaders, "max_size_cycle", self.num_processed)
         if type(loaders) is not CombinedLoader:
             return loaders
-        return ResumableLoader(loaders.iterables, loaders._mode, self.num_processed)
+        return ResumableLoader(loaders.iterables, combined_mode(loaders), self.num_processed)
 
 
 def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str, Any]]:
-    """The states of all ranks, on rank 0; others have no use for them."""
+    """Return the states of all ranks on rank 0, and an empty list on other ranks, which write no checkpoint."""
     if trainer.world_size == 1 or not torch.distributed.is_initialized():
         return [state]
-    if trainer.interrupted:  # the others may not be here: what is the same in all of them has to do
+    if trainer.interrupted:  # other ranks may have ended, so only what is the same on all ranks can be saved
         loaders = state["loaders"]["loaders"] if state["loaders"] else []
         return [state] * trainer.world_size if all(loader["order"] for loader in loaders) else []
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None

@@ -1,4 +1,4 @@
-"""The parser of the command line: LightningCLI's, whose errors are one line on stderr and exit status 2."""
+"""The parser of the command line: LightningCLI's parser, whose errors are one line on stderr and exit status 2."""
 
 import functools
 import re
@@ -8,23 +8,27 @@ from typing import Any, NoReturn
 
 from pytorch_lightning.cli import LightningArgumentParser
 
-from trainer.messages import classes_in, condense, unknown_class, unknown_key
+from strategies.lightning.compat import type_of_argument
+from trainer.cli.messages import classes_in, condense, unknown_class, unknown_key
 
 _UNRECOGNIZED = "unrecognized arguments: "
 _NOT_ACCEPTED = re.compile(
     r"(?:Group '(?P<group>[^']+)' does not accept o|.*does not accept o|O)ption '(?P<key>[^']*)'"
 )
 _CLASS_PATH = re.compile(r"Problem with given class_path '([^']+)'|Expected a dot import path string: (\S+)")
-# The parser of a class's arguments hands its message to the parser around it, which wraps it into its own; the mark
-# shows where the inner message, already one line, begins and ends.
+# The parser of a class's arguments passes its message to the outer parser, which puts it into its own message. The mark
+# shows where the inner message, which is already one line, begins and ends.
 _MARK = "\x02"
 
 
 class ConstructorRaised(BaseException):
-    """Carries what a constructor raised past jsonargparse.
+    """Carries an exception of a constructor through jsonargparse.
 
-    Where an argument may be one of several types, jsonargparse takes any ``Exception`` of a constructor as a reason to
-    try the next type, and in the end reports that none fits. It lets a ``BaseException`` through.
+    If an argument accepts several types, jsonargparse takes any ``Exception`` of a constructor as a reason to try the
+    next type, and finally reports that none fits. It does not catch a ``BaseException``.
+
+    Args:
+        error: The exception of the constructor.
     """
 
     def __init__(self, error: Exception) -> None:
@@ -33,7 +37,7 @@ class ConstructorRaised(BaseException):
 
 
 class Parser(LightningArgumentParser):
-    """LightningCLI's parser. Abbreviated options are off: ``--trainer.max_epoch`` is a mistake, not ``max_epochs``."""
+    """LightningCLI's parser without abbreviated options: ``--trainer.max_epoch`` is an error, not ``max_epochs``."""
 
     _described: type | None = None
     _reading: str = ""
@@ -44,14 +48,14 @@ class Parser(LightningArgumentParser):
     def add_class_arguments(
         self, theclass: type, nested_key: str | None = None, *args: Any, **kwargs: Any
     ) -> list[str]:
-        """As in jsonargparse, which makes one inner parser (no ``nested_key``) per class that a value names."""
+        """Add arguments as jsonargparse does, with one inner parser (no ``nested_key``) for each class in a value."""
         if nested_key is None:
             self._described = theclass
         added: list[str] = super().add_class_arguments(theclass, nested_key, *args, **kwargs)
         return added
 
     def add_instantiator(self, instantiator: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """As in jsonargparse; what the constructor raises arrives as ``ConstructorRaised``."""
+        """Add an instantiator as jsonargparse does; an exception of a constructor becomes ``ConstructorRaised``."""
 
         @functools.wraps(instantiator)
         def carrying(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +67,7 @@ class Parser(LightningArgumentParser):
         super().add_instantiator(carrying, *args, **kwargs)
 
     def parse_path(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in jsonargparse; errors name the file."""
+        """Parse a file as jsonargparse does; errors name the file."""
         self._reading = f"{path}: "
         try:
             return super().parse_path(path, *args, **kwargs)
@@ -71,7 +75,7 @@ class Parser(LightningArgumentParser):
             self._reading = ""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """End the program with one line, or hand that line to the parser around this one."""
+        """End the program with one line, or pass that line to the outer parser."""
         line = message.split(_MARK)[1] if _MARK in message else self._explain(message, ex)
         if not self.exit_on_error:
             super().error(f"{_MARK}{line}{_MARK}", ex)
@@ -104,17 +108,20 @@ class Parser(LightningArgumentParser):
         return unknown_key(argument.removeprefix("--").partition("=")[0], self._chosen()._keys())
 
     def _chosen(self) -> "Parser":
-        """The parser of the subcommand that the arguments name, else this one."""
+        """Return the parser of the subcommand that the arguments name, or this parser."""
         if not self._subcommands_action:
             return self
         subcommands: dict[str, Parser] = self._subcommands_action.choices
         return next((subcommands[arg] for arg in self.args if arg in subcommands), self)
 
+    def _arguments(self) -> list[Any]:
+        return list(self._actions)
+
     def _keys(self) -> set[str]:
         return {action.dest for action in self._actions if action.dest not in ("help", "print_config")}
 
     def _typehint_at(self, message: str) -> Any:
-        """The type of the argument that the message is about."""
+        """Return the type of the argument that a message is about."""
         key = re.match(r'Parser key "([^"]*)"', message)
-        actions = [*self._actions, *self._chosen()._actions]
-        return next((getattr(action, "_typehint", None) for action in actions if key and action.dest == key[1]), None)
+        actions = [*self._arguments(), *self._chosen()._arguments()]
+        return next((type_of_argument(action) for action in actions if key and action.dest == key[1]), None)

@@ -1,4 +1,4 @@
-"""Random state: of this process and of single generators; as plain types and tensors once it goes into a checkpoint."""
+"""Random states of this process and of single generators, as plain types and tensors for checkpoints."""
 
 import random
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ Generator = torch.Generator | random.Random | np.random.RandomState | np.random.
 
 
 def generator_state(generator: Generator) -> Any:
-    """The state of one generator."""
+    """Return the state of one generator."""
     if isinstance(generator, torch.Generator | np.random.RandomState):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -21,7 +21,7 @@ def generator_state(generator: Generator) -> Any:
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:
-    """Sets what :func:`generator_state` gave, or what :func:`plain` has made of it."""
+    """Set what :func:`generator_state` returned, or what :func:`plain` made of it."""
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, np.random.RandomState):
@@ -33,31 +33,31 @@ def set_generator_state(generator: Generator, state: Any) -> None:
 
 
 def random_state() -> dict[str, Any]:
-    """The state of torch (on the CPU), Python and numpy in this process; takes less than 0.1 ms."""
+    """Return the state of torch (on the CPU), Python and numpy in this process; takes less than 0.1 ms."""
     return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Sets what :func:`random_state` gave, or what :func:`plain` has made of it."""
+    """Set what :func:`random_state` returned, or what :func:`plain` made of it."""
     torch.set_rng_state(state["torch"])
     random.setstate(_with_tuples(state["python"]))
     np.random.set_state(tuple(state["numpy"]))
 
 
 def cuda_random_state() -> list[torch.Tensor]:
-    """The state of every CUDA device."""
+    """Return the state of every CUDA device."""
     return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
 
 def set_cuda_random_state(states: list[torch.Tensor]) -> None:
-    """Sets what :func:`cuda_random_state` gave, on as many devices as there are now."""
+    """Set what :func:`cuda_random_state` returned, on as many devices as there are now."""
     for device, state in zip(range(torch.cuda.device_count()), states, strict=False):
         torch.cuda.set_rng_state(state, device)
 
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Leaves the random state of torch (on the CPU), Python and numpy as it was."""
+    """Restore the random state of torch (on the CPU), Python and numpy at the end."""
     state = random_state()
     try:
         yield
@@ -66,7 +66,7 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """Lists for tuples and numpy's arrays, at any depth: what ``torch.load(weights_only=True)`` reads."""
+    """Replace tuples and numpy arrays by lists at any depth, which ``torch.load(weights_only=True)`` can read."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):

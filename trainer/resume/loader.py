@@ -1,4 +1,4 @@
-"""One loader of the training loop: remembers where it is in its data, and goes on from there in a resumed run."""
+"""One training loader: keeps its position in the data and continues from there in a resumed run."""
 
 import pickle
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from itertools import repeat
 from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
-from lightning_fabric.utilities.types import _Stateful
-from pytorch_lightning.utilities.combined_loader import _shutdown_workers_and_reset_iterator
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from trainer.random_state import plain, preserved_random_state
-from trainer.replay import Replayable, owners_of_order
-from trainer.shared_order import describe_order, samples_of_process
-from trainer.stateful_dataset import stateful_dataset
-from trainer.worker_random_state import CollateAndReport, StartWorker, read_report
+from strategies.common.torch_compat import index_sampler, makes_own_iterator
+from strategies.lightning.compat import Stateful, shutdown_workers_and_reset_iterator
+from trainer.resume.random_state import plain, preserved_random_state
+from trainer.resume.replay import Replayable, owners_of_order
+from trainer.resume.sample_order import describe_order, samples_of_process
+from trainer.resume.stateful_dataset import stateful_dataset
+from trainer.resume.worker_random_state import CollateAndReport, StartWorker, read_report
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Resumption:
     """How a run is resumed.
 
     Attributes:
-        in_mid_epoch: Whether the next pass is the rest of the one that was saved, or the one after it.
-        num_processes_before: How many processes there were.
-        num_processes: How many there are.
-        rank: Of this one.
+        in_mid_epoch: Whether the next pass is the rest of the pass that was saved, or the pass after it.
+        num_processes_before: Number of processes when the checkpoint was written.
+        num_processes: Number of processes now.
+        rank: The rank of this process.
     """
 
     in_mid_epoch: bool
@@ -37,30 +37,30 @@ class Resumption:
 
 
 class TrackedLoader(Iterator[Any]):
-    """What the training loop iterates over in place of a loader.
+    """Wraps a loader for the training loop, which iterates over this object in place of the loader.
 
-    How it goes on in the middle of an epoch:
+    How a pass continues in the middle of an epoch depends on the loader:
 
-    * a DataLoader over a map-style dataset draws its order once more and leaves out the indices of the batches that
-      have been trained on, so that no sample is read twice;
-    * an ``IterableDataset`` with ``state_dict``, read without workers, gets the state that it had behind those batches;
-    * a loader with ``state_dict`` is left to Lightning, which loads its state;
-    * anything else is read again from the start of the epoch.
+    * A ``DataLoader`` over a map-style dataset draws its order again and leaves out the indices of batches that have
+      been trained on, so no sample is read twice.
+    * An ``IterableDataset`` with ``state_dict``, read without workers, gets the state that it had after those batches.
+    * Lightning loads the state of a loader with ``state_dict``.
+    * Any other loader is read again from the start of the epoch, and the batches trained on are dropped.
     """
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         self._by_index = _draws_indices(loader)
         self._dataset = stateful_dataset(loader)
-        self._source = Replayable(loader._index_sampler if self._by_index else loader, owners_of_order(loader))
+        self._source = Replayable(index_sampler(loader) if self._by_index else loader, owners_of_order(loader))
         self._num_workers = loader.num_workers if self._by_index else 0
         self._shift = 0  # the role of worker 0
-        self._reports: dict[int, Any] = {}  # of each role, when it made the last of the batches that were yielded
+        self._reports: dict[int, Any] = {}  # by role: the random state after the last yielded batch
         self._iterator: Iterator[Any] = iter(())
         self._num_yielded = 0
         self._saved: dict[str, Any] | None = None
         self._how = Resumption(in_mid_epoch=False, num_processes_before=1, num_processes=1, rank=0)
-        self._shared_order: dict[str, Any] | None = None  # of a pass that has begun with another number of processes
+        self._shared_order: dict[str, Any] | None = None  # of a pass that began with another number of processes
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -87,14 +87,14 @@ class TrackedLoader(Iterator[Any]):
         return data
 
     def position(self) -> dict[str, Any]:
-        """Where the loader is, for :meth:`to_save`."""
+        """Return the position of the loader, for :meth:`to_save`."""
         position = {"record": self._source.record, "num_yielded": self._num_yielded, "reports": dict(self._reports)}
         if self._dataset is not None:
             position["dataset"] = self._dataset.state()
         return position
 
     def to_save(self, position: dict[str, Any]) -> dict[str, Any]:
-        """A position as plain types and tensors."""
+        """Return a position as plain types and tensors."""
         reports = [position["reports"].get(role) for role in range(self._num_workers)]
         saved = {
             "num_yielded": position["num_yielded"],
@@ -111,16 +111,20 @@ class TrackedLoader(Iterator[Any]):
         return saved | ({"dataset": pickle.loads(position["dataset"])} if "dataset" in position else {})
 
     def resume(self, saved: dict[str, Any], how: Resumption) -> None:
-        """Lets the next pass be the one that :meth:`to_save` saw, or the one after it.
+        """Make the next pass the one that was saved, or the one after it.
+
+        Args:
+            saved: What :meth:`to_save` returned.
+            how: How the run is resumed.
 
         Raises:
-            MisconfigurationException: If it would go on in the middle of an epoch over other data, or if the checkpoint
-                has been tampered with.
+            MisconfigurationException: If the data have changed in the middle of an epoch, or if the checkpoint has been
+                tampered with.
         """
         if not all(state is None or isinstance(state, dict) for state in saved["workers"]):
             raise MisconfigurationException(
                 "The checkpoint holds something else than the random states of a loader's workers where those should "
-                "be. Bytes would be run as a pickle there: none of it should be trusted."
+                "be. Bytes there would be run as a pickle, so do not trust any part of this file."
             )
         self._saved, self._how = saved, how
         if how.in_mid_epoch:
@@ -134,21 +138,21 @@ class TrackedLoader(Iterator[Any]):
             self._dataset.load(saved["dataset"])
 
     def release(self) -> None:
-        """Drops the iterators of the current pass, and with them its worker processes."""
+        """Drop the iterators of the current pass, which ends its worker processes."""
         self._iterator = iter(())
         self._source.release()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_iterator": iter(())}  # the iterators of loaders can be neither pickled nor copied
+        return {**vars(self), "_iterator": iter(())}  # iterators of loaders can be neither pickled nor copied
 
     def _begin(self, *, resumed: bool) -> None:
-        """A pass from the start."""
+        """Start a pass from its first batch."""
         if not self._by_index:
             self._source.prepare()
             self._iterator = self._iterator_over_dataset(resumed) if self._dataset else iter(self._source)
         elif self._num_workers and self.loader.persistent_workers and (resumed or self._shift):
-            # Without interruption, workers in these very roles would be there: they start anew, and draw no seed.
-            _shutdown_workers_and_reset_iterator(self.loader)
+            # Without the interruption persistent workers would have these roles. Start new ones and draw no seed.
+            shutdown_workers_and_reset_iterator(self.loader)
             self._source.prepare(begun=[self._source.state()])
             self._shift = 0
             self._iterator = self._iterator_over_indices()
@@ -159,9 +163,9 @@ class TrackedLoader(Iterator[Any]):
             self._iterator = self._iterator_over_indices()
 
     def _go_on(self, saved: dict[str, Any]) -> None:
-        """A pass from where it was."""
+        """Start a pass from the saved position."""
         number = saved["num_yielded"]
-        if isinstance(self.loader, _Stateful):
+        if isinstance(self.loader, Stateful):
             self._begin(resumed=True)
         elif self._dataset is not None and "dataset" in saved:
             self._dataset.load(saved["dataset"])
@@ -185,16 +189,16 @@ class TrackedLoader(Iterator[Any]):
         assert self._dataset is not None
 
         def begin() -> Iterator[Any]:
-            if self._source.record["begun"]:  # once more, as the first time
+            if self._source.record["begun"]:  # begin again with the same order
                 self._source.set_state(self._source.record["begun"][0])
                 self._source.prepare()
             iter(self._source)
-            return map(next, repeat(self._source))  # iter must not be called on it again
+            return map(next, repeat(self._source))  # calling iter on it again would begin another pass
 
         return self._dataset.checked(begin, may_be_empty=resumed and self._how.in_mid_epoch)
 
     def _iterator_over_indices(self) -> Iterator[Any]:
-        """The DataLoader's own iterator, over indices and from workers that can be followed."""
+        """Return the DataLoader's iterator, with indices from the source and workers that report random states."""
         loader = self.loader
         replaced: dict[str, Any] = {"sampler" if loader.batch_sampler is None else "batch_sampler": self._source}
         if self._num_workers:
@@ -222,8 +226,8 @@ class TrackedLoader(Iterator[Any]):
         if problem is not None:
             raise MisconfigurationException(
                 f"The checkpoint was written in the middle of an epoch, after {saved['num_yielded']} batches of a "
-                f"loader {problem}, so some samples would be left out or trained on twice. Resume as it was trained, "
-                "from the end of an epoch, or with pytorch_lightning.Trainer, which begins the loader anew."
+                f"loader {problem}, so some samples would be left out or trained on twice. Resume with the settings of "
+                "that run, from the end of an epoch, or with pytorch_lightning.Trainer, which restarts the loader."
             )
 
     def _shape(self) -> dict[str, int | None]:
@@ -235,7 +239,7 @@ class TrackedLoader(Iterator[Any]):
         }
 
     def _samplers(self) -> str | None:
-        """What draws the order; under some strategies, Lightning puts a ``DistributedSampler`` in."""
+        """Return a description of the samplers; Lightning inserts a ``DistributedSampler`` under some strategies."""
         if not self._by_index:
             return None
         sampler = self.loader.sampler
@@ -244,13 +248,13 @@ class TrackedLoader(Iterator[Any]):
 
 
 def _draws_indices(loader: Any) -> bool:
-    """Whether a loader is a DataLoader that takes samples by index, and does so in torch's own way."""
+    """Return whether a loader is a ``DataLoader`` that takes samples by index and does not override how."""
     return (
         isinstance(loader, DataLoader)
-        and not isinstance(loader, _Stateful)
+        and not isinstance(loader, Stateful)
         and not isinstance(loader.dataset, IterableDataset)
         and type(loader).__iter__ is DataLoader.__iter__
-        and type(loader)._get_iterator is DataLoader._get_iterator
+        and not makes_own_iterator(type(loader), DataLoader)
     )
 
 
@@ -262,7 +266,7 @@ def _num_in(data: Any) -> int | None:
 
 
 def _in_all(shape: dict[str, int | None], num_processes: int) -> dict[str, int | None]:
-    """The shape with the rows of all processes together."""
+    """Return the shape with the number of rows of all processes together."""
     rows = shape["rows in each"]
     return {**shape, "rows in each": None if rows is None else rows * num_processes}
 

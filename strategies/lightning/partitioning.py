@@ -1,4 +1,4 @@
-"""Which part of a ``LightningModule`` is pipelined, and how its layers are divided over the devices."""
+"""Find the part of a ``LightningModule`` that is pipelined, and the number of its layers on each stage."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from strategies.common.names import did_you_mean
 from strategies.launch.workers import share_of_threads
+from strategies.lightning.checks import as_misconfiguration
 from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs
 from strategies.pipeline.partition.probe import input_of
 from strategies.pipeline.partition.sequential import check_balance
@@ -24,10 +25,15 @@ BALANCE_MODES = ("balance_by_size", "balance_by_time")
 
 
 def find_module(model: LightningModule, path: str) -> nn.Sequential:
-    """The ``nn.Sequential`` at a dotted path.
+    """Return the ``nn.Sequential`` to be pipelined.
+
+    Args:
+        model: The model.
+        path: The dotted path of the ``nn.Sequential`` in the model.
 
     Raises:
-        MisconfigurationException: If there is none, if it has lost its weights, or if skip connections do not match.
+        MisconfigurationException: If there is no ``nn.Sequential`` at the path, if its parameters have no shapes or no
+            values, or if the skip connections between its layers do not match.
     """
     kind = type(model).__name__
     hint = _other_modules(model, path)
@@ -40,10 +46,10 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
         ) from None
     if isinstance(module, nn.ModuleList):
         raise MisconfigurationException(
-            f"{kind}.{path} is an nn.ModuleList, whose layers the model calls itself, where a pipeline cannot take "
-            "over. If each takes what the one before it returns, make it an nn.Sequential (parameters keep their "
-            f"names, so checkpoints still load) and call `x = self.{path}(x)` in place of the loop over it; what else "
-            "the loop does goes into the layers."
+            f"{kind}.{path} is an nn.ModuleList, whose layers the model calls itself, so a pipeline cannot run them on "
+            "other processes. If each layer takes what the previous one returns, make it an nn.Sequential (parameters "
+            f"keep their names, so checkpoints still load) and call `x = self.{path}(x)` in place of the loop over it. "
+            "Anything else that the loop does has to move into the layers."
         )
     if not isinstance(module, nn.Sequential):
         raise MisconfigurationException(
@@ -52,20 +58,21 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
         )
     if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         raise MisconfigurationException(
-            f"{kind}.{path} is a {type(module).__name__} with a forward of its own, which a pipeline would not run: it "
-            "calls the layers one after another. Move what it does into a layer, or use a plain nn.Sequential."
+            f"{kind}.{path} is a {type(module).__name__} with its own forward method, which a pipeline would not run, "
+            "because it calls the layers one after another. Move the code of that method into a layer, or use a plain "
+            "nn.Sequential."
         )
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise MisconfigurationException(
-            f"{kind}.{path} has parameters without a shape yet, {lazy[0]} first (a lazy layer): run a batch through "
+            f"{kind}.{path} has parameters without a shape, such as {lazy[0]} (of a lazy layer): run a batch through "
             "the model before fit, or give the layer its sizes."
         )
     lost = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     if lost:
         raise MisconfigurationException(
-            f"{len(lost)} parameters of {kind}.{path} have no values (they are on the meta device), {lost[0]} first: "
-            "a worker of an earlier run may have ended before it gave them back. Build the model anew and load a "
+            f"{len(lost)} parameters of {kind}.{path} have no values (they are on the meta device), such as {lost[0]}: "
+            "a worker of an earlier run may have ended before it returned them. Build a new model and load a "
             "checkpoint."
         )
     with as_misconfiguration():
@@ -74,7 +81,7 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
 
 
 def _other_modules(model: nn.Module, path: str) -> str:
-    """What else of ``model`` may have been meant."""
+    """Return the end of a message that names other modules which the user may have meant."""
     sequentials = [name for name, child in model.named_modules() if isinstance(child, nn.Sequential) and name]
     if sequentials:
         return did_you_mean(path, sequentials)
@@ -95,16 +102,24 @@ def find_balance(
     device: torch.device,
     convert: Callable[[Any], Any] = lambda example: example,
 ) -> list[int]:
-    """The number of layers of each stage: as given, or found by measuring each layer on the model's example input.
+    """Return the number of layers of each stage, as given or measured.
 
-    ``"even"`` only counts layers, and so does a balance left out where all layers are alike and there is no example.
+    Args:
+        model: The model. Layers are measured on its ``example_input_array``.
+        module: The pipelined part of the model.
+        num_stages: Number of stages.
+        given: The number of layers of each stage; ``"even"`` for equal numbers; ``None`` to measure each layer. Without
+            an example input, layers that are all alike get equal numbers under ``None`` too.
+        mode: What is measured: ``"balance_by_size"`` (bytes) or ``"balance_by_time"`` (seconds).
+        microbatches: Number of micro-batches; sizes of activations are those of one of them.
+        device: Where a copy of one layer at a time is measured.
+        convert: Gives the example input the precision of the model.
 
-    Measuring moves a copy of one layer at a time to ``device``; ``convert`` gives the example the model's precision.
-    Gradients that the parameters hold, such as those that an earlier ``fit`` left, are set aside while layers are
-    measured.
+    Gradients that the parameters hold, for instance from an earlier ``fit``, are kept aside during the measurement.
 
     Raises:
-        MisconfigurationException: If what is given does not fit, or if there are too few layers or no example.
+        MisconfigurationException: If the given numbers do not fit the layers, or if there are too few layers or no
+            example input.
     """
     if given is not None and given != "even":
         with as_misconfiguration():
@@ -120,7 +135,7 @@ def find_balance(
         return partition_costs([1] * len(module), num_stages)
     if model.example_input_array is None:
         raise MisconfigurationException(
-            f"The balance can only be found with an example: set `self.example_input_array` on {type(model).__name__} "
+            f"Measuring the layers needs an example input: set `self.example_input_array` on {type(model).__name__} "
             f"to a batch of inputs, or give the balance, one number of layers for each of the {num_stages} devices. "
             'balance="even" gives each stage the same number of layers, whatever they cost.'
         )
@@ -131,7 +146,7 @@ def find_balance(
 
 
 def _are_alike(layers: nn.Sequential) -> bool:
-    """Whether all layers are of one class, with the same modules in them and tensors of the same shapes."""
+    """Return whether all layers have the same class, the same modules inside, and tensors of the same shapes."""
     kinds = [
         [
             (
@@ -144,15 +159,6 @@ def _are_alike(layers: nn.Sequential) -> bool:
         for layer in layers
     ]
     return all(kind == kinds[0] for kind in kinds)
-
-
-@contextmanager
-def as_misconfiguration() -> Iterator[None]:
-    """Turns the engine's errors about a user's settings into Lightning's."""
-    try:
-        yield
-    except (ValueError, TypeError) as error:
-        raise MisconfigurationException(str(error)) from error
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""The random state of a DataLoader's workers: it comes with every batch, and is given to those of a resumed run.
+"""The random states of a DataLoader's workers, sent with every batch and given to the workers of a resumed run.
 
-Batch ``b`` of a pass is made by worker ``b % workers``. A run that is resumed after batch ``k`` starts its workers
-anew, and its first batch, ``k``, again goes to worker 0: so worker ``w`` takes on the role of ``(k + w) % workers``.
+Worker ``b % num_workers`` makes batch ``b`` of a pass. A run that continues with batch ``k`` starts new workers, and
+worker 0 makes batch ``k``. Worker ``w`` therefore takes the role of worker ``(k + w) % num_workers``.
 """
 
 import pickle
@@ -11,15 +11,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data._utils.worker import _generate_state
 
-from trainer.random_state import plain, random_state, set_random_state
+from strategies.common.torch_compat import numpy_seed_of_worker
+from trainer.resume.random_state import plain, random_state, set_random_state
 
 
 class CollateAndReport:
-    """``collate_fn`` whose batches come with the random state that the worker is in then.
+    """A ``collate_fn`` that returns each batch with the worker's random state after it.
 
-    As bytes, because tensors would travel through shared memory; empty if nothing has been drawn since the last batch.
+    The state is sent as bytes, because tensors would go through shared memory. It is empty if the worker has drawn no
+    random number since the batch before.
+
+    Args:
+        collate_fn: The user's ``collate_fn``.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
@@ -35,7 +39,7 @@ class CollateAndReport:
 
 
 def read_report(report: bytes | dict[str, Any]) -> dict[str, Any]:
-    """The random state of a report as plain types and tensors; one out of a checkpoint is that already."""
+    """Return the random state of a report as plain types and tensors, as which a checkpoint holds it already."""
     if isinstance(report, dict):
         return report
     state = pickle.loads(report)
@@ -43,13 +47,13 @@ def read_report(report: bytes | dict[str, Any]) -> dict[str, Any]:
 
 
 class StartWorker:
-    """``worker_init_fn`` that starts each worker in a role.
+    """A ``worker_init_fn`` that gives each worker its role.
 
     Args:
-        worker_init_fn: The user's, called with the role.
+        worker_init_fn: The user's ``worker_init_fn``, called with the role.
         shift: The role of worker 0.
-        num_workers: How many there are.
-        states: The random state of each role; one that had none yet starts as it did the first time.
+        num_workers: Number of workers.
+        states: The random state of each role; a role without one starts as in a new run.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class StartWorker:
         base_seed = torch.initial_seed() - worker
         torch.manual_seed(base_seed + role)
         random.seed(base_seed + role)
-        np.random.seed(_generate_state(base_seed, role))
+        np.random.seed(numpy_seed_of_worker(base_seed, role))
         if self._worker_init_fn is not None:
             self._worker_init_fn(role)
         if role in self._states:

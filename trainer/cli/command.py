@@ -1,12 +1,12 @@
 """The command line ``python -m trainer {fit,validate,test,predict}``: LightningCLI with Relay's Trainer.
 
-A mistake in the configuration ends in one line on stderr and exit status 2. Where it can be made:
+A mistake in the configuration ends the program with one line on stderr and exit status 2. It is found while
 
-1. parsing: unknown keys, classes and wrong types (``trainer.parser``), an interpolation that leads nowhere;
-2. building the strategy, the model, the data and the Trainer: what their constructors refuse;
-3. setting up: what a strategy refuses once it has seen the model.
+1. parsing: unknown keys and classes, wrong types (``trainer.cli.parser``), interpolations of unknown keys;
+2. building strategy, model, data and Trainer: arguments that a constructor refuses;
+3. setting up the run: settings that a strategy refuses for this model.
 
-Whatever goes wrong later is no mistake in the configuration, and keeps its traceback.
+Errors after that are not mistakes in the configuration, and keep their traceback.
 """
 
 import os
@@ -16,19 +16,19 @@ import traceback
 from pickle import UnpicklingError
 from typing import NoReturn
 
-import pytorch_lightning as pl
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.common.names import PLUGINS
-from trainer.config import SaveConfigBesideCheckpoints
-from trainer.parser import ConstructorRaised, Parser
+from strategies.lightning.compat import run_stage_function
+from trainer.cli.parser import ConstructorRaised, Parser
+from trainer.cli.saved_config import SaveConfigBesideCheckpoints
 from trainer.trainer import Trainer, resolve_strategy
 
 _HEAD_START_SECONDS = 10.0
-"""torchrun, and Lightning's rank 0, end all ranks when one has ended: before others do, rank 0 has said why."""
+"""How long other ranks wait for rank 0 to print the error, because the end of one rank makes torchrun end them all."""
 
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric")
 
@@ -37,12 +37,12 @@ def main(args: list[str] | None = None) -> None:
     """Run one command.
 
     Args:
-        args: what follows ``python -m trainer``; ``None`` takes it from ``sys.argv``.
+        args: The arguments after ``python -m trainer``; ``None`` takes them from ``sys.argv``.
 
     Raises:
-        SystemExit: with status 2 after one line on stderr, where the configuration is mistaken.
+        SystemExit: With status 2, after one line on stderr, if the configuration has a mistake.
     """
-    # The user's classes are named by paths such as examples.gpt.GPT; an installed script does not search here itself.
+    # Class paths such as examples.gpt.GPT start here; an installed script does not search the working directory.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     _CLI(
@@ -55,12 +55,12 @@ def main(args: list[str] | None = None) -> None:
 
 
 class _CLI(LightningCLI):
-    """LightningCLI with the three steps in which a configuration can be refused."""
+    """LightningCLI that turns a refused configuration into one line, in each of the three steps above."""
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         assert args is None or isinstance(args, list)
         try:
-            # Not LightningCLI's own method, which warns about arguments given by a caller.
+            # LightningCLI's own method warns about arguments that a caller gives.
             self.config = parser.parse_args(_spell_out_strategy(sys.argv[1:] if args is None else args))
             strategy = self.config[self.config.subcommand].trainer.strategy
             if isinstance(strategy, str):
@@ -73,7 +73,7 @@ class _CLI(LightningCLI):
             super()._parse_ckpt_path()
         except UnpicklingError as refused:
             given = self.config[self.config.subcommand]
-            if given.get("weights_only") is not False:  # where it is, hyperparameters are those of the configuration
+            if given.get("weights_only") is not False:  # then hyperparameters come from the configuration
                 _end(refused, _not_weights_only(given.ckpt_path, refused))
 
     def _add_instantiators(self) -> None:
@@ -97,17 +97,17 @@ class _CLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except UnpicklingError as refused:
             path = self.config[subcommand].get("ckpt_path")
-            if path is None or _is_set_up(refused):  # something else that the user's code reads
+            if path is None or _is_after_set_up(refused):  # the user's code has read another file
                 raise
             _end(refused, _not_weights_only(path, refused))
         except (MisconfigurationException, ValueError, TypeError) as mistake:
-            if _is_set_up(mistake) or not (isinstance(mistake, MisconfigurationException) or _is_ours(mistake)):
+            if _is_after_set_up(mistake) or not (isinstance(mistake, MisconfigurationException) or _is_ours(mistake)):
                 raise
             _end(mistake)
 
 
 def _spell_out_strategy(args: list[str]) -> list[str]:
-    """``--trainer.strategy=ddp`` as a class path, where other options give that strategy arguments."""
+    """Replace ``--trainer.strategy=ddp`` by a class path if other options give that strategy arguments."""
     if not any(arg.startswith("--trainer.strategy.") for arg in args):
         return args
     spelled = {f"--trainer.strategy={name}": f"--trainer.strategy=strategies.{cls}" for name, cls in PLUGINS.items()}
@@ -115,7 +115,7 @@ def _spell_out_strategy(args: list[str]) -> list[str]:
 
 
 def _frames(mistake: BaseException) -> list[tuple[str, str, str]]:
-    """Module, function and place of each frame, the one that raised last."""
+    """Return module, function and line of each frame, the one that raised last."""
     return [
         (frame.f_globals.get("__name__", ""), frame.f_code.co_name, f"{frame.f_code.co_filename}:{line}")
         for frame, line in traceback.walk_tb(mistake.__traceback__)
@@ -123,25 +123,25 @@ def _frames(mistake: BaseException) -> list[tuple[str, str, str]]:
 
 
 def _is_ours(mistake: BaseException) -> bool:
-    """Whether Relay or Lightning refused an argument, and not code that they called."""
+    """Return whether code of Relay or Lightning raised the error, and not code that they called."""
     return _frames(mistake)[-1][0].split(".")[0] in _OURS
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a constructor refuses its arguments; a ``TypeError`` of the user's own is rather a bug."""
+    """Return whether a constructor refused its arguments; a ``TypeError`` in the user's code is taken as a bug."""
     return isinstance(error, MisconfigurationException | ValueError) or (
         isinstance(error, TypeError) and _is_ours(error)
     )
 
 
-def _is_set_up(mistake: BaseException) -> bool:
-    """Whether the loops had begun to run."""
-    run_stage = pl.Trainer._run_stage
+def _is_after_set_up(mistake: BaseException) -> bool:
+    """Return whether the error came after set-up, when the loops had begun to run."""
+    run_stage = run_stage_function()
     return (run_stage.__module__, run_stage.__name__) in [frame[:2] for frame in _frames(mistake)]
 
 
 def _end(mistake: Exception, told: str = "") -> NoReturn:
-    # Every rank has the same configuration and refuses it alike; one line is enough.
+    # Every rank refuses the same configuration; one line is enough.
     if getattr(rank_zero_only, "rank", 0) == 0:
         sys.stderr.write(f"error: {told or _one_line(mistake)}\n")
     else:
@@ -155,8 +155,8 @@ def _not_weights_only(path: str, refused: UnpicklingError) -> str:
     told = str(refused).partition("\n\nCheck the documentation")[0]  # torch's, of many lines
     reason = told.rpartition("WeightsUnpickler error:")[2].rpartition("\n\n")[2].strip().split(". ")[0].rstrip(".")
     return (
-        f"{path} is no checkpoint of tensors and plain types only, and nothing in it has been run or loaded: {reason}. "
-        "Where you trust its author, give --weights_only=false"
+        f"{path} is not a checkpoint of tensors and plain types only, and nothing in it has been run or loaded: "
+        f"{reason}. If you trust its author, give --weights_only=false"
     )
 
 

@@ -1,0 +1,216 @@
+"""Every place where Relay replaces a method of one of Lightning's objects for the time of a run.
+
+Lightning has no public hook at these points. Each function replaces methods of single objects, never of classes, and
+returns what puts them back; strategies call that in ``teardown``. :func:`overridden_gradient_hooks` and
+:func:`steps_may_run_in_backward` look at the other direction: which of Lightning's hooks the user has overridden.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ModelSummary
+from pytorch_lightning.core.optimizer import LightningOptimizer
+from pytorch_lightning.plugins import Precision
+from pytorch_lightning.profilers import PyTorchProfiler
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.common.patching import replaced
+from strategies.common.torch_compat import replacing_unscale_grads, unscale_grads
+from strategies.lightning.compat import is_stand_in, replacing_summary, unwrapped
+from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
+
+Undo = Callable[[], Any]
+"""Puts back what a function of this module has replaced."""
+
+
+# Optimizers
+
+
+def follow_optimizers(
+    optimizers: PipelineOptimizers, wrappers: Iterable[LightningOptimizer], after_method: Callable[[], None]
+) -> list[Undo]:
+    """Make every step, every ``zero_grad`` and every other method of the user's optimizers reach all stages.
+
+    Args:
+        optimizers: The optimizers over all stages.
+        wrappers: Lightning's wrappers around the user's optimizers, which have a ``zero_grad`` of their own.
+        after_method: Called after each call of a method that an optimizer's class adds to torch's.
+    """
+    undo: list[Undo] = []
+    listed = list(wrappers)
+    for own in optimizers.optimizers:
+        around = [wrapper for wrapper in listed if wrapper.optimizer is own]
+        undo += follow_optimizer(
+            own, optimizers, holders=around, refused=MisconfigurationException, after_method=after_method
+        )
+    return undo
+
+
+# Gradients: the precision plug-in and its scaler
+
+
+@dataclass(frozen=True)
+class GradientOperations:
+    """What the precision plug-in does to gradients, done to those of all processes.
+
+    Attributes:
+        clip_norm: Called with an optimizer and the largest norm, in place of ``clip_grad_by_norm``.
+        start_unscaling: Called with an optimizer, the inverse of the loss scale, and whether float16 gradients are
+            allowed, before this process divides its own gradients. Returns a function that takes a scalar, not zero if
+            a gradient of this process is infinite or not a number, and makes it so if one of another process is.
+        clip_value: Called with an optimizer and the largest value, in place of ``clip_grad_by_value``. ``None`` leaves
+            Lightning's, for processes that hold whole parameters and clip their own gradients.
+    """
+
+    clip_norm: Callable[[Optimizer, float], Any]
+    start_unscaling: Callable[[Optimizer, Tensor, bool], Callable[[Tensor], Any]]
+    clip_value: Callable[[Optimizer, float], Any] | None = None
+
+
+def follow_precision(precision: Precision, operations: GradientOperations) -> list[Undo]:
+    """Make clipping and the gradient scaler of a precision plug-in reach the gradients of all processes."""
+    undo: list[Undo] = [_clip_by(precision, "clip_grad_by_norm", operations.clip_norm)]
+    if operations.clip_value is not None:
+        undo.append(_clip_by(precision, "clip_grad_by_value", operations.clip_value))
+    if (scaler := scaler_of(precision)) is not None:
+        for name, method in replacing_unscale_grads(partial(_unscale_everywhere, operations, scaler)).items():
+            undo.append(replaced(scaler, name, method))
+    return undo
+
+
+def operations_over_stages(optimizers: PipelineOptimizers) -> GradientOperations:
+    """Return how clipping and unscaling reach the gradients of all stages of a pipeline."""
+
+    def start_unscaling(optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> Callable[[Tensor], Any]:
+        replies = optimizers.start_unscaling(optimizer, inv_scale.cpu(), allow_fp16)
+        # A fused optimizer skips its step only if the scalar is exactly 1.
+        return lambda found: found.add_(sum(reply() for reply in replies)).clamp_(max=1.0)
+
+    return GradientOperations(optimizers.clip_grad_norm, start_unscaling, optimizers.clip_grad_value)
+
+
+def scaler_of(precision: Precision) -> torch.amp.GradScaler | None:
+    """Return the gradient scaler of a precision plug-in, which only those for float16 have."""
+    return getattr(precision, "scaler", None)
+
+
+def after_backward(precision: Precision, function: Callable[[], None]) -> Undo:
+    """Call a function after each backward pass, before the hook ``on_after_backward`` of model and callbacks."""
+    backward: Any = precision.backward
+
+    def backward_and_function(*args: Any, **kwargs: Any) -> None:
+        backward(*args, **kwargs)
+        function()
+
+    return replaced(precision, "backward", backward_and_function)
+
+
+def _clip_by(precision: Precision, name: str, clip: Callable[[Optimizer, float], Any]) -> Undo:
+    lightnings = getattr(precision, name)
+
+    def clip_unless_stand_in(optimizer: Any, clip_val: float) -> None:
+        if is_stand_in(optimizer):  # has no parameters in any process
+            lightnings(optimizer, clip_val)
+        else:
+            clip(unwrapped(optimizer), clip_val)
+
+    return replaced(precision, name, clip_unless_stand_in)
+
+
+def _unscale_everywhere(
+    operations: GradientOperations,
+    scaler: torch.amp.GradScaler,
+    optimizer: Optimizer,
+    inv_scale: Tensor,
+    found_inf: Tensor,
+    allow_fp16: bool,
+) -> dict[torch.device, Tensor]:
+    count_others = operations.start_unscaling(unwrapped(optimizer), inv_scale, allow_fp16)
+    found = unscale_grads(scaler)(optimizer, inv_scale, found_inf, allow_fp16)
+    # The scaler needs an entry for at least one device, even if this process has no gradient to divide.
+    count_others(found.setdefault(found_inf.device, found_inf))
+    return found
+
+
+# Callbacks, the summary, the profiler, logged values
+
+
+def run_hooks_within(
+    callback: Callback, names: Sequence[str], context: Callable[[], AbstractContextManager[Any]]
+) -> list[Undo]:
+    """Run the hooks of a callback that its class overrides within a context, which is made for each call."""
+
+    def within(hook: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with context():
+            hook(*args, **kwargs)
+
+    overridden = [name for name in names if getattr(type(callback), name) is not getattr(Callback, name)]
+    return [replaced(callback, name, partial(within, getattr(callback, name))) for name in overridden]
+
+
+def before_file_exists(callback: ModelCheckpoint, function: Callable[[], None]) -> Undo:
+    """Call a function each time before a ``ModelCheckpoint`` looks whether a file exists."""
+    file_exists = callback.file_exists
+
+    def function_and_file_exists(*args: Any) -> bool:
+        function()
+        return file_exists(*args)
+
+    return replaced(callback, "file_exists", function_and_file_exists)
+
+
+def show_summary(callback: ModelSummary, summary: Callable[[Trainer, LightningModule], Any]) -> Undo:
+    """Make a summary callback show what ``summary`` returns."""
+    return replaced(callback, *replacing_summary(summary))
+
+
+def around_stop(profiler: PyTorchProfiler, stop: Callable[[Callable[[str], None], str], None]) -> Undo:
+    """Call ``stop(original, action_name)`` in place of ``profiler.stop(action_name)``."""
+    return replaced(profiler, "stop", partial(stop, profiler.stop))
+
+
+@contextmanager
+def logs_collected(model: LightningModule, collect: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
+    """Within this, ``self.log`` of a model calls ``collect`` with the name, the value, and other arguments by name."""
+    others = list(signature(LightningModule.log).parameters)[3:]  # after self, name and value
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        collect(name, value, {**dict(zip(others, args, strict=False)), **kwargs})
+
+    undo = replaced(model, "log", log)
+    try:
+        yield
+    finally:
+        undo()
+
+
+# Hooks of the user
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_GRADIENT_HOOKS_OF_MODELS = (*_GRADIENT_HOOKS, "configure_gradient_clipping", "backward")
+
+
+def overridden_gradient_hooks(trainer: Any, model: LightningModule) -> list[str]:
+    """Return the names of the hooks in which the model or a callback may read or change gradients."""
+    of_model = [name for name in _GRADIENT_HOOKS_OF_MODELS if is_overridden(name, model)]
+    return of_model + [
+        f"{type(callback).__name__}.{name}"
+        for callback in trainer.callbacks
+        for name in _GRADIENT_HOOKS
+        if is_overridden(name, callback)
+    ]
+
+
+def steps_may_run_in_backward(trainer: Any, model: LightningModule, precision: Precision) -> bool:
+    """Return whether nothing reads gradients between the backward pass and the optimizer's step."""
+    reads = scaler_of(precision) is not None or trainer.gradient_clip_val or is_overridden("optimizer_step", model)
+    return model.automatic_optimization and not (reads or overridden_gradient_hooks(trainer, model))

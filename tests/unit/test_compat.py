@@ -1,0 +1,416 @@
+"""The private names of torch, Lightning and torchmetrics that Relay uses exist in the installed versions.
+
+A new version may drop a private name without notice. Each name is listed here with its use, so that a failure tells
+which version no longer has it and what is affected. Private names may be used in the two ``compat`` modules only, and
+where a class of Relay extends a class of these packages.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+_TORCH_COMPAT = Path("strategies/common/torch_compat.py")
+_LIGHTNING_COMPAT = Path("strategies/lightning/compat.py")
+
+_IN_TORCH_COMPAT = {
+    "torch.Tensor._version": "notice whether a layer has changed its input in place",
+    "torch.UntypedStorage._cdata": "tell whether two tensors share a storage",
+    "torch._C.DisableTorchFunctionSubclass": "read facts of stand-ins without calling their operators",
+    "torch._foreach_norm": "compute the norms of gradients as clip_grad_norm_ does",
+    "torch._ops.OpOverload._schema": "name an operator for another process",
+    "torch._ops.OpOverload._overloadname": "name an operator for another process",
+    "torch.Tensor._backward_hooks": "refuse hooks on parameters that go to a worker",
+    "torch.Tensor._post_accumulate_grad_hooks": "refuse hooks on parameters that go to a worker",
+    "torch.nn.Module._forward_pre_hooks": "notice and remove hooks of a layer",
+    "torch.nn.Module._forward_hooks": "notice and remove hooks of a layer",
+    "torch.nn.Module._backward_pre_hooks": "notice that hooks of a layer have changed",
+    "torch.nn.Module._backward_hooks": "notice that hooks of a layer have changed",
+    "torch.nn.Module._state_dict_hooks": "copy a module without the pipeline's own hooks",
+    "torch.nn.Module._load_state_dict_pre_hooks": "copy a module without the pipeline's own hooks",
+    "torch.nn.Module._non_persistent_buffers_set": "check a state dict before it is loaded",
+    "torch.nn.Module._compiled_call_impl": "warn that compile() is lost on the way to a worker",
+    "torch.nn.Module._apply": "move a copy of the model whose layers are on workers",
+    "torch._C._will_engine_execute_node": "refuse torch.autograd.grad through a pipeline",
+    "torch._C._current_graph_task_id": "tell one backward pass from the next under ZeRO",
+    "torch.autograd.Variable._execution_engine": "run code at the end of a backward pass under ZeRO",
+    "torch.distributed.autograd._current_context": "tell whether a RemoteModule is used in distributed autograd",
+    "torch.distributed.autograd._init": "join RPC without init_rpc",
+    "torch.autograd._profiler_enabled": "label layers in a trace",
+    "torch.autograd._enable_record_function": "keep communication out of a trace",
+    "torch.amp.GradScaler._unscale_grads_": "divide the gradients of all stages by the loss scale",
+    "torch.distributed.distributed_c10d._world": "start anew after a rank has failed",
+    "torch.distributed.distributed_c10d._get_default_group": "use the default process group",
+    "torch.distributed.distributed_c10d._get_default_store": "notice the end of rank 0",
+    "torch.distributed.ProcessGroup._get_backend": "read the time-out of a group",
+    "torch.distributed.ProcessGroup._set_default_backend": "connect a private process group",
+    "torch.distributed.ProcessGroup._register_backend": "connect a private process group",
+    "torch.distributed.ProcessGroupGloo._set_default_timeout": "set the time-out of a private process group",
+    "torch.distributed.ProcessGroupGloo._Options": "connect a private process group",
+    "torch.distributed.ProcessGroupGloo._Options._devices": "choose the network interface",
+    "torch.distributed.ProcessGroupGloo._Options._timeout": "set the time-out for connecting",
+    "torch.distributed._broadcast_coalesced": "broadcast the buffers of a model",
+    "torch.distributed.utils._verify_param_shape_across_processes": "check that ranks have the same model",
+    "torch.distributed.remote_device._remote_device": "read the address of a RemoteModule or a WithDevice",
+    "torch.distributed.rpc.api._is_current_rpc_agent_set": "tell whether RPC is initialised",
+    "torch.distributed.rpc.api._get_current_rpc_agent": "list the RPC workers",
+    "torch.distributed.rpc.api._init_rpc_states": "join RPC without init_rpc",
+    "torch.distributed.rpc._init_counter": "refuse a second RPC session",
+    "torch.distributed.rpc._init_rpc_backend": "start RPC for a Pipe in one process",
+    "torch.distributed.rpc.TensorPipeRpcBackendOptions(_transports)": "use TCP for RPC",
+    "torch.distributed.rpc.TensorPipeRpcBackendOptions(_channels)": "open no listening sockets for tensors",
+    "torch.nn.modules.batchnorm._BatchNorm": "find BatchNorm layers",
+    "torch.nn.modules.batchnorm._NormBase": "find layers with running statistics",
+    "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": "find the extra states in a state dict",
+    "torch.utils._python_dispatch.TorchDispatchMode": "record operations on the values of workers",
+    **{
+        f"torch.utils._pytree.{name}": "walk through nested structures of tensors"
+        for name in (
+            "SequenceKey",
+            "keystr",
+            "register_pytree_node",
+            "tree_flatten",
+            "tree_flatten_with_path",
+            "tree_leaves",
+            "tree_map",
+            "tree_map_only",
+            "tree_map_with_path",
+            "tree_unflatten",
+        )
+    },
+    "torch.utils.data._utils.worker._generate_state": "seed numpy in the workers of a resumed loader",
+    "torch.utils.data.DataLoader._index_sampler": "resume a loader in the middle of an epoch",
+    "torch.utils.data.DataLoader._get_iterator": "tell whether a loader draws indices as torch does",
+    "torch.utils.data.RandomSampler._num_samples": "tell whether the order of samples can be drawn again",
+}
+
+_FABRIC, _LIGHTNING = "lightning_fabric", "pytorch_lightning"
+_RESULT = f"{_LIGHTNING}.trainer.connectors.logger_connector.result"
+
+_IN_LIGHTNING_COMPAT = {
+    f"{_FABRIC}.utilities.distributed._DatasetSamplerWrapper": "find the user's sampler in a resumed run",
+    f"{_FABRIC}.utilities.distributed._destroy_dist_connection": "end an NCCL group at exit",
+    f"{_FABRIC}.utilities.distributed._distributed_is_initialized": "tell whether replicas are connected",
+    f"{_FABRIC}.utilities.distributed._init_dist_connection": "connect replicas",
+    f"{_FABRIC}.utilities.distributed._set_num_threads_if_needed": "divide the cores among ranks",
+    f"{_FABRIC}.utilities.distributed._sync_ddp_if_available": "reduce logged values over replicas",
+    f"{_FABRIC}.utilities.optimizer._optimizers_to_device": "load optimizer states under ZeRO",
+    f"{_FABRIC}.utilities.seed._collect_rng_states": "restart a fit",
+    f"{_FABRIC}.utilities.seed._set_rng_states": "restart a fit",
+    f"{_FABRIC}.utilities.types._Stateful": "recognise loaders and datasets with state_dict",
+    f"{_LIGHTNING}.core.optimizer._MockOptimizer": "recognise a model without optimizers",
+    f"{_LIGHTNING}.loops.fetchers._DataFetcher": "resume a run",
+    f"{_LIGHTNING}.loops.fetchers._DataLoaderIterDataFetcher": "resume a run",
+    f"{_LIGHTNING}.loops.fetchers._PrefetchDataFetcher": "resume a run",
+    f"{_LIGHTNING}.loops.fit_loop._FitLoop": "resume a run",
+    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop": "resume a run",
+    f"{_LIGHTNING}.overrides.distributed._register_ddp_comm_hook": "register communication hooks of DDP on CPU",
+    f"{_LIGHTNING}.overrides.distributed._sync_module_states": "copy the weights of rank 0 under ZeRO",
+    f"{_LIGHTNING}.plugins.io.wrapper._WrappingCheckpointIO": "write files atomically inside a wrapping CheckpointIO",
+    f"{_LIGHTNING}.strategies.launchers._SubprocessScriptLauncher": "start ranks and watch them",
+    f"{_LIGHTNING}.strategies.launchers.launcher._Launcher": "start ranks, and restart a fit",
+    f"{_LIGHTNING}.trainer.connectors.checkpoint_connector._CheckpointConnector": "resume a run",
+    f"{_LIGHTNING}.trainer.connectors.data_connector._DataLoaderSource": "resume a run",
+    f"{_LIGHTNING}.trainer.connectors.logger_connector._LoggerConnector": "resume a run",
+    f"{_RESULT}._Metadata": "resume epoch means",
+    f"{_RESULT}._ResultCollection": "resume epoch means",
+    f"{_RESULT}._ResultMetric": "resume epoch means",
+    f"{_RESULT}._Sync": "resume epoch means",
+    f"{_LIGHTNING}.utilities.argparse._defaults_from_env_vars": "accept PL_TRAINER_* variables",
+    f"{_LIGHTNING}.utilities.combined_loader._SUPPORTED_MODES": "resume several loaders",
+    f"{_LIGHTNING}.utilities.combined_loader._ModeIterator._idx": "resume several loaders",
+    f"{_LIGHTNING}.utilities.combined_loader._MaxSizeCycle._consumed": "resume several loaders",
+    f"{_LIGHTNING}.utilities.combined_loader._shutdown_workers_and_reset_iterator": "resume persistent workers",
+    f"{_LIGHTNING}.utilities.combined_loader.CombinedLoader._mode": "resume several loaders",
+    f"{_LIGHTNING}.utilities.model_helpers._ModuleMode": "restart a fit",
+    f"{_LIGHTNING}.strategies.DDPStrategy._start_method": "tell how ranks start",
+    f"{_LIGHTNING}.strategies.DDPStrategy._process_group_backend": "check the name of a backend",
+    f"{_LIGHTNING}.strategies.DDPStrategy._get_process_group_backend": "connect ranks on the loopback interface",
+    f"{_LIGHTNING}.Trainer._run_stage": "tell an error of set-up from one of the run",
+    f"{_LIGHTNING}.Trainer._teardown": "restart a fit",
+    f"{_LIGHTNING}.Trainer._logger_connector": "resume metrics",
+    f"{_LIGHTNING}.loops.fit_loop._FitLoop._combined_loader": "find the size of the smallest batch",
+    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._results": "restart a fit, and resume epoch means",
+    f"{_LIGHTNING}.trainer.connectors.logger_connector._LoggerConnector._callback_metrics": "resume metrics",
+    "torchmetrics.Metric._defaults": "resume epoch means",
+    "torchmetrics.Metric._forward_cache": "log a metric once for all micro-batches",
+    f"{_FABRIC}.utilities.distributed._DatasetSamplerWrapper._sampler": "find the user's sampler in a resumed run",
+    f"{_LIGHTNING}.LightningModule._apply_batch_transfer_handler": "prepare the example input for the summary",
+    f"{_LIGHTNING}.LightningModule._on_before_batch_transfer": "prepare the example input for the summary",
+    f"{_LIGHTNING}.LightningModule._device": "place a replica of DataParallel",
+    f"{_LIGHTNING}.callbacks.WeightAveraging._average_model": "divide the average of weights over stages",
+    f"{_LIGHTNING}.callbacks.StochasticWeightAveraging._average_model": "divide the average of weights over stages",
+    f"{_LIGHTNING}.callbacks.WeightAveraging._latest_update_epoch": "restart a fit",
+    f"{_LIGHTNING}.callbacks.ModelCheckpoint._last_global_step_saved": "restart a fit",
+    f"{_LIGHTNING}.callbacks.BatchSizeFinder._early_exit": "tell a search by a Tuner from one within fit",
+    f"{_LIGHTNING}.callbacks.LearningRateFinder._early_exit": "tell a search by a Tuner from one within fit",
+    f"{_LIGHTNING}.loggers.TensorBoardLogger._log_graph": "refuse to trace a model whose layers are on workers",
+    f"{_LIGHTNING}.callbacks.ModelSummary._summary": "show stages in the summary",
+    f"{_LIGHTNING}.callbacks.ModelSummary._max_depth": "show stages in the summary",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._register": "label the modules of the driver in a trace",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._record_module_names": "label the modules of the driver in a trace",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._emit_nvtx": "record traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._export_to_chrome": "record traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._profiler_kwargs": "record traces of stages",
+    f"{_LIGHTNING}.profilers.PyTorchProfiler._prepare_filename": "name the traces of stages",
+    "jsonargparse._typehints.ActionTypeHint._typehint": "tell which type an argument expects",
+}
+
+_LAUNCHERS = f"{_LIGHTNING}.strategies.launchers"
+_STRATEGY = f"{_LIGHTNING}.strategies.strategy.Strategy"
+_DDP = f"{_LIGHTNING}.strategies.ddp.DDPStrategy"
+_FIT_LOOP = f"{_LIGHTNING}.loops.fit_loop._FitLoop"
+_COMBINED = f"{_LIGHTNING}.utilities.combined_loader.CombinedLoader"
+_SUMMARY = f"{_LIGHTNING}.utilities.model_summary.model_summary.ModelSummary"
+_MODULE = "torch.nn.modules.module.Module"
+
+_EXTENDED = {
+    "argparse._ActionsContainer._actions": "list the keys of a configuration",
+    "jsonargparse._core.ArgumentParser._subcommands_action": "list the keys of a configuration",
+    f"{_LIGHTNING}.cli.LightningCLI._add_instantiators": "tell which constructor has refused its arguments",
+    f"{_LIGHTNING}.cli.LightningCLI._parse_ckpt_path": "explain a checkpoint that cannot be read",
+    f"{_LIGHTNING}.cli.LightningCLI._run_subcommand": "explain a refused configuration",
+    f"{_FABRIC}.plugins.environments.lightning.LightningEnvironment._main_port": "hold the port of a run",
+    f"{_FIT_LOOP}._combined_loader": "resume a run",
+    f"{_FIT_LOOP}._combined_loader_states_to_load": "resume a run",
+    f"{_FIT_LOOP}._data_fetcher": "resume a run",
+    f"{_FIT_LOOP}._data_source": "resume a run",
+    f"{_FIT_LOOP}._last_train_dl_reload_epoch": "resume a run",
+    f"{_FIT_LOOP}._load_combined_loader_states": "resume a run",
+    f"{_FIT_LOOP}._restarting": "resume a run",
+    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._num_ready_batches_reached": "resume a run",
+    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._results": "resume epoch means",
+    f"{_DDP}._configure_launcher": "check settings when the Trainer is built",
+    f"{_DDP}._ddp_comm_hook": "register communication hooks of DDP on CPU",
+    f"{_DDP}._ddp_comm_state": "register communication hooks of DDP on CPU",
+    f"{_DDP}._ddp_comm_wrapper": "register communication hooks of DDP on CPU",
+    f"{_DDP}._register_ddp_hooks": "register communication hooks of DDP on CPU",
+    f"{_DDP}._timeout": "set the time-out of ZeRO's groups",
+    f"{_LAUNCHERS}.subprocess_script._SubprocessScriptLauncher._call_children_scripts": "start ranks",
+    f"{_STRATEGY}._checkpoint_io": "write files atomically",
+    f"{_STRATEGY}._configure_launcher": "check settings when the Trainer is built, and start ranks",
+    f"{_STRATEGY}._launcher": "start ranks",
+    f"{_STRATEGY}._lightning_optimizers": "follow calls of the user's optimizers",
+    f"{_STRATEGY}._optimizers": "follow calls of the user's optimizers",
+    f"{_LIGHTNING}.trainer.connectors.checkpoint_connector._CheckpointConnector._loaded_checkpoint": "resume a run",
+    f"{_LIGHTNING}.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks": (
+        "resume a run"
+    ),
+    f"{_LIGHTNING}.trainer.trainer.Trainer._checkpoint_connector": "resume a run",
+    f"{_LIGHTNING}.trainer.trainer.Trainer._logger_connector": "resume a run",
+    f"{_COMBINED}._iterator": "resume several loaders",
+    f"{_COMBINED}._limits": "resume several loaders",
+    f"{_COMBINED}._mode": "resume several loaders",
+    f"{_COMBINED}._state_dicts": "resume several loaders",
+    f"{_SUMMARY}._flop_counter": "show stages in the summary",
+    f"{_SUMMARY}._forward_example_input": "show stages in the summary",
+    f"{_SUMMARY}._get_summary_data": "show stages in the summary",
+    f"{_SUMMARY}._model": "show stages in the summary",
+    f"{_MODULE}._apply": "refuse to convert layers in other processes",
+    f"{_MODULE}._load_from_state_dict": "load layers in other processes",
+    f"{_MODULE}._save_to_state_dict": "save layers in other processes",
+}
+"""What a class of Relay overrides, or reads from ``self``, of a base class in another package."""
+
+_ACCEPTED = {
+    "_parameters",  # of nn.Module, which much of PyTorch's ecosystem reads
+    "_buffers",
+    "_modules",
+    "_fields",  # of named tuples, public
+    "_exit",  # of os, public
+    "_getframe",  # of sys, public
+    "_current_frames",  # of sys, public
+    "_relay_rpc",  # Relay's own mark on an RRef
+}
+
+_DISTRIBUTIONS = {"lightning_fabric": "pytorch_lightning"}
+"""Packages that another distribution installs."""
+
+_ALL = {**_IN_TORCH_COMPAT, **_IN_LIGHTNING_COMPAT, **_EXTENDED}
+
+
+@pytest.mark.parametrize("path", _ALL)
+def test_a_private_name_exists(path: str) -> None:
+    package = path.split(".")[0]
+    installed = "Python" if package == "argparse" else f"{package} {version(_DISTRIBUTIONS.get(package, package))}"
+    assert _exists(path), f"{installed} no longer has {path} (used to {_ALL[path]})"
+
+
+@pytest.mark.parametrize(
+    ("path", "exists"),
+    [
+        ("torch.distributed.rpc.api._init_rpc_states", True),
+        ("torch.distributed.rpc.api._gone", False),
+        ("torch.gone._name", False),
+        ("torch.nn.Module._gone", False),
+        ("torch.distributed.rpc.TensorPipeRpcBackendOptions(_gone)", False),
+        (f"{_LIGHTNING}.callbacks.ModelSummary._max_depth", True),
+        (f"{_LIGHTNING}.callbacks.ModelSummary._max", False),
+    ],
+)
+def test_a_missing_name_is_noticed(path: str, exists: bool) -> None:
+    assert _exists(path) is exists
+
+
+def _exists(path: str) -> bool:
+    """Whether a module, class or instance has a name; ``path(name)`` asks for an argument of a constructor."""
+    path, _, argument = path.rstrip(")").partition("(")
+    parts = path.split(".")
+    for number in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:number]))
+        except ImportError:
+            continue
+        break
+    else:
+        return False
+    for position, name in enumerate(parts[number:], number):
+        if not hasattr(found, name):
+            return position == len(parts) - 1 and inspect.isclass(found) and _instances_have(found, name)
+        found = getattr(found, name)
+    return not argument or argument in inspect.signature(found.__init__).parameters
+
+
+def _instances_have(cls: type, name: str) -> bool:
+    return any(_declares(base, name) for base in cls.__mro__)
+
+
+def _declares(cls: type, name: str) -> bool:
+    """Whether a class itself, not a base, has an attribute, declares it, or assigns it in one of its methods."""
+    if name in vars(cls) or name in vars(cls).get("__annotations__", {}):
+        return True
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return False
+    return re.search(rf"\bself\.{name}\b[^=\n(]*=(?!=)", source) is not None
+
+
+@pytest.mark.parametrize(
+    ("module", "listed"), [(_TORCH_COMPAT, _IN_TORCH_COMPAT), (_LIGHTNING_COMPAT, _IN_LIGHTNING_COMPAT)]
+)
+def test_the_lists_name_what_a_compat_module_uses(module: Path, listed: dict[str, str]) -> None:
+    tree = ast.parse((ROOT / module).read_text())
+    imported = {path for path, _ in _private_imports(tree)}
+    arguments = {keyword.arg for keyword in ast.walk(tree) if isinstance(keyword, ast.keyword) and keyword.arg}
+    used = ({name for name, _ in _private_attributes(tree)} - _names_defined_in(tree)) | set(
+        filter(_is_private, arguments)
+    )
+    private_parts = {path: [part for part in re.split(r"[.()]", path) if _is_private(part)] for path in listed}
+    assert imported <= set(listed)
+    assert used <= {part for parts in private_parts.values() for part in parts}
+    assert [path for path, parts in private_parts.items() if parts[-1] not in used and path not in imported] == []
+
+
+def test_no_other_module_uses_a_private_name() -> None:
+    found = []
+    for path in _modules():
+        if path in (_TORCH_COMPAT, _LIGHTNING_COMPAT):
+            continue
+        tree = ast.parse((ROOT / path).read_text())
+        own = _names_defined_in(tree) | _ACCEPTED
+        found += [f"{path}:{line} imports {name}" for name, line in _private_imports(tree)]
+        found += [f"{path}:{line} uses {name}" for name, line in _private_attributes(tree) if name not in own]
+    assert not found, "Use a public name, or add the private one to a compat module:\n" + "\n".join(found)
+
+
+def _modules() -> list[Path]:
+    found = [path for package in ("strategies", "trainer") for path in (ROOT / package).rglob("*.py")]
+    return [path.relative_to(ROOT) for path in found]
+
+
+def _is_private(name: str) -> bool:
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+def _private_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] not in ("strategies", "trainer")
+        ):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        yield from ((name, node.lineno) for name in names if any(map(_is_private, name.split("."))))
+
+
+def _private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Private attributes of other objects than ``self``, read, set, or named by a string."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and _is_private(node.attr):
+            if not _is_of_self(node):
+                yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "getattr",
+            "setattr",
+            "hasattr",
+            "delattr",
+            "replaced",
+        ):
+            names = [
+                arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
+            ]
+            yield from ((name, node.lineno) for name in names if _is_private(name))
+
+
+def _is_of_self(node: ast.Attribute) -> bool:
+    return ast.unparse(node.value) in ("self", "cls", "super()")
+
+
+def _names_defined_in(tree: ast.AST) -> set[str]:
+    """The names that a module defines: functions, classes, variables, and attributes of its own objects."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_of_self(node):
+            names.add(node.attr)
+    return names
+
+
+def test_the_list_names_what_classes_extend() -> None:
+    found = {path for cls in _own_classes() for path in _extended_by(cls)}
+    assert found == set(_EXTENDED)
+
+
+def _own_classes() -> Iterator[type]:
+    for package in ("strategies", "trainer"):
+        root = importlib.import_module(package)
+        for info in pkgutil.walk_packages(root.__path__, f"{package}."):
+            if not info.name.endswith("__main__"):
+                module = importlib.import_module(info.name)
+                yield from (
+                    cls for cls in vars(module).values() if inspect.isclass(cls) and cls.__module__ == info.name
+                )
+
+
+def _extended_by(cls: type) -> Iterator[str]:
+    """The private names of classes of other packages that a class of Relay overrides, or reads from ``self``."""
+    others = [
+        base for base in cls.__mro__ if not _is_own(base) and base.__module__ not in ("builtins", "abc", "typing")
+    ]
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    reached = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_of_self(node)}
+    names = reached | _names_defined_in(tree)
+    for name in sorted(name for name in names if _is_private(name) and name not in _ACCEPTED):
+        owner = next((base for base in others if _declares(base, name)), None)
+        if owner is not None:
+            yield f"{owner.__module__}.{owner.__qualname__}.{name}"
+
+
+def _is_own(cls: type) -> bool:
+    return cls.__module__.split(".")[0] in ("strategies", "trainer")
