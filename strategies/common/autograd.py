@@ -1,34 +1,39 @@
-"""A computation with a backward pass of its own, as one node of autograd."""
+"""A computation with a backward pass of its own, as one node of the autograd graph."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from strategies.common.torch_compat import is_computed_in_this_pass
+from strategies.common.torch_compat import is_computed_in_this_pass, tree_flatten, tree_unflatten
+
+Tree = TypeVar("Tree")
 
 Backward = Callable[[Sequence[Tensor | None], Sequence[Tensor]], Sequence[Tensor | None]]
 
 
-def with_backward(
-    outputs: Sequence[Tensor], wanted: Sequence[bool], inputs: Sequence[Tensor], backward: Backward
-) -> tuple[Tensor, ...]:
-    """Gives results that were computed without autograd a place in its graph.
+def with_backward(outputs: Tree, wanted: Sequence[bool], inputs: Sequence[Tensor], backward: Backward) -> Tree:
+    """Give results that were computed without autograd a place in its graph.
 
     Args:
-        outputs: The results.
-        wanted: Which of them want a gradient.
-        inputs: The tensors that they were computed from and that want a gradient; there need not be any.
-        backward: Takes the gradient of each output that wants one, ``None`` where nothing came, and the inputs; returns
-            the gradients of the inputs.
+        outputs: The results, tensors in any nesting.
+        wanted: For each tensor among the outputs, whether it requires a gradient.
+        inputs: The tensors that require a gradient and from which the outputs were computed; may be empty.
+        backward: Takes the gradient of each output that requires one (``None`` if there is none) and the inputs;
+            returns the gradients of the inputs.
 
     Returns:
-        Tensors that stand for ``outputs``.
+        ``outputs`` with tensors that are results of one node of the graph.
     """
-    anchor = torch.zeros((), requires_grad=True)  # there is a backward part even if no input wants a gradient
-    return _Node.apply(backward, outputs, wanted, anchor, *inputs)
+    leaves, spec = tree_flatten(outputs)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    anchor = torch.zeros((), requires_grad=True)  # so that the node runs even if no input requires a gradient
+    tensors = _Node.apply(backward, [leaves[place] for place in places], wanted, anchor, *inputs)
+    for place, tensor in zip(places, tensors, strict=True):
+        leaves[place] = tensor
+    return cast(Tree, tree_unflatten(leaves, spec))
 
 
 class _Node(torch.autograd.Function):

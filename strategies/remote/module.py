@@ -28,6 +28,7 @@ from strategies.common.torch_compat import (
     rpc_is_initialized,
     rpc_workers,
     tree_flatten,
+    tree_map_only,
     tree_unflatten,
 )
 from strategies.pipeline.control.calls import Failure
@@ -163,17 +164,13 @@ class RemoteModule(nn.Module):
     def _settle(self, done: Future[Any], inputs: list[Tensor], device: torch.device, reply: Future[Any]) -> None:
         try:
             output, flags, number = self._answer(reply)
-            leaves, spec = tree_flatten(output)
-            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            tensors: Sequence[Tensor] = [leaves[place].to(device) for place in places]
+            output = tree_map_only(Tensor, lambda tensor: tensor.to(device), output)
             if number is not None:
                 backward = partial(self._backward, number)
                 weakref.finalize(backward, self._forgotten.append, number).atexit = False
                 with torch.enable_grad():  # of this thread, which is RPC's
-                    tensors = with_backward(tensors, flags, inputs, backward)
-            for place, tensor in zip(places, tensors, strict=True):
-                leaves[place] = tensor
-            done.set_result(tree_unflatten(leaves, spec))
+                    output = with_backward(output, flags, inputs, backward)
+            done.set_result(output)
         except Exception as error:
             done.set_exception(error)
 

@@ -4,7 +4,7 @@
     costs    1    2    3    4    5    6
              └─── 10 ───────┘    └ 11 ┘      balance [4, 2]: no split in two has a maximum below 11
 
-A pipeline runs at the pace of its most expensive stage, so that one is what is minimised, exactly.
+A pipeline runs at the pace of its most expensive stage; the balance minimises the cost of that stage, exactly.
 
 Legend: i first layer of a stage, j first layer of the next stage, k number of stages that layers i.. are split into.
 """
@@ -126,7 +126,7 @@ def partition_costs(costs: Sequence[float], partitions: int) -> list[int]:
     total = [0, *accumulate(_as_integers(costs))]  # total[j] - total[i] is the cost of layers i..j-1
     bound = _smallest_maximum(total, partitions)
 
-    # rank[i]: how good the best split of layers i.. into k parts is; ends[k][i]: where its first part ends.
+    # rank[i]: cost of the best split of layers i.. into k parts; ends[k][i]: where the first part of that split ends.
     rank: list[tuple[int, int] | None] = [None] * num + [(0, 0)]
     ends = [[0] * (num + 1) for _ in range(partitions + 1)]
     for k in range(1, partitions + 1):
@@ -151,10 +151,10 @@ def partition_costs(costs: Sequence[float], partitions: int) -> list[int]:
 
 
 def _smallest_maximum(total: list[int], partitions: int) -> int:
-    """The cost of the most expensive part in the best split.
+    """Return the cost of the most expensive part in the best split.
 
-    ``maximum[i]`` is that of layers i.. in k parts. As the first part's end j moves right, the first part gets more
-    expensive and the rest cheaper, so the best j is where the two cross, and bisection finds it.
+    ``maximum[i]`` is that cost for layers i.. in k parts. As the end j of the first part moves right, the first part
+    becomes more expensive and the others cheaper, so the best j is where the two cross; bisection finds it.
     """
     num = len(total) - 1
     maximum = [total[num] - total[i] for i in range(num)]
@@ -174,7 +174,7 @@ def _cheapest_split(total: list[int], rest: list[int], i: int, ends: range) -> i
 
 
 def _as_integers(costs: Sequence[float]) -> list[int]:
-    """The costs times a common factor: sums of integers are exact, so that equal costs stay equal."""
+    """Return the costs times a common factor; sums of integers are exact, so equal costs stay equal."""
     ratios = [Fraction(cost) for cost in costs]
     factor = math.lcm(*(ratio.denominator for ratio in ratios))
     return [int(ratio * factor) for ratio in ratios]

@@ -1,4 +1,4 @@
-"""Finding out what a module inside a model gets as input, without running the module."""
+"""Finds the input that a module inside a model gets, without running the module."""
 
 from typing import Any
 
@@ -15,18 +15,19 @@ class _Reached(Exception):
 
 
 def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
-    """The input of ``module`` when ``model`` is called with ``example``; model and random state stay as they are.
+    """Return the input of ``module`` when ``model`` is called with ``example``; model and random state are left
+    unchanged.
 
-    Only what stands before the module in ``model.forward`` is run, without gradients, in evaluation mode.
+    Only the part of ``model.forward`` before the call of the module runs, without gradients and in evaluation mode.
 
     Args:
         module: A module inside ``model``.
         model: The whole model.
-        example: Its input; a tuple is given as positional arguments, a dict as keyword arguments.
+        example: Input of the model; a tuple is passed as positional arguments, a dict as keyword arguments.
 
     Returns:
-        What the module would be called with. If ``model`` never calls it, or has no ``forward``: ``example`` itself, or
-        what is in it if it is a tuple of one argument.
+        The argument of the module. If ``model`` never calls the module, or has no ``forward``: ``example`` itself, or
+        its entry if it is a tuple of one entry.
     """
 
     def stop(value: Any, *more: Any, **named: Any) -> None:

@@ -1,11 +1,11 @@
-"""What each layer of a Sequential costs: seconds per pass, or bytes held during training.
+"""The cost of each layer of an ``nn.Sequential``: seconds per pass, or bytes held during training.
 
-Layers are measured one after another, each on a copy of its own that is gone before the next one is made, in training
-mode, on the output of the layer before::
+Layers are measured one after another, in training mode, each on a copy that is deleted before the next copy is made.
+The input of a layer is the output of the layer before::
 
     sample ─▶ copy of layer 0 ─▶ output, detached ─▶ copy of layer 1 ─▶ ...
 
-The module, its buffers and the random state stay as they are.
+The module, its buffers and the random state are left unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from strategies.pipeline.stage.calling import CallLayer, call_layer
 from strategies.pipeline.stage.layers import Carried
 from strategies.pipeline.stage.skip import waiting_skips
 
-_WARM_UP_PASSES = 2  # the first pass of a process imports modules, that of a layer allocates its gradients
+_WARM_UP_PASSES = 2  # the first pass in a process imports modules; the first pass of a layer allocates gradients
 _FEWEST_PASSES = 3
 
 Cost = TypeVar("Cost")
@@ -46,9 +46,9 @@ def layer_seconds(
     device: torch.device | str | None,
     call: CallLayer = call_layer,
 ) -> list[float]:
-    """The time of one forward and one backward pass of each layer.
+    """Return the time of one forward and one backward pass of each layer.
 
-    The shortest of several passes is taken: whatever else the machine does can only lengthen one.
+    The shortest of several passes counts, because other load on the machine can only lengthen a pass.
     """
     budget_seconds = timeout_seconds / len(module)
 
@@ -74,10 +74,10 @@ def layer_sizes(
     device: torch.device | str | None,
     call: CallLayer = call_layer,
 ) -> list[int]:
-    """The bytes of each layer: parameters as often as training holds them, and one micro-batch's activations.
+    """Return the bytes of each layer: parameters, times ``param_scale``, and the activations of one micro-batch.
 
-    Activations are what autograd keeps for the backward pass and the output; the input is the output of the layer
-    before, and is counted there.
+    Activations are the tensors that autograd keeps for the backward pass, and the output. The input of a layer is
+    counted as the output of the layer before.
     """
 
     def measure(layer: nn.Module, value: Any) -> tuple[int, Any]:
@@ -104,13 +104,13 @@ def _first_microbatch(sample: Any, chunks: int) -> Any:
 
 
 class _Carrying(nn.Module):
-    """A layer that is called with a pair: what the one before it returned, and the skips at hand; it returns another.
+    """A layer that takes and returns a pair: a value, and the skips that later layers pop.
 
-    Objects in them are taken apart, so that each of several calls has objects of its own.
+    Objects in the value are packed, so that each of several calls gets its own copy of them.
 
     Args:
         layer: The layer.
-        call: How it is called.
+        call: Calls the layer.
     """
 
     def __init__(self, layer: nn.Module, call: CallLayer) -> None:
@@ -131,7 +131,7 @@ def _measure_layers(
     call: CallLayer,
     measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
 ) -> list[Cost]:
-    """Applies ``measure`` to a copy of each layer; it returns the cost and the layer's output, with skips."""
+    """Apply ``measure`` to a copy of each layer; it returns the cost and the output of the layer."""
     one_row = any(has_rows(tensor) and len(tensor) == 1 for tensor in tensors_in(sample))
     sample = tree_map_only(NoChunk, plain, sample)
     devices = {tensor.device for tensor in [*tensors_in(sample), *module.parameters(), *module.buffers()]}
@@ -154,7 +154,7 @@ def _measure_copy(
     *,
     one_row: bool,
 ) -> tuple[Cost, Any]:
-    # A function of its own, so that nothing holds this copy while the next one is made.
+    # A separate function, so that no variable refers to this copy while the next one is made.
     layer = _Carrying(copy.deepcopy(layer).train(), call)
     if one_row:
         # An example input often has a single row, of which batch normalisation has no variance.
@@ -189,13 +189,13 @@ def _activation_bytes(layer: nn.Module, value: Any) -> tuple[int, Any]:
     kept: list[weakref.ref[_Kept]] = []
 
     def pack(tensor: Tensor) -> _Kept:
-        holder = _Kept(tensor.detach())  # a saved output leads to the graph, which would then hold itself for ever
+        holder = _Kept(tensor.detach())  # a saved output refers to the graph: a cycle that is never freed
         kept.append(weakref.ref(holder))
         return holder
 
     with saved_tensors_hooks(pack, lambda holder: holder.tensor):
         output = layer(value)
-    # Autograd alone holds the holders: those still there are what the backward pass will need.
+    # Only autograd refers to the holders: those that are alive hold what the backward pass needs.
     saved = [holder.tensor for reference in kept if (holder := reference()) is not None]
     sizes = _storage_bytes([*saved, *tensors_in(output)])
     for counted_elsewhere in _storage_bytes([*tensors_in(value), *_state(layer)]):
@@ -204,19 +204,19 @@ def _activation_bytes(layer: nn.Module, value: Any) -> tuple[int, Any]:
 
 
 class _Kept:
-    """A tensor that autograd saved; unlike a tensor's wrapper it lives exactly as long as autograd keeps it."""
+    """A tensor that autograd saved. Unlike the wrapper of a tensor, it lives exactly as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes by storage: views of the same memory count once, and a view keeps all of it."""
+    """Return bytes by storage: views of one storage count once, and keep all of it alive."""
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
 def _as_output(value: Any) -> Any:
-    """A copy of a layer's input that is no leaf, as the output of the layer before: it may be changed in place."""
+    """Return a copy that is no leaf of autograd, like the output of a layer, so that it can be changed in place."""
 
     def copied(tensor: Tensor) -> Tensor:
         leaf = tensor.detach().clone()
@@ -231,7 +231,7 @@ def _state(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _now(devices: Iterable[torch.device]) -> float:
-    """The time once everything that was launched on the devices is done."""
+    """Return the time after all work on the devices is done."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -240,7 +240,7 @@ def _now(devices: Iterable[torch.device]) -> float:
 
 @contextmanager
 def _random_state_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Puts every random generator that a layer may draw from back, and starts the CPU's ones from the same seed."""
+    """Restore every random generator that a layer may use, after running from a fixed seed."""
     cuda = [device for device in devices if device.type == "cuda"]
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()

@@ -7,10 +7,11 @@ from torch import nn
 
 
 def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Returns the balance as a list if it places every layer on a stage and none is empty.
+    """Return the balance as a list of numbers of layers, one for each stage.
 
     Raises:
-        ValueError: If it does not.
+        ValueError: If it does not place every layer on one stage, if a stage is empty, or if the number of stages
+            differs.
     """
     if not isinstance(balance, Sequence) or isinstance(balance, str):
         raise ValueError(f"The balance must be a list of numbers of layers, one for each device, got {balance!r}.")
@@ -33,8 +34,8 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> l
 
 
 def cut(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
-    """The stages: parts of ``module`` that share its layers and keep their names."""
-    children = list(module._modules.items())  # not named_children(), which leaves a repeated layer out
+    """Split ``module`` into stages of consecutive layers, which share its layers and keep their names."""
+    children = list(module._modules.items())  # named_children() leaves out a layer that is there twice
     ends = list(accumulate(balance))
     stages = []
     for start, stop in zip([0, *ends], ends, strict=False):

@@ -27,7 +27,7 @@ from strategies.common.activity import Activity
 from strategies.common.autograd import with_backward
 from strategies.common.errors import is_consequence
 from strategies.common.formatting import locate
-from strategies.common.torch_compat import rpc_is_initialized, tree_flatten, tree_map_only, tree_unflatten
+from strategies.common.torch_compat import rpc_is_initialized, tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
@@ -118,15 +118,12 @@ class RemoteEngine(NotCopied):
         run = Run(todo, self)
         with torch.no_grad(), self._explained(number):
             results = self._forward(parts, todo)
-        leaves, spec = tree_flatten([value for value, _ in results])
-        wanted = [flag for _, flags in results for flag in flags]
+        values = [value for value, _ in results]
         run.flags = [flags for _, flags in results]
+        wanted = [flag for flags in run.flags for flag in flags]
         if any(wanted):
-            places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            outputs = with_backward([leaves[place] for place in places], wanted, inputs, run.backward)
-            for place, tensor in zip(places, outputs, strict=True):
-                leaves[place] = tensor
-        return [unpack_objects(value) for value in tree_unflatten(leaves, spec)]
+            values = with_backward(values, wanted, inputs, run.backward)
+        return [unpack_objects(value) for value in values]
 
     def _forward(self, parts: Sequence[Any], this: Pass) -> list[tuple[Any, list[bool]]]:
         num, last = len(parts), len(self._inboxes) - 1

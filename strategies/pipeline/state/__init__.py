@@ -1,4 +1,6 @@
-"""The values that live on workers, seen from the driver: stand-ins, their ``state_dict``, operations on them.
+"""Layers whose values live on workers, as the driver sees them.
 
-May import ``control``, ``optim`` and what is below them.
+In: layers that have been sent to workers. Out: stand-ins for their tensors (``stand_ins``, ``remote_tensor``), the
+``state_dict`` of all stages (``state_dict``), changes of layers that the workers take over (``mirror``), and operations
+that the stages carry out (``remote_operations``). May import ``control``, ``optim`` and the rooms below them.
 """

@@ -1,7 +1,7 @@
-"""What is changed in mid-run on the driver's copies of a worker's layers: carried to the worker, or refused.
+"""Changes that the user makes to the driver's copies of a worker's layers during a run: sent to the worker, or refused.
 
-Carried are the mode, ``requires_grad``, plain attributes (numbers, flags, words: a dropout's rate, a temperature) and
-tensors that are assigned to buffers. At the end the worker's plain attributes come back, as its tensors do.
+Sent are the mode, ``requires_grad``, plain attributes (numbers, flags and strings, such as the rate of a dropout layer)
+and tensors that are assigned to buffers. At the end, plain attributes of the worker's layers are copied back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Mirror:
-    """The driver's side.
+    """Compares the driver's copies of a worker's layers with what the worker has been told last.
 
     Args:
-        layers: The driver's copies, which are now like the worker's.
+        layers: The driver's copies, which are equal to the worker's layers at this point.
         description: The stage in words.
     """
 
@@ -37,10 +37,13 @@ class Mirror:
         self._trained = _trained(layers)
 
     def changes(self) -> tuple[Attributes, list[bool] | None]:
-        """What has changed since the last time: attributes, and ``requires_grad`` of all parameters if any has.
+        """Return what has changed since the last call.
+
+        Returns:
+            Attributes that have changed, and ``requires_grad`` of all parameters if that of any has changed.
 
         Raises:
-            RuntimeError: If modules, parameters, buffers or hooks are others than at the start.
+            RuntimeError: If a module, parameter, buffer or hook has been added, removed or replaced since the start.
         """
         if _structure_of(self._layers) != self._structure:
             raise RuntimeError(
@@ -59,7 +62,7 @@ class Mirror:
         return changed, None if trained == self._trained else self._trained
 
     def carry(self, remote: RemoteStage) -> None:
-        """Carries what has changed to the stage, with the next call of a command."""
+        """Send what has changed to the stage, with the next command."""
         self.carry_buffers(remote)
         attributes, trained = self.changes()
         if attributes:
@@ -68,7 +71,7 @@ class Mirror:
             remote.queue(StageCommands.set_requires_grad, trained)
 
     def carry_buffers(self, remote: RemoteStage) -> None:
-        """Carries tensors that have been assigned to buffers, and puts the stand-ins without values back."""
+        """Send tensors that have been assigned to buffers, and restore the stand-ins of these buffers."""
         assigned = {}
         for path, buffers, name, stand_in in self._buffers:
             value = buffers.get(name)
@@ -80,21 +83,21 @@ class Mirror:
             remote.queue(StageCommands.set_buffers, assigned)
 
     def take_back(self, attributes: Sequence[Mapping[str, Any]]) -> None:
-        """Gives the driver's copies the worker's attributes, but for those that have been changed here since."""
+        """Copy the worker's attributes to the driver's layers, except those that have changed here meanwhile."""
         for module, sent, now in zip(self._layers.modules(), self._sent, attributes, strict=True):
             own = vars(module)
             own.update({name: value for name, value in now.items() if name in sent and own.get(name) == sent[name]})
 
 
 def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:
-    """The plain attributes of each module, ``training`` among them, in the order of ``modules()``."""
+    """Return the plain attributes of each module, including ``training``, in the order of ``modules()``."""
     return [
         {name: value for name, value in vars(module).items() if type(value) in _PLAIN} for module in layers.modules()
     ]
 
 
 def set_attributes(layers: nn.Module, attributes: Attributes) -> None:
-    """Sets what :meth:`Mirror.changes` told."""
+    """Set attributes that :meth:`Mirror.changes` returned."""
     modules = list(layers.modules())
     for k, changed in attributes.items():
         vars(modules[k]).update(changed)
@@ -105,7 +108,7 @@ def _trained(layers: nn.Module) -> list[bool]:
 
 
 def _structure_of(layers: nn.Module) -> list[Any]:
-    """Equal as long as there are the same objects at the same places."""
+    """Return a value that stays equal as long as modules, tensors and hooks are the same objects."""
     structure: list[Any] = []
     for name, module in layers.named_modules(remove_duplicate=False):
         tensors = [*module._parameters.values(), *module._buffers.values()]

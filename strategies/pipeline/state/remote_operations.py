@@ -1,11 +1,11 @@
-"""Operations on tensors whose values live on a worker: recorded here, carried out by the stage that holds the values.
+"""Operations on tensors whose values live on a worker: recorded on the driver, carried out by the stage.
 
     driver    with OnStages():
                   average.lerp_(weight, 0.1)      on stand-ins without values: shapes, types and errors
     worker        aten.lerp_.Scalar(#7, #3, 0.1)  before the next command of the stage
 
-The driver does not wait. An operation is identified by the operator of ATen that runs, a tensor by its storage on the
-``meta`` device, so views and detached tensors are those of the value that they belong to.
+The driver does not wait. An operation is identified by the ATen operator that runs, a tensor by its storage on the
+``meta`` device, so views and detached tensors refer to the value whose storage they share.
 """
 
 import itertools
@@ -36,7 +36,7 @@ _REMOTE = RemoteParameter | RemoteBuffer
 
 
 class RemoteValue:
-    """The values of a stand-in; the worker frees a computed one when nothing on the driver refers to it any more."""
+    """Refers to a value on a worker, which frees a computed value when no reference on the driver is left."""
 
     def __init__(self, holder: "Holder", key: Key, stand_in: Tensor) -> None:
         self.holder, self.key, self.layout = holder, key, Layout.of(stand_in)
@@ -46,13 +46,13 @@ class RemoteValue:
             self.holder.stage.queue(StageCommands.free_value, self.key)
 
     def reference(self, tensor: Tensor) -> Reference:
-        """How an operation names ``tensor``, which shares the storage of this value."""
+        """Return how an operation names ``tensor``, which shares the storage of this value."""
         layout = Layout.of(tensor)
         return Reference(self.key, self.layout, None if layout == self.layout else layout)
 
 
 class Holder:
-    """The stage that holds some values, as the driver reaches it.
+    """Sends operations to the stage that holds some values.
 
     Args:
         stage: The stage.
@@ -66,27 +66,27 @@ class Holder:
         self._has_ended = False
 
     def take(self, module: int, layers: nn.Module) -> None:
-        """Notes for the stand-ins in ``layers``, module number ``module`` of the stage, that their values are there."""
+        """Connect the stand-ins in ``layers`` to their values, in module number ``module`` of the stage."""
         for name, tensor in (*layers.named_parameters(), *layers.named_buffers()):
-            if isinstance(tensor, _REMOTE) and tensor.relay_value is None:  # the first stage owns a tied one
+            if isinstance(tensor, _REMOTE) and tensor.relay_value is None:  # the first stage owns a tied parameter
                 tensor.relay_value = RemoteValue(self, (module, name), tensor)
 
     def computed(self, stand_in: Tensor) -> RemoteValue:
-        """The value of what an operation has computed."""
+        """Return a reference to the result of an operation, for which ``stand_in`` stands on the driver."""
         return RemoteValue(self, next(self._numbers), stand_in)
 
     def end(self) -> None:
-        """From now on there is no stage to carry anything to."""
+        """Refuse all further operations, because the stage has ended."""
         self._has_ended = True
 
     def run(self, operation: Operation, writes: bool) -> None:
-        """Runs an operation before whatever the stage does next."""
+        """Run an operation before the next command of the stage."""
         self._check()
         self.num_writes += writes
         self.stage.queue(StageCommands.compute, operation, torch.get_default_dtype())
 
     def fetch(self, reference: Reference) -> Tensor:
-        """The values of a tensor of the stage, on the CPU."""
+        """Return a tensor of the stage, on the CPU."""
         self._check()
         return self.stage.read(StageCommands.held_value, reference)
 
@@ -99,10 +99,10 @@ class Holder:
 
 
 class OnStages(TorchFunctionMode):
-    """Within this, operations on stand-ins are carried out by the stages that hold the values, and results stay there.
+    """While active, stages carry out operations on stand-ins for their tensors, and keep the results.
 
-    Lists of tensors, as in ``torch._foreach_lerp_``, are divided among the stages. What needs values in this process,
-    such as ``item()``, fetches them.
+    Lists of tensors, as in ``torch._foreach_lerp_``, are divided among the stages. Operations that need values in this
+    process, such as ``item()``, fetch them.
     """
 
     def __torch_function__(
@@ -113,7 +113,7 @@ class OnStages(TorchFunctionMode):
         remotes = [t for t in tensors_in(given) if isinstance(t, _REMOTE) and t.relay_value is not None]
         if not remotes:
             if func is Tensor.to and any(isinstance(v, torch.device) and v.type == "meta" for v in given[1:]):
-                return args[0]  # to be combined with a stand-in: it goes there as a value
+                return args[0]  # will be combined with a stand-in, and is sent as a value then
             return func(*args, **kwargs)
         if _is_left_alone(func):
             return func(*args, **kwargs)
@@ -121,7 +121,7 @@ class OnStages(TorchFunctionMode):
         recorder = Recorder(values, loads=func is Tensor.copy_)
         with without_torch_function():
             if func.__name__ == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
-                return found  # a shape, for instance
+                return found  # such as a shape
             try:
                 with recorder:
                     result = func(*args, **kwargs)
@@ -140,22 +140,23 @@ class OnStages(TorchFunctionMode):
                     return tensor
                 made = tensor.as_subclass(RemoteBuffer)
                 made.relay_name, made.relay_value = f"what was computed from {remotes[0].relay_name}", value
-                made.relay_view = partial(_fetch, value.holder, value.reference(tensor))  # outside of this
+                # For reads while this mode is not active.
+                made.relay_view = partial(_fetch, value.holder, value.reference(tensor))
                 return made
 
             return tree_map_only(Tensor, marked, result)
 
 
 class NotCarriedError(RuntimeError):
-    """An operation that no stage can carry out."""
+    """Raised for an operation that no stage can carry out."""
 
 
 class Recorder(TorchDispatchMode):
-    """Within this, operations on stand-ins are recorded; :meth:`commit` sends them to their stages.
+    """While active, records operations on stand-ins; :meth:`commit` sends them to their stages.
 
     Args:
-        values: The values of the stand-ins that are known, by their storages; those of results are added.
-        loads: Whether a tensor without values may be copied, as ``load_state_dict`` does when it has sent the values.
+        values: The known values of stand-ins by storage, to which the values of results are added.
+        loads: Whether a tensor without values may be copied, as ``load_state_dict`` does after it has sent the values.
     """
 
     def __init__(self, values: dict[int, RemoteValue], *, loads: bool) -> None:
@@ -164,7 +165,7 @@ class Recorder(TorchDispatchMode):
         self.writes = False
         """Whether something was to be changed in place."""
         self._recorded: list[tuple[Holder, Operation, bool]] = []
-        self._kept: list[Tensor] = []  # or else another storage could get the same address
+        self._kept: list[Tensor] = []  # so that no other storage gets the same address
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -183,12 +184,12 @@ class Recorder(TorchDispatchMode):
         return result
 
     def fetched(self, tensor: Tensor) -> Tensor:
-        """``tensor``, or its values if it is a stand-in."""
+        """Return the values of ``tensor`` if it is a stand-in, or ``tensor`` itself."""
         value = self._value(tensor)
         return tensor if value is None else value.holder.fetch(value.reference(tensor)).to(tensor.dtype)
 
     def commit(self) -> None:
-        """Sends what has been recorded."""
+        """Send the recorded operations."""
         for holder, operation, writes in self._recorded:
             holder.run(operation, writes)
 
@@ -256,14 +257,14 @@ class Recorder(TorchDispatchMode):
         value = self._value(tensor)
         if value is not None:
             return value.reference(tensor)
-        return tensor.detach().to("cpu", copy=True)  # it may be changed before it is sent
+        return tensor.detach().to("cpu", copy=True)  # it may change before it is sent
 
 
 class HeldValues:
-    """The worker's side: its parameters, buffers and computed values.
+    """Parameters, buffers and computed values of a stage, on the worker.
 
     Args:
-        modules: The modules of the stage, by their numbers.
+        modules: The modules of the stage, by number.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -272,7 +273,7 @@ class HeldValues:
 
     @torch.no_grad()
     def compute(self, operation: Operation) -> None:
-        """Carries out an operation and keeps its new values."""
+        """Carry out an operation and keep its new values."""
         namespace, name, overload = operation.name
         func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         args, kwargs = tree_map_only(Reference, self.tensor, (operation.args, operation.kwargs))
@@ -290,7 +291,7 @@ class HeldValues:
                 self._computed[number] = result
 
     def tensor(self, reference: Reference) -> Tensor:
-        """The tensor that a reference names, without a gradient."""
+        """Return the tensor that a reference names, detached."""
         key = reference.key
         value = self._computed[key] if isinstance(key, int) else attrgetter(key[1])(self._modules[key[0]]).detach()
         view, base = reference.view, reference.base
@@ -305,17 +306,17 @@ class HeldValues:
         return value.as_strided(view.size, view.stride, value.storage_offset() + view.offset - base.offset)
 
     def free(self, number: int) -> None:
-        """Lets go of a computed value."""
+        """Free a computed value."""
         self._computed.pop(number, None)
 
 
 def _fetch(holder: Holder, reference: Reference, read: Callable[..., Tensor]) -> Tensor:
-    """What stands for reading a computed value; ``read`` is for views of stand-ins, of which it is none."""
+    """Read a computed value. ``read`` is for views of stand-ins and is not used."""
     return holder.fetch(reference)
 
 
 def _is_left_alone(func: Any) -> bool:
-    """Whether a function reads a gradient, sets an attribute, or registers something."""
+    """Return whether a function reads a gradient, sets an attribute, or registers a hook."""
     name = func.__name__
     if name == "__get__":
         return getattr(func, "__self__", None) is Tensor.grad
@@ -327,7 +328,7 @@ def _listed(result: Any) -> list[Any]:
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The arguments that an operator changes in place."""
+    """Return the arguments that an operator changes in place."""
     declared = declared_arguments(func)
     given = [*zip(declared, args, strict=False), *((d, kwargs[d.name]) for d in declared if d.name in kwargs)]
     return tensors_in([value for d, value in given if d.alias_info is not None and d.alias_info.is_write])

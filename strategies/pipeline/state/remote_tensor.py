@@ -1,13 +1,13 @@
-"""What stands on the driver for a parameter or a buffer whose values live on a worker.
+"""Stand-ins on the driver for parameters and buffers whose values live on a worker.
 
-Facts (name, shape, type, ``requires_grad``) are known here. Values are fetched when they are read, by one message to
-the stage, and never otherwise:
+Name, shape, dtype and ``requires_grad`` are known on the driver. Reading values fetches them, by one message to the
+stage; nothing else does:
 
-    parameter.detach(), .data, [0], .t()   a view: a stand-in too, whose values are those at the moment when it is read
+    parameter.detach(), .data, [0], .t()   a view: a stand-in too, whose values are fetched when they are read
     parameter.norm(), .clone(), .cpu()     computed from the values that the stage has now
     parameter.grad                         the gradient that the stage has now, or ``None``; a :class:`FetchedTensor`
-    zero_grad(), parameter.grad = None     clears the gradient on the stage, ahead of whatever that does next
-    parameter.mul_(2), .grad.mul_(2)       an error: the change would not reach the stage
+    zero_grad(), parameter.grad = None     clears the gradient on the stage, before the next command of the stage
+    parameter.mul_(2), .grad.mul_(2)       an error, because the change would not reach the stage
     loss + parameter.norm()                a value, whose backward pass adds to the gradient on the stage
 """
 
@@ -50,10 +50,14 @@ _FACTS = frozenset(
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.is_complex),
     ]
 )
-"""What is known of a stand-in and of a fetched tensor without its values."""
+"""Properties of stand-ins and fetched tensors that are known without values."""
 
 _FIND_NO_GRADIENT = ("torch.optim.", "torch.amp.", "torch.nn.modules.", "torch.utils.", "torch._", "strategies.")
-"""Modules that find that such a tensor has no gradient, and leave it to its stage. For others it is fetched."""
+"""Modules whose functions find ``.grad`` to be ``None``, because the stage does their work. Others get the gradient.
+
+``GradScaler``, ``clip_grad_norm_`` and optimizers open no scope that could be asked for, so the module of the immediate
+caller decides; see decision record 073.
+"""
 
 
 @dataclass
@@ -62,9 +66,9 @@ class Source:
 
     Attributes:
         stage: The stage.
-        name: The tensor's name there.
-        device: Where values are put when they have been fetched.
-        module: The number that the stage gives to the module: zero, or that of a copy of the model.
+        name: Name of the tensor in the module.
+        device: Device to which fetched values are moved.
+        module: Number of the module on the stage: 0 for its layers, ``k`` for those of the ``k``-th copy of the model.
     """
 
     stage: RemoteStage
@@ -74,10 +78,10 @@ class Source:
     _gradient: tuple[int, Tensor | None] = (-1, None)
 
     def value(self, described: str) -> Tensor:
-        """The values now, a copy.
+        """Return a copy of the current values.
 
         Raises:
-            RuntimeError: If there are none, or if they are a result of the forward pass that wants a gradient.
+            RuntimeError: If there are no values, or if they are a result of the forward pass that requires a gradient.
         """
         value, requires_grad = self.stage.read(StageCommands.value, self.name, self.module)
         if value is None:
@@ -90,49 +94,48 @@ class Source:
         return value.to(self.device)
 
     def add_gradient(self, grad: Tensor) -> None:
-        """Adds to the gradient on the stage, ahead of whatever it is told next."""
+        """Add to the gradient on the stage, before its next command."""
         self.stage.queue(StageCommands.add_gradient, self.name, grad.detach().cpu(), self.module)
 
     def gradient(self) -> Tensor | None:
-        """The gradient now; asked for twice in a row it is fetched once."""
+        """Return the current gradient; it is fetched once as long as the stage does not change it."""
         if self._gradient[0] != self.stage.version:
             grad = self.stage.read(StageCommands.gradient, self.name, self.module)
             self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
         return self._gradient[1]
 
     def clear_gradient(self, set_to_none: bool) -> None:
-        """Does what ``zero_grad`` of a module does to each parameter."""
+        """Clear the gradient on the stage, as ``zero_grad`` of a module does."""
         self.stage.queue_zero_grad(self.name, set_to_none, self.module)
 
 
 class _Remote:
-    """Fetches the values for what reads them, and makes an error of what would silently do nothing.
+    """Fetches values for operations that read them, and raises where an operation would have no effect on the stage.
 
-    The latter is changing values in place, setting a gradient, registering hooks, and using a copy that is
-    outdated.
+    The latter are changes in place, setting a gradient, registering hooks, and using a fetched copy that is outdated.
     """
 
     relay_name: str
-    """Which tensor this is, or was computed from."""
+    """Name of this tensor, or of the tensor from which it was computed."""
 
     relay_source: Source | None = None
-    """Where the values are, if they can be fetched."""
+    """Where values can be fetched; ``None`` if they cannot."""
 
     relay_view: "Callable[[Callable[[_Remote], Tensor]], Tensor] | None" = None
-    """Gives the values of a view of a stand-in, told how to read what it is a view of."""
+    """For a view of a stand-in: returns its values, given a function that reads the stand-in."""
 
     relay_advice: str = (
         "For gradients of all stages set the Trainer's gradient_clip_val, or call self.clip_gradients(...) or "
         "trainer.strategy.clip_grad_norm_(...), which returns their norm and with max_norm=inf leaves them as they "
         "are; to clear them call zero_grad() of the optimizer or of the model."
     )
-    """What to do about gradients."""
+    """Advice in error messages about gradients."""
 
     relay_is_followed: bool = True
-    """Whether what an optimizer does to this reaches the worker; otherwise it may not read the gradient either."""
+    """Whether steps of an optimizer over this parameter reach the worker; if not, reading ``.grad`` in them raises."""
 
     relay_value: Any = None
-    """Where the values are, for :class:`~strategies.pipeline.state.remote_operations.OnStages`."""
+    """Reference to the values, for :class:`~strategies.pipeline.state.remote_operations.OnStages`."""
 
     @classmethod
     def __torch_function__(
@@ -152,7 +155,7 @@ class _Remote:
             if name == "__set__" and descriptor is Tensor.grad and isinstance(args[0], RemoteParameter):
                 return args[0]._set_gradient(args[1])
             if name == "__get__" and descriptor is Tensor.device and args[0].relay_source is not None:
-                return args[0].relay_source.device  # where values are, once they have been read
+                return args[0].relay_source.device  # on which values are after reading
             if (changed := _changed(func, args, kwargs)) is not None:
                 changed._refuse(getattr(descriptor, "__name__", name))
             if any(type(t) in _WITHOUT_VALUES for t in _remotes_in((args, kwargs))):
@@ -173,7 +176,7 @@ class _Remote:
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
     def _value(self) -> Tensor:
-        """The values, without a place in autograd's graph."""
+        """Return the values, without a place in the autograd graph."""
         if self.relay_view is not None:
             with torch.no_grad():
                 return self.relay_view(lambda remote: remote._value())
@@ -182,7 +185,7 @@ class _Remote:
         return self.relay_source.value(self.relay_name)
 
     def _tracked(self) -> Tensor:
-        """The values, from which gradients go to the stage, if the parameter wants them."""
+        """Return the values; if the parameter requires a gradient, gradients of them are sent to the stage."""
         if not cast(Tensor, self).requires_grad:
             return self._value()
         if self.relay_view is not None:
@@ -195,7 +198,7 @@ class _Remote:
         module = frame.f_globals.get("__name__", "")
         if module == "torch.nn.utils.clip_grad":
             self._refuse_gradient("torch.nn.utils.clip_grad_norm_ or clip_grad_value_")
-        if frame.f_code is nn.Module.zero_grad.__code__:  # which leaves alone what has no gradient
+        if frame.f_code is nn.Module.zero_grad.__code__:  # which skips parameters without a gradient
             self._clear_gradient(frame.f_locals["set_to_none"])
             return None
         if module.startswith(_FIND_NO_GRADIENT) or runs_own_code():
@@ -250,15 +253,15 @@ class _Remote:
 
 
 class RemoteParameter(_Remote, nn.Parameter):
-    """A parameter without values, which are fetched when they are read. ``requires_grad`` can also be set."""
+    """Stands for a parameter on a worker. ``requires_grad`` can be set as well as read."""
 
 
 class RemoteBuffer(_Remote, Tensor):
-    """A buffer without values, or a view of a parameter or buffer without values."""
+    """Stands for a buffer on a worker, or for a view of a parameter or buffer there."""
 
 
 class FetchedTensor(_Remote, Tensor):
-    """Values that have been fetched, as long as they are those of the stage. They can be read, not changed."""
+    """Values that have been fetched, valid until the stage may have changed them; read-only."""
 
     relay_stage: RemoteStage
     relay_version: int
@@ -289,7 +292,7 @@ _WITHOUT_VALUES = (RemoteParameter, RemoteBuffer)
 
 
 def remote_parameter(name: str, parameter: nn.Parameter, source: Source | None = None) -> RemoteParameter:
-    """A stand-in with the shape, type and ``requires_grad`` of ``parameter``."""
+    """Return a stand-in with shape, dtype and ``requires_grad`` of ``parameter``."""
     empty = torch.empty_like(parameter, device="meta")
     remote = cast(RemoteParameter, RemoteParameter(empty, requires_grad=parameter.requires_grad))
     remote.relay_name, remote.relay_source = f"parameter {name} {list(parameter.shape)}", source
@@ -297,14 +300,14 @@ def remote_parameter(name: str, parameter: nn.Parameter, source: Source | None =
 
 
 def remote_buffer(name: str, buffer: Tensor, source: Source | None = None) -> RemoteBuffer:
-    """A stand-in with the shape and type of ``buffer``."""
+    """Return a stand-in with shape and dtype of ``buffer``."""
     remote = torch.empty_like(buffer, device="meta").as_subclass(RemoteBuffer)
     remote.relay_name, remote.relay_source = f"buffer {name} {list(buffer.shape)}", source
     return remote
 
 
 class _Fetch(torch.autograd.Function):
-    """From a parameter on its stage to its values here; a gradient goes back to the stage with the next command."""
+    """Takes fetched values of a parameter as its output, and sends their gradient to the stage of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, value: Tensor, source: Source) -> Tensor:
@@ -319,14 +322,14 @@ class _Fetch(torch.autograd.Function):
 
 
 def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-    """Whether shapes and types are enough for a function, and its result if so."""
+    """Return whether a function needs shapes and dtypes only, and its result if so."""
     name, remotes = func.__name__, list(_remotes_in((args, kwargs)))
     if func is torch.autograd.grad or name == "backward":
         remotes[0]._refuse(f"{name} (a backward pass)")
     if name in _HARMLESS or name == "__set__" or _loads(func, args):
         return True, func(*args, **kwargs)
     if _is_in_place(func, kwargs) or kwargs.get("out") is not None:
-        return False, None  # what is changed has values
+        return False, None  # the changed tensor has values
     if name in _LIKE or name.startswith("new_"):
         return True, func(*tree_map_only(_Remote, _empty, args), **tree_map_only(_Remote, _empty, kwargs))
     try:
@@ -351,7 +354,7 @@ def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
 def _view(
     empty: Tensor, origin: _Remote, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], place: int
 ) -> RemoteBuffer:
-    """A stand-in for the tensor at a place in the result of a function that returns views."""
+    """Return a stand-in for the tensor at ``place`` in the result of a function that returns views."""
     view = empty.as_subclass(RemoteBuffer)
     view.relay_name, view.relay_source = origin.relay_name, origin.relay_source
     vars(view)["relay_advice"] = origin.relay_advice
@@ -365,7 +368,7 @@ def _view(
 
 
 def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Calls a function with values; what shares memory with them can only be read."""
+    """Call a function with fetched values; results that share memory with them are read-only."""
     fetched: dict[int, _Remote] = {}
 
     def with_value(remote: _Remote) -> Tensor:
@@ -395,13 +398,13 @@ def _fetched(value: Tensor, name: str, stage: RemoteStage, advice: str) -> Fetch
 
 
 def _empty(remote: _Remote) -> Tensor:
-    """A tensor that has a stand-in's shape and type, where its values would be."""
+    """Return an empty tensor with the shape and dtype of a stand-in, on the device of fetched values."""
     source = remote.relay_source
     return torch.empty_like(cast(Tensor, remote), device=None if source is None else source.device)
 
 
 def _storage(tensor: Any) -> int | None:
-    """Tells whether two tensors share memory; sparse ones have none of their own."""
+    """Return a key that tensors have in common if they share memory; ``None`` for sparse tensors."""
     try:
         return storage_key(tensor)
     except (NotImplementedError, RuntimeError):
@@ -409,12 +412,12 @@ def _storage(tensor: Any) -> int | None:
 
 
 def _descriptor(func: Callable[..., Any]) -> Any:
-    """The attribute of ``Tensor`` that ``func`` gets or sets, if it does."""
+    """Return the attribute of ``Tensor`` that ``func`` gets or sets, or ``None``."""
     return getattr(func, "__self__", None)
 
 
 def _remotes_in(value: Any) -> Iterator[_Remote]:
-    """Yield the stand-ins and fetched tensors in arguments; called for each operation, so faster than by pytrees."""
+    """Yield stand-ins and fetched tensors among arguments; runs for each operation and is faster than pytrees."""
     if isinstance(value, _Remote):
         yield value
     elif isinstance(value, list | tuple):
@@ -433,12 +436,12 @@ def _is_in_place(func: Callable[..., Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _loads(func: Callable[..., Any], args: Sequence[Any]) -> bool:
-    """Whether ``load_state_dict`` calls this, when the values have been sent to where they belong."""
+    """Return whether ``load_state_dict`` calls ``func``, after it has sent the values to the stage."""
     return func.__name__ == "copy_" and len(args) > 1 and not isinstance(args[1], _Remote) and args[1].is_meta
 
 
 def _changed(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Remote | None:
-    """The stand-in or fetched tensor that ``func`` would change, without effect on its stage."""
+    """Return the stand-in or fetched tensor that ``func`` would change without effect on the stage, if any."""
     sets = func.__name__ in ("__set__", "__delete__") and _descriptor(func) is not Tensor.requires_grad
     targets = [kwargs["out"]] if kwargs.get("out") is not None else []
     if (sets or func.__name__ in _HOOKS or _is_in_place(func, kwargs)) and not _loads(func, args):

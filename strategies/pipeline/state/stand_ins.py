@@ -1,7 +1,7 @@
 """Layers whose values live on a worker: what stays of them on the driver, and how they get their values back.
 
 The driver keeps the module objects, so names, shapes, counts and ``requires_grad`` can be read, but the tensors in them
-are stand-ins on the ``meta`` device. Parameters keep their identity, because optimizers and users hold on to them.
+are stand-ins on the ``meta`` device. Parameters keep their identity, because optimizers and users refer to them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from strategies.pipeline.state.remote_tensor import Source, remote_buffer, remot
 
 @contextmanager
 def without_layers(module: nn.Sequential, number: int) -> Iterator[None]:
-    """Takes the first layers out of ``module``, so that what is done to it leaves them alone."""
+    """Remove the first ``number`` layers from ``module`` while the context is active."""
     children = dict(module._modules)
     for name in list(children)[:number]:
         del module._modules[name]
@@ -32,7 +32,7 @@ def without_layers(module: nn.Sequential, number: int) -> Iterator[None]:
 
 @contextmanager
 def without_meta_tensors(model: nn.Module) -> Iterator[None]:
-    """Takes tensors without values out of ``model``, so that the rest of it can be moved to another device."""
+    """Remove ``meta`` tensors from ``model`` while the context is active, so that it can be moved to another device."""
     taken = []
     for module in model.modules():
         holders: list[dict[str, Any]] = [module._parameters, module._buffers]
@@ -51,7 +51,7 @@ def without_meta_tensors(model: nn.Module) -> Iterator[None]:
 
 
 def tensors_here(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Every parameter that has its values in this process, also those that only an optimizer knows; every buffer."""
+    """Return the parameters and the buffers with values in this process, including parameters of optimizers only."""
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     parameters = dict.fromkeys(chain(model.parameters(), *groups))
     return [p for p in parameters if not p.is_meta], [buffer for buffer in model.buffers() if not buffer.is_meta]
@@ -67,16 +67,16 @@ def move_to_meta(
     module: int = 0,
     device: torch.device | None = None,
 ) -> None:
-    """Replaces the tensors of ``layers`` by stand-ins without values, but for the parameters in ``keep``.
+    """Replace the tensors of ``layers`` by stand-ins, except the parameters in ``keep``.
 
     Args:
         layers: Some layers.
-        whole: The module that they are part of; another part may share a parameter with them.
+        whole: The module that contains them; another part of it may share a parameter with them.
         optimizers: Optimizers that may hold the parameters.
-        keep: Parameters that have their values here; compared by identity.
-        stage: Where the stand-ins fetch values when they are read; without one that is an error.
-        module: The number that ``stage`` gives to the module of the layers: zero, or that of a copy of the model.
-        device: Where values are put when they have been fetched.
+        keep: Parameters whose values stay in this process, compared by identity.
+        stage: Stage from which stand-ins fetch values; without it, reading values raises.
+        module: Number of the module on ``stage``: 0 for its layers, ``k`` for those of the ``k``-th copy of the model.
+        device: Device to which fetched values are moved.
     """
 
     def source(name: str) -> Source | None:
@@ -93,7 +93,7 @@ def move_to_meta(
 def move_from_meta(
     layers: nn.Module, whole: nn.Module, optimizers: Sequence[Optimizer], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Gives ``layers`` real tensors again, by their names, where they have none."""
+    """Give ``layers`` tensors with values, by name, where they have stand-ins."""
     for name, parameter in list(layers.named_parameters()):
         if parameter.is_meta:
             value = nn.Parameter(tensors[name].detach(), requires_grad=parameter.requires_grad)
@@ -102,13 +102,13 @@ def move_from_meta(
 
 
 def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
-    """Makes ``old`` become ``new``, or puts ``new`` into its places if that cannot be."""
+    """Turn ``old`` into ``new``; if that is impossible, put ``new`` in place of ``old`` in modules and optimizers."""
     attributes = {name: value for name, value in vars(old).items() if not name.startswith("relay_")}
     try:
         torch.utils.swap_tensors(old, new)
         vars(old).update(attributes)
         return
-    except RuntimeError:  # a result that was computed from it, or a weak reference to it, is still alive
+    except RuntimeError:  # a result computed from ``old``, or a weak reference to it, is alive
         vars(new).update(attributes)
     for module in whole.modules():
         module._parameters.update({name: new for name, p in module._parameters.items() if p is old})
@@ -120,8 +120,8 @@ def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Paramete
 
 
 def replace_buffers(layers: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Puts ``tensors`` into the places of the buffers of ``layers``; a layer may have made one, or dropped it."""
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # keeps the old ones alive, so that no id is used twice
+    """Set the buffers of ``layers`` to ``tensors``, by name; a layer may have created or dropped a buffer."""
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # old buffers stay alive, so that no id is used twice
     for prefix, module in layers.named_modules(remove_duplicate=False):
         for name, buffer in module._buffers.items():
             new = tensors.get(f"{prefix}.{name}" if prefix else name)

@@ -1,4 +1,4 @@
-"""``state_dict`` and ``load_state_dict`` of a module whose layers live on several processes."""
+"""``state_dict`` and ``load_state_dict`` of a module whose layers live in several processes."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ from strategies.pipeline.state.stand_ins import replace_buffers
 
 
 class StateOfStages:
-    """Makes both give and take the values of every stage, under the names of one process.
+    """Extends ``state_dict`` and ``load_state_dict`` of a module to all stages, with the keys of one process.
 
     Args:
         module: The whole module.
         stages: Its parts.
-        remotes: Where each of them lives; it is here if that is ``None`` or not said.
-        number: Of the module on each stage: zero, or that of a copy of the model.
+        remotes: The stage on a worker for each part; ``None``, or a missing entry, means this process.
+        number: Number of the module on the stages: 0 for the model, ``k`` for its ``k``-th copy.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class StateOfStages:
         ]
 
     def end(self) -> None:
-        """Leaves the module as it was."""
+        """Remove the hooks from the module."""
         for handle in self._handles:
             handle.remove()
 
     def whole(self) -> nn.Module:
-        """The module as one process would have it now: this stage's layers, and copies of those of the others."""
+        """Return the module as in one process: the layers of this stage, and copies of those of all others."""
         module, last = self._module, self._stages[-1]
         here: list[Any] = [*last.modules(), *(p for p in module.parameters() if not p.is_meta)]
         memo: dict[int, Any] = {id(own): own for own in here}
         whole = copy(module)
-        for name in ("forward", "load_state_dict"):  # those of the pipeline
+        for name in ("forward", "load_state_dict"):  # which the pipeline has set
             vars(whole).pop(name, None)
         hooks = [dict(hooks) for hooks in state_dict_hooks(module)]
         for own, handle in zip(hooks, self._handles, strict=True):
@@ -66,7 +66,7 @@ class StateOfStages:
             tensors = remote.call(StageCommands.tensors)
             for name, p in layers.named_parameters():
                 memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
-            memo.update({id(buffer): buffer for buffer in layers.buffers()})  # until they are replaced
+            memo.update({id(buffer): buffer for buffer in layers.buffers()})  # shared until they are replaced
             own_copy = nn.Sequential(OrderedDict((n, deepcopy(layer, memo)) for n, layer in layers._modules.items()))
             replace_buffers(own_copy, tensors)
             set_attributes(own_copy, dict(enumerate(remote.call(StageCommands.attributes))))
@@ -78,7 +78,7 @@ class StateOfStages:
 
     @contextmanager
     def staying_here(self) -> Iterator[None]:
-        """Within this, what is loaded goes to no other stage."""
+        """While active, loading a state dict sends nothing to other stages."""
         self._scatters = False
         try:
             yield
@@ -87,7 +87,7 @@ class StateOfStages:
 
     @contextmanager
     def without_values(self) -> Iterator[None]:
-        """Within this, a state dict has tensors without values for what is on other stages."""
+        """While active, a state dict has ``meta`` tensors for layers on other stages."""
         self._has_values = False
         try:
             yield
@@ -95,9 +95,10 @@ class StateOfStages:
             self._has_values = True
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Puts the workers' entries in place of those for their layers, stage by stage; ties stay tied.
+        """Replace entries for layers on workers by the workers' entries, stage by stage; tied parameters stay tied.
 
-        What a worker gives is taken as it is: a layer may have made a buffer, or dropped one. Parameters it must have.
+        Entries are taken over as the worker gives them, since a layer may have created or dropped a buffer; parameters
+        must be complete.
         """
         here = {name: state.pop(name) for name in list(state) if name.startswith(prefix)}
         for i, layers in enumerate(self._stages):
@@ -106,7 +107,7 @@ class StateOfStages:
                 parameters = dict(layers.named_parameters(remove_duplicate=False))
                 given = self._given(i, remote, [name for name in parameters if prefix + name in own])
                 state.update({prefix + name: value for name, value in given.items()})
-                owned_here = [prefix + name for name, p in parameters.items() if not p.is_meta]  # tied ones
+                owned_here = [prefix + name for name, p in parameters.items() if not p.is_meta]  # tied parameters
                 state.update({name: own[name] for name in owned_here if name in own})
             else:
                 state.update(own)
@@ -116,10 +117,10 @@ class StateOfStages:
                 state[prefix + name] = state[prefix + first.setdefault(parameter, name)]
 
     def _given(self, i: int, remote: RemoteStage, wanted: Sequence[str]) -> dict[str, Any]:
-        """What stage ``i`` gives for its layers.
+        """Return the entries that stage ``i`` gives for its layers.
 
         Raises:
-            RuntimeError: If it lacks what is wanted, or has what belongs to others.
+            RuntimeError: If a wanted entry is missing, or an entry belongs to other layers.
         """
         gather = StageCommands.module_state if self._has_values else StageCommands.module_layout
         given: dict[str, Any] = with_meta_tensors(remote.call(gather, self._number))
@@ -133,7 +134,7 @@ class StateOfStages:
         return given
 
     def _scatter(self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any) -> None:
-        """Sends each worker its part of a state dict that is being loaded."""
+        """Send each worker its part of the state dict that is being loaded."""
         if not self._scatters:
             return
         named = dict(module.named_parameters(remove_duplicate=False))
