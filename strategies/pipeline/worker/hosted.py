@@ -81,7 +81,7 @@ class HostedStage(HostedOptimizers, StageCommands):
             if cargo.replicas.divide_states:
                 self._shared_steps = SharedSteps(self._optimizers, self._averaging)
         self.shelf: dict[int, Any] = {}
-        """What is on its way to or from a checkpoint in parts."""
+        """Tensors set aside for a sharded checkpoint, or read from one."""
         self._trace: torch.profiler.profile | None = None
         self._passes: dict[int, tuple[Pass, list[Action]]] = {}
         self._gathered: dict[int, GatheredGradients] = {}
