@@ -353,9 +353,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return super().optimizer_state(optimizer)
 
     def _refresh_states(self) -> None:
-        if (
-            self._stage_states is not None and self._state_dict_type == "full"
-        ):  # if sharded, stages write what they have
+        if self._stage_states is not None and self._state_dict_type == "full":  # if sharded, nothing has been gathered
             self._stage_states.refresh()
 
     def save_checkpoint(
