@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,13 +16,23 @@ import torch
 from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.common.formatting import ending
+from strategies.launch.fork_server import ForkedProcess, OwnForkServer, server_for
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
+
+WORKER_MODULES = ("strategies.pipeline.__main__", "strategies.pipeline.worker.process")
+"""What a worker imports at its start."""
+
+WORKER_MODULES_LATER = ("torch._dynamo",)
+"""What torch imports in a worker's first step, which takes as long as importing torch."""
 
 _START_SECONDS = 120.0
 """How long a worker may take to import torch, at least; a loaded machine takes many times its usual second."""
 
 _MOST_LEARNT_BYTES = 2**25 - 2**16
 """A little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
+
+
+Process = subprocess.Popen | ForkedProcess
 
 
 class Workers:
@@ -34,7 +44,7 @@ class Workers:
 
     def __init__(self, stages: Sequence[str]) -> None:
         self._stages, self._count = stages, len(stages)
-        self._processes: list[subprocess.Popen] = []
+        self._processes: list[Process] = []
         self._directory = ""
         self._session: Session | None = None
         self._joined = False
@@ -63,8 +73,10 @@ class Workers:
         )
         self._session = session
         (Path(self._directory) / "session.json").write_text(session.to_json())
-        self._processes = [self._spawn(session, rank) for rank in range(self._count)]
-        self._wait_until_ready(max(_START_SECONDS, timeout_seconds))
+        deadline = time.monotonic() + max(_START_SECONDS, timeout_seconds)
+        for rank in range(self._count):
+            self._processes.append(self._spawn(session, rank, deadline))
+        self._wait_until_ready(deadline)
         self._joined = True
         join_rpc(session, self._count, self._check)
         return session
@@ -110,9 +122,28 @@ class Workers:
                 shutil.rmtree(self._directory, ignore_errors=True)
                 self._directory = ""
 
-    def _spawn(self, session: Session, rank: int) -> subprocess.Popen:
-        environment = environment_of_worker(session.paths) | {"OMP_NUM_THREADS": str(session.threads)}
-        command = [sys.executable, "-m", "strategies.pipeline", self._directory, str(rank), str(session.driver_pid)]
+    def _spawn(self, session: Session, rank: int, deadline: float) -> Process:
+        """Starts a worker: a fork of a fork server where there is one, else a new interpreter."""
+        environment = environment_of_worker(session.paths, threads=session.threads)
+        arguments = [self._directory, rank, session.driver_pid]
+        server = server_for(WORKER_MODULES, WORKER_MODULES_LATER, environment, session.paths)
+        if server is not None:
+            try:
+                return server.fork(
+                    "strategies.pipeline.__main__:main",
+                    arguments,
+                    environment=environment,
+                    paths=session.paths,
+                    name=f"relay-worker-{rank}",
+                    stdin=subprocess.PIPE,
+                    timeout_seconds=max(0.0, deadline - time.monotonic()),
+                )
+            except TimeoutError:
+                OwnForkServer.discard()
+                raise self._late(range(rank, self._count)) from None
+            except OSError:  # the server has ended: a new interpreter tells why, where it ends as well
+                OwnForkServer.discard()
+        command = [sys.executable, "-m", "strategies.pipeline", *map(str, arguments)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
     def _check(self) -> None:
@@ -121,12 +152,11 @@ class Workers:
             if (how := self.ended(rank)) is not None:
                 for process in self._processes:
                     process.kill()
-                was_killed = self._processes[rank].returncode < 0
+                was_killed = (self._processes[rank].poll() or 0) < 0
                 kind = WorkerLost if was_killed else RuntimeError  # what ends by itself would do so again
                 raise kind(f"{self._stages[rank]}, {self.process(rank)}, {how}; see its output above")
 
-    def _wait_until_ready(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+    def _wait_until_ready(self, deadline: float) -> None:
         waiting = set(range(self._count))
         while waiting:
             for rank in sorted(waiting):
@@ -134,11 +164,15 @@ class Workers:
                     waiting.discard(rank)
             self._check()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"the workers of stages {sorted(waiting)} did not start in time")
+                raise self._late(sorted(waiting))
             time.sleep(0.005)
 
+    @staticmethod
+    def _late(ranks: Sequence[int]) -> RuntimeError:
+        return RuntimeError(f"the workers of stages {list(ranks)} did not start in time")
 
-def see_end(processes: Sequence[subprocess.Popen], grace_seconds: float) -> None:
+
+def see_end(processes: Sequence[Process], grace_seconds: float) -> None:
     """Waits for processes to end by themselves, and kills those that have not after so long."""
     deadline = time.monotonic() + grace_seconds
     for process in processes:
@@ -149,14 +183,19 @@ def see_end(processes: Sequence[subprocess.Popen], grace_seconds: float) -> None
             process.wait()
 
 
-def environment_of_worker(paths: Sequence[str]) -> dict[str, str]:
-    """This process's environment, as a worker needs it.
+def environment_of_worker(
+    paths: Sequence[str], *, threads: int | None = None, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment variables of a worker.
 
     Args:
         paths: The worker's ``sys.path``.
+        threads: Number of threads that it computes with, if that is known.
+        base: What the worker needs is added to these: by default those of this process.
     """
     return {
-        **os.environ,
+        **base,
+        **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
         # A pass allocates and frees the same large blocks again and again: keep them instead of faulting them in anew
         # each time (2 to 4 % of a step).

@@ -1,7 +1,7 @@
-"""A worker's process: ``python -m strategies.pipeline SESSION_DIRECTORY RANK DRIVER_PID``.
+"""A worker's process: ``python -m strategies.pipeline SESSION_DIRECTORY RANK DRIVER_PID``, or a fork of a fork server.
 
-It belongs to its driver from the first moment: importing torch takes a second, or many on a loaded machine, and joining
-the others waits in C++.
+The worker ends with its driver from the first moment on: importing torch takes a second, or many on a loaded machine,
+and joining the session waits in C++.
 """
 
 import os
@@ -15,15 +15,23 @@ _LOOK_SECONDS = 0.5
 
 
 def end_with_driver(directory: str, driver_pid: int) -> None:
-    """Ends this process when the driver closes its standard input or is gone.
+    """Ends this process when the driver closes its standard input or ends.
 
     Args:
         directory: That of the session.
         driver_pid: The driver's process id.
     """
-    # A process that the driver forked (a data loader's) may hold the other end open after the driver's death.
-    while os.getppid() == driver_pid and not select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
-        pass
+    # A process that the driver has forked (a data loader's) may hold the pipe open after the driver's death.
+    try:
+        watched = [sys.stdin, os.pidfd_open(driver_pid)]
+    except ProcessLookupError:  # the driver has ended
+        watched = []
+    except (AttributeError, OSError):  # not on Linux, where this process is the driver's child
+        watched = [sys.stdin]
+        while os.getppid() == driver_pid and not select.select(watched, [], [], _LOOK_SECONDS)[0]:
+            pass
+    else:
+        select.select(watched, [], [])
     # If the driver was killed nobody else is left to do it. Its end closes standard input before it makes this process
     # an orphan, so the two cannot be told apart here; a driver that lives does the same.
     shutil.rmtree(directory, ignore_errors=True)

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -19,7 +20,7 @@ import procfs
 import pytest
 import torch
 from faults_job import PHASES
-from harness import run
+from harness import OWN_SERVER, run
 from paths import PYTHONPATH
 from torch import nn
 
@@ -98,7 +99,7 @@ def driver_gets(how: str, phase: str) -> tuple[int, str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["unpack", "backward", "save", "teardown"])
 def test_a_driver_that_is_killed(phase: str) -> None:
-    code, _, seconds = run(driver_gets, "SIGKILL", phase, timeout_seconds=90)
+    code, _, seconds = run(driver_gets, "SIGKILL", phase, timeout_seconds=90, env=OWN_SERVER)
     assert code == -signal.SIGKILL and seconds < SECONDS
 
 
@@ -106,7 +107,7 @@ def test_a_driver_that_is_killed(phase: str) -> None:
 @pytest.mark.parametrize(("how", "status"), [("SIGINT", 1), ("SIGTERM", 0)])
 def test_a_driver_that_is_asked_to_end(how: str, status: int) -> None:
     """Lightning's own ways: after SIGTERM it ends by an exception that is a ``SystemExit``."""
-    code, said, seconds = run(driver_gets, how, "forward", timeout_seconds=90)
+    code, said, seconds = run(driver_gets, how, "forward", timeout_seconds=90, env=OWN_SERVER)
     assert code == status and seconds < SECONDS, (code, said)
 
 
@@ -116,16 +117,15 @@ def three_stages() -> Pipeline:
 
 
 def await_workers(seconds: float, *, ready: bool) -> list[int]:
-    """The process ids of two workers that have been spawned, or have imported torch, so long ago."""
+    """The process ids of two workers that have been forked, or are about to join their session, so long ago."""
     found: dict[int, int] = {}
     while len(found) < 2:
         for pid in procfs.family(os.getsid(0), Path("nowhere")):
             with suppress(OSError):  # has ended
-                command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                if "strategies.pipeline" in command:
-                    directory, rank = command[-4:-2]
-                    if not ready or Path(directory, f"ready-{rank}").exists():
-                        found[int(rank)] = pid
+                name, _, rank = Path(f"/proc/{pid}/comm").read_text().strip().rpartition("-")
+                is_ready = any(Path(tempfile.gettempdir()).glob(f"relay-*/ready-{rank}"))
+                if name == "relay-worker" and (is_ready or not ready):
+                    found[int(rank)] = pid
         time.sleep(0.001)
     time.sleep(seconds)
     return [found[0], found[1]]
@@ -169,7 +169,7 @@ MOMENTS = [(False, 0.0), (False, 0.1), (False, 0.5), (False, 1.0), *((True, 0.00
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_worker_that_is_killed_while_the_processes_start() -> None:
-    for message, seconds in run(killed_while_starting, MOMENTS, timeout_seconds=170):
+    for message, seconds in run(killed_while_starting, MOMENTS, timeout_seconds=170, env=OWN_SERVER):
         assert ", was killed by signal 9 " in message and message.startswith("stage "), message
         assert seconds < SECONDS, (message, seconds)
 
@@ -198,5 +198,5 @@ def driver_killed_while_starting(moments: list[tuple[bool, float]]) -> list[floa
 @pytest.mark.slow
 def test_a_driver_that_is_killed_while_the_processes_start() -> None:
     moments = [*MOMENTS[:4], *MOMENTS[4::2]]
-    seen = run(driver_killed_while_starting, moments, timeout_seconds=110)
+    seen = run(driver_killed_while_starting, moments, timeout_seconds=110, env=OWN_SERVER)
     assert max(seen) < SECONDS, seen

@@ -28,13 +28,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import procfs
-from fork_server import Forked, ForkServer, read_at_import
 from harness_child import Order, Report, settled
+
+from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, traits_of
+from strategies.launch.workers import WORKER_MODULES, WORKER_MODULES_LATER, environment_of_worker
 
 LEAKS = ("process", "thread", "port", "tmp", "shm", "env", "process_group", "rpc")
 OUTPUT_LINES = 200
@@ -44,6 +47,9 @@ _CONSTANT = {
     "PYTHONUNBUFFERED": "1",
 }
 """The environment of every child, unless a test says otherwise."""
+OWN_SERVER: dict[str, str | None] = {VARIABLE: None}
+"""For ``env``: the workers of the test's process belong to its session, as those of a user's script do."""
+_CHILD_MODULES = ("harness_child", "pytorch_lightning", "torch._dynamo", "torch.distributed.rpc")
 
 
 def run(
@@ -56,7 +62,8 @@ def run(
 ) -> Any:
     """Runs ``fn(*args)`` in a process of its own and returns its result.
 
-    The process is a fork of one that has imported torch and Lightning, and nothing else of consequence.
+    The process is a fork of one that has imported torch and Lightning, and nothing else of consequence. Workers that it
+    starts are forks of another one, unless ``env`` has ``OWN_SERVER``.
 
     Args:
         fn: a top-level function of a test module, or any function that cloudpickle can send.
@@ -83,6 +90,7 @@ def run(
             call=cloudpickle.dumps((fn, args)),
             allow=frozenset(allow),
             settle_seconds=settle_seconds,
+            fork_server=_servers().of_workers.pid,
         )
         (scratch / "io/order").write_bytes(pickle.dumps(order))
         segments_before = procfs.shm_segments(scratch.name)
@@ -99,16 +107,24 @@ def run(
         return pickle.loads(report.result)
 
 
-def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[bytes] | Forked:
-    changed = {**os.environ, **_CONSTANT, **env}
+def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[bytes] | ForkedProcess:
+    servers = _servers()
+    changed = {**os.environ, **_CONSTANT, VARIABLE: str(servers.directory), **env}
     changed |= {
         "TMPDIR": str(scratch / "tmp"),
         "TORCHINDUCTOR_CACHE_DIR": str(scratch / "io/inductor"),  # torch would choose one in TMPDIR and keep it
     }
     variables = {name: value for name, value in changed.items() if value is not None}
-    if (server := _fork_server()).read_at_import == read_at_import(variables):
-        return server.fork(scratch, variables)
     with open(scratch / "io/output", "ab") as output:
+        if servers.of_children.traits == traits_of(variables):
+            return servers.of_children.fork(
+                "harness_child:forked",
+                [str(scratch)],
+                environment=variables,
+                paths=sys.path,
+                directory=scratch / "cwd",
+                output=output.fileno(),
+            )
         return subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("harness_child.py")), str(scratch)],
             cwd=scratch / "cwd",
@@ -120,14 +136,38 @@ def _start(scratch: Path, env: Mapping[str, str | None]) -> subprocess.Popen[byt
         )
 
 
+@dataclass(frozen=True)
+class _Servers:
+    """The fork servers of this pytest process.
+
+    Attributes:
+        of_children: Of the processes in which tests run.
+        of_workers: Of the workers which those processes start.
+        directory: Where ``of_workers`` listens.
+    """
+
+    of_children: OwnForkServer
+    of_workers: OwnForkServer
+    directory: Path
+
+
 @functools.cache
-def _fork_server() -> ForkServer:
-    server = ForkServer({**os.environ, **_CONSTANT})
-    atexit.register(server.end)
-    return server
+def _servers() -> _Servers:
+    environment = {**os.environ, **_CONSTANT}
+    folder = tempfile.TemporaryDirectory(prefix="relay-test-server-")
+    atexit.register(folder.cleanup)
+    directory = Path(folder.name)
+    of_workers = environment_of_worker(sys.path, threads=int(_CONSTANT["OMP_NUM_THREADS"]), base=environment)
+    return _Servers(
+        OwnForkServer(_CHILD_MODULES, environment=environment, paths=sys.path),
+        OwnForkServer(
+            [*WORKER_MODULES, *WORKER_MODULES_LATER], environment=of_workers, paths=sys.path, directory=directory
+        ),
+        directory,
+    )
 
 
-def _await_report(child: subprocess.Popen[bytes] | Forked, scratch: Path, timeout_seconds: float) -> Report:
+def _await_report(child: subprocess.Popen[bytes] | ForkedProcess, scratch: Path, timeout_seconds: float) -> Report:
     try:
         code = child.wait(timeout_seconds)
     except subprocess.TimeoutExpired:
@@ -148,7 +188,7 @@ def _leaks_outside(session: int, scratch: Path, order: Order, segments_before: s
 
     def find() -> list[str]:
         found = {
-            "process": [procfs.describe(pid) for pid in procfs.family(session, scratch)],
+            "process": [procfs.describe(pid) for pid in procfs.family(session, scratch, order.fork_server)],
             "tmp": [str(path.relative_to(scratch / "tmp")) for path in sorted((scratch / "tmp").rglob("*"))],
             "shm": procfs.unowned(procfs.shm_segments(scratch.name) - segments_before),
         }
@@ -162,9 +202,9 @@ def _last_output(scratch: Path) -> str:
     return "\n".join(["--- last output of the child", *(lines or ["(none)"])])
 
 
-def _show_stacks(child: subprocess.Popen[bytes] | Forked, scratch: Path) -> None:
+def _show_stacks(child: subprocess.Popen[bytes] | ForkedProcess, scratch: Path) -> None:
     """Appends where each thread of each process stands to the output; frozen first, so that it is one picture."""
-    pids = procfs.family(child.pid, scratch)
+    pids = procfs.family(child.pid, scratch, _servers().of_workers.pid)
     for pid in pids:
         _send(pid, signal.SIGSTOP)
     for pid in pids:
@@ -173,14 +213,14 @@ def _show_stacks(child: subprocess.Popen[bytes] | Forked, scratch: Path) -> None
         _send(pid, signal.SIGABRT)
         _send(pid, signal.SIGCONT)
         deadline = time.monotonic() + 2
-        while pid in procfs.family(child.pid, scratch) and time.monotonic() < deadline:
+        while pid in procfs.family(child.pid, scratch, _servers().of_workers.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
 
 
-def _kill(child: subprocess.Popen[bytes] | Forked, scratch: Path) -> None:
+def _kill(child: subprocess.Popen[bytes] | ForkedProcess, scratch: Path) -> None:
     """Kills the child and whatever it started, until nothing is left."""
     deadline = time.monotonic() + 10
-    while (pids := procfs.family(child.pid, scratch)) and time.monotonic() < deadline:
+    while (pids := procfs.family(child.pid, scratch, _servers().of_workers.pid)) and time.monotonic() < deadline:
         for pid in pids:
             _send(pid, signal.SIGKILL)
         time.sleep(0.02)

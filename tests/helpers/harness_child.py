@@ -41,6 +41,7 @@ class Order:
     call: bytes  # pickled (fn, args)
     allow: frozenset[str]
     settle_seconds: float
+    fork_server: int  # process id of the fork server that this process uses for workers
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,15 @@ def settled(find: Callable[[], list[str]], settle_seconds: float) -> list[str]:
     return leaks
 
 
+def forked(scratch: str) -> int:
+    """The same as running this file, in a fork of a process that has imported it."""
+    os.setsid()
+    sys.argv = [__file__, scratch]  # Lightning's launcher runs this again for the other ranks
+    sys.modules["__main__"].__file__ = __file__  # and multiprocessing's spawn imports that
+    sys.modules["__main__"].__spec__ = None
+    return main(Path(scratch))
+
+
 def main(scratch: Path) -> int:
     faulthandler.enable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the parent asks for stacks with SIGABRT
@@ -77,7 +87,7 @@ def main(scratch: Path) -> int:
         result = fn(*args)
         if not reports:
             return 0
-        leaks = settled(lambda: _leaks(before, scratch, order.allow), order.settle_seconds)
+        leaks = settled(lambda: _leaks(before, scratch, order), order.settle_seconds)
         report = Report(result=pickle.dumps(result), leaks=tuple(leaks))
     except BaseException:
         if not reports:
@@ -136,20 +146,29 @@ class _Surroundings:
         return _Surroundings(dict(os.environ), threads, frozenset(procfs.listening_ports()))
 
 
-def _leaks(before: _Surroundings, scratch: Path, allow: frozenset[str]) -> list[str]:
+def _leaks(before: _Surroundings, scratch: Path, order: Order) -> list[str]:
     gc.collect()  # stores and RPC agents close their sockets when they are collected
     now = _Surroundings.now()
     names = {name for name, _ in now.env.items() ^ before.env.items()} - LIBRARY_VARIABLES
-    processes = [procfs.describe(pid) for pid in procfs.family(os.getsid(0), scratch) if pid != os.getpid()]
+    pids = [pid for pid in procfs.family(os.getsid(0), scratch, order.fork_server) if pid != os.getpid()]
     found = {
-        # Python's resource tracker lives as long as this process does; the parent sees whether it is gone then.
-        "process": [text for text in processes if "multiprocessing.resource_tracker" not in text],
+        "process": [procfs.describe(pid) for pid in pids if not _lives_as_long_as_this(pid)],
         "thread": [repr(thread) for thread in now.threads - before.threads],
         "port": [str(port) for port in sorted(now.ports - before.ports)],
         "env": [f"{name}={now.env.get(name)!r}, was {before.env.get(name)!r}" for name in sorted(names)],
         **_torch_leaks(),
     }
-    return [f"{kind}: {what}" for kind, whats in found.items() if kind not in allow for what in whats]
+    return [f"{kind}: {what}" for kind, whats in found.items() if kind not in order.allow for what in whats]
+
+
+def _lives_as_long_as_this(pid: int) -> bool:
+    """Whether it is Python's resource tracker or Relay's fork server; the parent sees whether it is gone then.
+
+    What the fork server has forked has the same command, but another parent.
+    """
+    command = procfs.describe(pid)
+    is_server = "strategies.launch.fork_server" in command and procfs.parent(pid) == os.getpid()
+    return is_server or "multiprocessing.resource_tracker" in command
 
 
 def _torch_leaks() -> dict[str, list[str]]:

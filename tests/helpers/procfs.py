@@ -10,25 +10,35 @@ PREFIX = "relay-test-"
 """With which the names of scratch folders of tests begin."""
 
 
-def family(session: int, scratch: Path) -> list[int]:
+def family(session: int, scratch: Path, fork_server: int = -1) -> list[int]:
     """The living processes of a session, and those that left it but still work in, or were told of, its scratch folder.
 
     Zombies do not count: they have ended, and their parent decides when to collect them.
+
+    Args:
+        session: The session.
+        scratch: The folder.
+        fork_server: A process outside of the session whose children belong to it.
     """
     members = []
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         try:
-            state, pid_session = _state_and_session(pid)
-            if state not in "ZX" and (pid_session == session or _belongs(pid, scratch)):
+            state, pid_parent, pid_session = _state_parent_session(pid)
+            belongs = pid_session == session or pid_parent == fork_server or _belongs(pid, scratch)
+            if state not in "ZX" and belongs and pid != fork_server:
                 members.append(pid)
         except OSError:
             continue  # ended meanwhile, or belongs to somebody else
     return members
 
 
+def parent(pid: int) -> int:
+    return _state_parent_session(pid)[1]
+
+
 def is_alive(pid: int) -> bool:
     try:
-        return _state_and_session(pid)[0] not in "ZX"
+        return _state_parent_session(pid)[0] not in "ZX"
     except FileNotFoundError:
         return False
 
@@ -93,10 +103,10 @@ def unowned(segments: set[str]) -> list[str]:
     return sorted(segments - used)
 
 
-def _state_and_session(pid: int) -> tuple[str, int]:
+def _state_parent_session(pid: int) -> tuple[str, int, int]:
     # The command name may hold spaces and brackets; the fields are counted from its closing bracket.
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return fields[0], int(fields[3])
+    return fields[0], int(fields[1]), int(fields[3])
 
 
 def _belongs(pid: int, scratch: Path) -> bool:

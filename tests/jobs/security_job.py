@@ -30,9 +30,10 @@ class LaunchedOtherwise(DDPStrategy):
         self._launcher = OwnLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
 
+# Class, arguments, number of processes: each driver of a pipeline has a worker and a fork server.
 STRATEGIES: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "pipeline": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "state_dict_type": "sharded"}, 2),
-    "replicas": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "data_parallel_size": 2}, 4),
+    "pipeline": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "state_dict_type": "sharded"}, 3),
+    "replicas": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "data_parallel_size": 2}, 6),
     "ddp": (DDPStrategy, {}, 2),
     "own launcher": (LaunchedOtherwise, {}, 2),
     "zero": (ZeROStrategy, {"stage": 2, "state_dict_type": "sharded"}, 2),
@@ -69,11 +70,11 @@ class Net(pl.LightningModule):
 
 def main(results: Path, name: str) -> None:
     warnings.filterwarnings("ignore")
-    kind, arguments, devices = STRATEGIES[name]
+    kind, arguments, _ = STRATEGIES[name]
     variables = dict(os.environ)
     trainer = Trainer(
         accelerator="cpu",
-        devices=devices,
+        devices=4 if name == "replicas" else 2,
         strategy=kind(**arguments),
         max_steps=3,
         logger=False,

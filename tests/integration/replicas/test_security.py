@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import security_job
 import torch
-from harness import run
+from harness import OWN_SERVER, run
 from paths import PYTHONPATH
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.distributed.checkpoint import CheckpointException
@@ -79,7 +79,9 @@ def check(seen: dict[str, Any], processes: int, umask: int) -> set[int]:
 @pytest.mark.slow
 def test_two_runs_of_ddp_at_once_on_the_loopback_interface() -> None:
     umask = 0o027
-    one, other = (check(seen, 2, umask) for seen in run(train, ["ddp", "ddp"], umask, timeout_seconds=110))
+    one, other = (
+        check(seen, 2, umask) for seen in run(train, ["ddp", "ddp"], umask, timeout_seconds=110, env=OWN_SERVER)
+    )
     assert not one & other
 
 
@@ -94,7 +96,7 @@ def test_two_runs_of_ddp_at_once_on_the_loopback_interface() -> None:
     ],
 )
 def test_nothing_is_open_beyond_the_loopback_interface(name: str, umask: int) -> None:
-    (seen,) = run(train, [name], umask, timeout_seconds=110)
+    (seen,) = run(train, [name], umask, timeout_seconds=110, env=OWN_SERVER)
     check(seen, security_job.STRATEGIES[name][2], umask)
     meetings = [Path(file).name for file in seen["files in between"] if Path(file).name.startswith("relay-")]
     assert len(meetings) == {"pipeline": 1, "replicas": 3, "zero": 0, "own launcher": 0}[name]

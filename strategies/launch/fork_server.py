@@ -1,0 +1,622 @@
+"""A fork server: a process that has imported torch, and forks a worker for each request.
+
+    driver ── request: function, arguments, environment, file descriptors ──▶ fork server ── fork ──▶ worker
+    driver ◀── process id and pidfd; at the worker's end: exit status ───────────────┘
+
+Importing torch takes a process more than a second of CPU time. The server imports it once, for all workers of all
+sessions of its driver. It has one thread and computes nothing, so its forks are as good as fresh processes. It ends
+when its driver ends, in whatever way, and no worker outlives it: the kernel kills those that are left.
+
+Each request has a connection of its own, which closes when the process that it started has ended. A driver passes the
+server's end of the connection over a socket that it shares with its server. A server may also listen in a directory,
+for processes that its owner starts: ``RELAY_FORK_SERVER`` in their environment names that directory (the test harness
+does this, so that a test does not import torch for its workers).
+
+This needs ``fork`` and pidfds: Linux. Elsewhere workers are started one by one.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import resource
+import selectors
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, ClassVar, cast
+
+VARIABLE = "RELAY_FORK_SERVER"
+"""The environment variable that names the directory in which a running server listens."""
+
+_READ_AT_IMPORT = (
+    *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_"),
+    *("MKL_", "NPY_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TZ"),
+)
+"""Beginnings of the names of variables that Python or a library reads once, when it is loaded."""
+
+_READ_LATER = ("PYTHONPATH", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR")
+"""Exceptions: a fork gets its ``sys.path`` by the request, and torch reads the others at each use."""
+
+_WAIT_SLICE_SECONDS = 0.05
+_END_SECONDS = 5.0
+"""How long the forks of a server may take to end by themselves after its driver has ended."""
+
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that end a driver, or ask it for something, and that its process group may get: a server ends with it."""
+
+_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+
+_PR_SET_PDEATHSIG = 1
+"""From ``linux/prctl.h``: the signal that a process gets when its parent ends."""
+
+
+class ForkedProcess:
+    """A process that a fork server has started, with the part of :class:`subprocess.Popen` that its users need.
+
+    Attributes:
+        pid: Its process id.
+        stdin: The writing end of its standard input, if that is a pipe.
+        returncode: Its exit status, negative for a signal, once it is known.
+    """
+
+    def __init__(self, pid: int, pidfd: int, connection: socket.socket, stdin: IO[bytes] | None) -> None:
+        self.pid, self.stdin = pid, stdin
+        self.returncode: int | None = None
+        self._pidfd, self._connection, self._lock = pidfd, connection, threading.Lock()
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or ``None`` while the process runs."""
+        return self._receive(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end of the process and returns its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: If it still runs after ``timeout`` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _WAIT_SLICE_SECONDS if deadline is None else deadline - time.monotonic()
+            status = self._receive(min(max(0.0, left), _WAIT_SLICE_SECONDS))
+            if status is not None:
+                return status
+            if timeout is not None and left <= 0:
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        with self._lock, suppress(ProcessLookupError):  # it has ended, and the server has not reported it yet
+            if self.returncode is None:
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def _receive(self, seconds: float) -> int | None:
+        with self._lock:
+            if self.returncode is None:
+                self._connection.settimeout(seconds)
+                try:
+                    message = self._connection.recv(64)
+                except (BlockingIOError, TimeoutError):
+                    return None
+                except ConnectionError:
+                    message = b""
+                # A server that is gone reports nothing; the kernel has killed its forks then.
+                self.returncode = int(message) if message else -signal.SIGKILL
+                self._connection.close()
+                os.close(self._pidfd)
+            return self.returncode
+
+
+class ForkServer:
+    """A running fork server, as its clients see it.
+
+    Args:
+        traits: What all its forks have in common; see :func:`traits_of`.
+    """
+
+    def __init__(self, traits: Mapping[str, Any]) -> None:
+        self.traits = traits
+        self._running: list[ForkedProcess] = []
+
+    def fork(
+        self,
+        function: str,
+        arguments: Sequence[Any],
+        *,
+        environment: Mapping[str, str],
+        paths: Sequence[str],
+        name: str = "",
+        directory: str | Path = ".",
+        stdin: int = subprocess.DEVNULL,
+        output: int | None = None,
+        timeout_seconds: float | None = None,
+    ) -> ForkedProcess:
+        """Starts a process that calls a function and ends with what that returns as exit status.
+
+        The process gets this one's working directory, standard streams, umask, resource limits, CPU affinity and
+        niceness.
+
+        Args:
+            function: ``module:function``.
+            arguments: Of types that JSON has.
+            environment: The environment variables.
+            paths: ``sys.path``.
+            name: What tools such as ``top`` call the process.
+            directory: The working directory.
+            stdin: ``subprocess.PIPE`` or ``subprocess.DEVNULL``.
+            output: The file descriptor of standard output and standard error, if not this process's.
+            timeout_seconds: How long the server may take to fork; it may still be importing.
+
+        Raises:
+            TimeoutError: If it takes longer.
+            OSError: If the server is gone.
+        """
+        with ExitStack() as open_here:
+            reading, writing = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
+            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            for descriptor in (reading, folder):
+                open_here.callback(os.close, descriptor)
+            streams = [reading, *((1, 2) if output is None else (output, output)), folder]
+            with ExitStack() as open_if_it_fails:
+                pipe = open_if_it_fails.enter_context(os.fdopen(writing, "wb", 0)) if writing is not None else None
+                connection = open_if_it_fails.enter_context(self._connect())
+                connection.settimeout(timeout_seconds)
+                _Request(function, list(arguments), dict(environment), list(paths), name, streams, _inherited()).send(
+                    connection
+                )
+                message, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
+                if not message:
+                    raise ConnectionError("the fork server has ended")
+                open_if_it_fails.pop_all()
+        process = ForkedProcess(int(message), descriptors[0], connection, pipe)
+        self._running = [*(other for other in self._running if other.poll() is None), process]
+        return process
+
+    def _connect(self) -> socket.socket:
+        raise NotImplementedError
+
+
+class OwnForkServer(ForkServer):
+    """A server that ends with this process.
+
+    Args:
+        modules: What it imports.
+        modules_later: What it imports when its first forks have ended: what they import as they go. The first ones do
+            not wait for imports that they can do while other processes compute.
+        environment: Its environment variables.
+        paths: Its ``sys.path``.
+        directory: An empty directory of this user only, in which it listens for other processes; none if ``None``.
+    """
+
+    _of_this_process: ClassVar["OwnForkServer | None"] = None
+
+    def __init__(
+        self,
+        modules: Sequence[str],
+        *,
+        modules_later: Sequence[str] = (),
+        environment: Mapping[str, str],
+        paths: Sequence[str],
+        directory: Path | None = None,
+    ) -> None:
+        super().__init__(traits_of(environment))
+        self._belongs = _belongings()
+        self._control, theirs = socket.socketpair()
+        listener = self._listen(directory) if directory is not None else None
+        own = os.pidfd_open(os.getpid())
+        passed = [theirs.fileno(), own, *([listener.fileno()] if listener is not None else [])]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, ",".join(modules), ",".join(modules_later), *map(str, passed)],
+                env={**environment, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))},
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+            )
+        finally:
+            os.close(own)
+            theirs.close()
+            if listener is not None:
+                listener.close()
+        self.pid = self._process.pid
+        atexit.register(self.end)
+
+    @classmethod
+    def of_this_process(
+        cls,
+        modules: Sequence[str],
+        modules_later: Sequence[str],
+        environment: Mapping[str, str],
+        paths: Sequence[str],
+    ) -> "OwnForkServer":
+        """Returns the server that this process keeps; starts one if there is none that fits."""
+        server = cls._of_this_process
+        if server is None or not server._fits(traits_of(environment)):
+            if server is not None:
+                server.end()
+            server = cls(modules, modules_later=modules_later, environment=environment, paths=paths)
+            cls._of_this_process = server
+        return server
+
+    @classmethod
+    def discard(cls) -> None:
+        """Ends the server that this process keeps, if any, with all its forks: it does not answer."""
+        if (server := cls._of_this_process) is not None:
+            server._running.clear()
+            server.end()
+            cls._of_this_process = None
+
+    def end(self) -> None:
+        """Ends the server, or has it end when its forks have ended. Safe at any time, and in forks of this process."""
+        if self._belongs["pid"] != os.getpid():
+            return
+        atexit.unregister(self.end)
+        self._control.close()
+        if all(process.poll() is not None for process in self._running):
+            self._process.kill()
+            self._process.wait()
+
+    def _fits(self, traits: Mapping[str, Any]) -> bool:
+        return self.traits == traits and self._belongs == _belongings() and self._process.poll() is None
+
+    def _connect(self) -> socket.socket:
+        connection, theirs = socket.socketpair()
+        with theirs:
+            try:
+                socket.send_fds(self._control, [b"c"], [theirs.fileno()])
+            except OSError:
+                connection.close()
+                raise
+        return connection
+
+    def _listen(self, directory: Path) -> socket.socket:
+        (directory / "traits.json").write_text(json.dumps(self.traits))
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(directory / "socket"))
+        listener.listen(64)
+        return listener
+
+
+class RunningForkServer(ForkServer):
+    """A server of another process of this user.
+
+    Args:
+        directory: Where it listens.
+
+    Raises:
+        PermissionError: If somebody else could have put it there.
+        OSError: If there is none.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        found = directory.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{VARIABLE} names {directory}, which is not a directory of this user only")
+        super().__init__(json.loads((directory / "traits.json").read_text()))
+        self._directory = directory
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(str(self._directory / "socket"))
+            if _user_of(connection) != os.geteuid():
+                raise PermissionError(f"the fork server in {self._directory} belongs to another user")
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+
+def server_for(
+    modules: Sequence[str], modules_later: Sequence[str], environment: Mapping[str, str], paths: Sequence[str]
+) -> ForkServer | None:
+    """Returns a server whose forks are as good as fresh processes with this environment; ``None`` if there is none.
+
+    That is the server that ``RELAY_FORK_SERVER`` names, if it fits, else one which this process keeps.
+
+    Args:
+        modules: What a server that is started imports; see :class:`OwnForkServer`.
+        modules_later: The same.
+        environment: The environment variables of the forks.
+        paths: Their ``sys.path``.
+    """
+    if sys.platform != "linux":
+        return None
+    if directory := os.environ.get(VARIABLE):
+        with suppress(FileNotFoundError):  # it has ended
+            server = RunningForkServer(Path(directory))
+            if server.traits == traits_of(environment):
+                return server
+    try:
+        return OwnForkServer.of_this_process(modules, modules_later, environment, paths)
+    except OSError:  # a kernel without pidfds, or a sandbox that refuses them
+        return None
+
+
+def traits_of(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What a fork of a process cannot change any more: the program, and the variables that are read at its start."""
+    return {
+        "executable": sys.executable,
+        "file": __file__,
+        "variables": {
+            name: value
+            for name, value in environment.items()
+            if name.startswith(_READ_AT_IMPORT) and name not in _READ_LATER
+        },
+    }
+
+
+def _belongings() -> dict[str, int]:
+    """What a child has from its parent, and what a server of this process cannot follow."""
+    return {"pid": os.getpid(), "session": os.getsid(0), "group": os.getpgid(0), "user": os.geteuid()}
+
+
+def _inherited() -> dict[str, Any]:
+    """What a child process has from its parent, beside its environment and its files."""
+    status = Path("/proc/self/status").read_text()  # os.umask would change the umask for a moment, for all threads
+    return {
+        "umask": next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:")),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
+        "cores": sorted(os.sched_getaffinity(0)),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+    }
+
+
+def _inherit(state: Mapping[str, Any]) -> None:
+    """Gives this process what :func:`_inherited` has found in another one."""
+    os.umask(state["umask"])
+    own = _inherited()
+    for name, limit in state["limits"].items():
+        if tuple(limit) != own["limits"][name]:
+            resource.setrlimit(getattr(resource, name), tuple(limit))
+    if state["cores"] != own["cores"]:
+        os.sched_setaffinity(0, state["cores"])
+    if state["niceness"] != own["niceness"]:
+        os.setpriority(os.PRIO_PROCESS, 0, state["niceness"])
+
+
+def _user_of(connection: socket.socket) -> int:
+    """The user id of the process at the other end."""
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return user
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A process to be started.
+
+    Attributes:
+        function: What it calls: ``module:function``.
+        arguments: Of types that JSON has.
+        environment: Its environment variables.
+        paths: Its ``sys.path``.
+        name: What tools such as ``top`` call it.
+        streams: Its standard input, output and error, and its working directory: file descriptors.
+        state: What a child has from its parent; see :func:`_inherited`.
+    """
+
+    function: str
+    arguments: list[Any]
+    environment: dict[str, str]
+    paths: list[str]
+    name: str
+    streams: list[int]
+    state: dict[str, Any]
+
+    def send(self, connection: socket.socket) -> None:
+        """Sends the request over a connection."""
+        fields = {name: value for name, value in vars(self).items() if name != "streams"}
+        socket.send_fds(connection, [b"r"], self.streams)
+        connection.sendall(json.dumps(fields).encode() + b"\n")
+
+    @classmethod
+    def received(cls, connection: socket.socket) -> "_Request":
+        """Receives a request.
+
+        Raises:
+            ConnectionError: If the client has ended before it was sent.
+        """
+        _, streams, _, _ = socket.recv_fds(connection, 1, 4)
+        with connection.makefile("rb") as file:
+            line = file.readline()
+        if not line.endswith(b"\n"):
+            for descriptor in streams:
+                os.close(descriptor)
+            raise ConnectionError("the client has ended")
+        return cls(streams=streams, **json.loads(line))
+
+    def close(self) -> None:
+        """Closes the file descriptors, which are the fork's."""
+        for descriptor in self.streams:
+            os.close(descriptor)
+
+    def apply(self) -> None:
+        """Gives this process what the request says."""
+        *streams, directory = self.streams
+        os.fchdir(directory)
+        for number, descriptor in enumerate(streams):
+            os.dup2(descriptor, number)
+        self.close()
+        os.environ.clear()
+        os.environ.update(self.environment)
+        sys.path[:] = self.paths
+        _inherit(self.state)
+        if self.name:
+            Path("/proc/self/comm").write_text(self.name)
+        for stream in (sys.stdout, sys.stderr):
+            cast(io.TextIOWrapper, stream).reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
+        gc.unfreeze()
+        importlib.invalidate_caches()
+        tempfile.tempdir = None  # found anew, from the new environment
+        if (numpy_random := sys.modules.get("numpy.random")) is not None:
+            numpy_random.seed()  # Python's own generator seeds itself anew in a fork, and torch's has a constant seed
+
+
+class _Server:
+    """The server's side.
+
+    Args:
+        control: Over which its driver passes connections.
+        driver: The driver's pidfd.
+        listener: Where it accepts other connections.
+        modules_later: See :class:`OwnForkServer`.
+    """
+
+    def __init__(
+        self, control: socket.socket, driver: int, listener: socket.socket | None, modules_later: Sequence[str]
+    ) -> None:
+        self._control, self._driver, self._listener = control, driver, listener
+        self._running: dict[int, tuple[int, socket.socket]] = {}  # pidfd: process id, connection
+        self._ends_at: float | None = None
+        self._modules_later = list(modules_later)
+        self._pid = os.getpid()
+        self._handlers = {number: signal.getsignal(number) for number in _IGNORED}
+        for number in _IGNORED:
+            signal.signal(number, signal.SIG_IGN)
+
+    def serve(self) -> "_Request | None":
+        """Forks; returns the request in each fork, and ``None`` in the server at its end."""
+        while self._ends_at is None or (self._running and time.monotonic() < self._ends_at):
+            for file in self._ready():
+                request = None
+                if file == self._driver:
+                    self._ends_at = time.monotonic() + _END_SECONDS
+                    # The driver may have sent requests just before its end. Their processes remove what it has left.
+                    while request is None and (connection := self._passed()) is not None:
+                        request = self._fork(connection)
+                elif file is self._control:
+                    if (connection := self._passed()) is not None:
+                        request = self._fork(connection)
+                elif file is self._listener:
+                    if (connection := self._accepted()) is not None:
+                        request = self._fork(connection)
+                else:
+                    self._report(cast(int, file))
+                if request is not None:
+                    return request
+        return None
+
+    def become(self, request: "_Request") -> None:
+        """Makes this fork what a fresh process would be."""
+        self._control.close()
+        os.close(self._driver)
+        if self._listener is not None:
+            self._listener.close()
+        for pidfd, (_, connection) in self._running.items():
+            os.close(pidfd)
+            connection.close()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != self._pid:  # it has ended just before
+            os._exit(1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        request.apply()
+
+    def _ready(self) -> list[Any]:
+        """What there is to read from; waits for it, unless the server is ending."""
+        selector = selectors.PollSelector()
+        sources: list[Any] = [*self._running]
+        if self._ends_at is None:
+            sources += [self._control, self._driver, *([self._listener] if self._listener is not None else [])]
+        for file in sources:
+            selector.register(file, selectors.EVENT_READ)
+        ready = [key.fileobj for key, _ in selector.select(None if self._ends_at is None else _WAIT_SLICE_SECONDS)]
+        return sorted(ready, key=lambda file: file == self._driver)
+
+    def _passed(self) -> socket.socket | None:
+        """The connection that the driver passes; ``None`` if it passes none."""
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, 1, 1, socket.MSG_DONTWAIT)
+        except OSError:  # there is none; a process that the driver has forked may hold the other end
+            return None
+        if not message:
+            self._ends_at = self._ends_at or float("inf")
+            return None
+        return socket.socket(fileno=descriptors[0])
+
+    def _accepted(self) -> socket.socket | None:
+        """The connection of a process of this user; ``None`` if it is another user's."""
+        assert self._listener is not None
+        connection, _ = self._listener.accept()
+        if _user_of(connection) == os.geteuid():
+            return connection
+        connection.close()
+        return None
+
+    def _fork(self, connection: socket.socket) -> "_Request | None":
+        """Forks for the request that arrives over a connection; returns the request in the fork."""
+        try:
+            request = _Request.received(connection)
+        except OSError:  # the client has ended
+            connection.close()
+            return None
+        pid = os.fork()
+        if pid == 0:
+            connection.close()
+            return request
+        request.close()
+        pidfd = os.pidfd_open(pid)
+        self._running[pidfd] = pid, connection
+        with suppress(OSError):  # the client has ended, and so will what it has asked for
+            socket.send_fds(connection, [b"%d" % pid], [pidfd])
+        return None
+
+    def _report(self, pidfd: int) -> None:
+        """Tells the client how a fork has ended."""
+        pid, connection = self._running.pop(pidfd)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
+        with connection, suppress(OSError):  # the client has ended
+            connection.sendall(b"%d" % os.waitstatus_to_exitcode(status))
+        if not self._running and self._ends_at is None:
+            _import(self._modules_later)
+            self._modules_later.clear()
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Imports modules, whose pages the forks share."""
+    if modules:
+        for module in modules:
+            importlib.import_module(module)
+        gc.collect()
+        gc.freeze()
+
+
+def main(modules: str, modules_later: str, control: str, driver: str, listener: str = "") -> Any:
+    """Serves; in a fork, calls the function that was asked for.
+
+    Args:
+        modules: What to import at once, separated by commas.
+        modules_later: What to import later.
+        control: File descriptor of the socket that is shared with the driver.
+        driver: The driver's pidfd.
+        listener: File descriptor of the listening socket, if there is one.
+    """
+    accepting = socket.socket(fileno=int(listener)) if listener else None
+    later = modules_later.split(",") if modules_later else []
+    server = _Server(socket.socket(fileno=int(control)), int(driver), accepting, later)
+    _import(modules.split(","))
+    request = server.serve()
+    if request is None:
+        os._exit(0)
+    server.become(request)
+    module, _, name = request.function.partition(":")
+    return getattr(importlib.import_module(module), name)(*request.arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
