@@ -282,7 +282,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         return checkpoint
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load this rank's share of each optimizer's state, whatever strategy and number of ranks has saved it."""
+        """Load this rank's share of each optimizer's state, saved by any strategy with any number of ranks."""
         self._running()
         assert self._states is not None
         plain, states = [unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"]

@@ -261,7 +261,7 @@ def _draws_indices(loader: Any) -> bool:
 def _num_in(data: Any) -> int | None:
     try:
         return sized_len(data)
-    except Exception:  # whatever the user's __len__ raises
+    except Exception:  # the user's __len__ may raise anything
         return None
 
 
