@@ -1,11 +1,13 @@
-"""A ``Pipe`` whose partitions all live in this process: micro-batches go through them in one autograd graph.
+"""Runs a ``Pipe`` whose partitions are all in this process: micro-batches go through them in one autograd graph.
 
     cycle          0    1    2    3          m.i: micro-batch m in partition i
     partition 0   0.0  1.0  2.0
     partition 1        0.1  1.1  2.1         one thread; GPUs overlap because their kernels are launched ahead
 
-So what holds for a plain ``nn.Sequential`` holds here: ``retain_graph``, ``torch.autograd.grad``, hooks of parameters,
-and ``DistributedDataParallel``, which sees each parameter's gradient once in a backward pass, whatever is recomputed.
+Everything that works with a plain ``nn.Sequential`` works here: ``retain_graph``, ``torch.autograd.grad``, hooks of
+parameters, and ``DistributedDataParallel``, which sees the gradient of each parameter once in a backward pass, also
+with
+recomputation.
 
 Index letters: ``m`` micro-batch, ``i`` partition.
 """
@@ -37,8 +39,8 @@ class ForwardPass:
 
     Attributes:
         seed: Base of the random seeds of the layers.
-        recomputed: How many of the first micro-batches are recomputed in the backward pass.
-        context: The caller's autocast, default dtype and so on.
+        recomputed: Number of micro-batches, from the first one, that are recomputed in the backward pass.
+        context: Autocast, default dtype and similar settings of the caller.
     """
 
     seed: int
@@ -50,7 +52,7 @@ class LocalEngine:
     """Runs the partitions.
 
     Args:
-        partitions: All of them, each on a device of this process.
+        partitions: All partitions, each on a device of this process.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
     """
 
@@ -61,9 +63,9 @@ class LocalEngine:
         ]
 
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
-        """Takes the inputs of the micro-batches; returns their outputs."""
+        """Run the pass on the inputs of the micro-batches; returns their outputs."""
         values: list[Any] = list(parts) if len(parts) == 1 else [unpack_objects(pack_objects(part)) for part in parts]
-        if torch.is_grad_enabled():  # what a layer changes in place must not count as a change of other micro-batches
+        if torch.is_grad_enabled():  # a change in place by a layer must not count as a change of other micro-batches
             values = tree_map_only(Tensor, torch.clone, values)
         skips: list[dict[Key, Tensor | None]] = [{} for _ in parts]
         for m, i in clock_cycles(len(parts), len(self._partitions)):
@@ -74,17 +76,17 @@ class LocalEngine:
 
 
 def clock_cycles(microbatches: int, partitions: int) -> Iterator[tuple[int, int]]:
-    """What runs when, as drawn above: ``(m, i)``, cycle by cycle."""
+    """Yield ``(m, i)`` in the order of the timetable above, cycle by cycle."""
     for cycle in range(microbatches + partitions - 1):
         for i in range(max(0, cycle - microbatches + 1), min(cycle + 1, partitions)):
             yield cycle - i, i
 
 
 def check_output(value: Any, description: str) -> None:
-    """Checks what a partition gives to the next one.
+    """Check the output of a partition.
 
     Raises:
-        TypeError: If there is no tensor in it.
+        TypeError: If it contains no tensor.
     """
     if not has_tensor(value if isinstance(value, tuple | list) else (value,)):
         raise TypeError(
@@ -109,7 +111,7 @@ class _LocalPartition:
         self._layers.end_forward()
 
     def run(self, value: Any, skips: dict[Key, Tensor | None], m: int, this: ForwardPass) -> Any:
-        """Takes a micro-batch through the layers; takes what they pop out of ``skips``, and puts in what they stash."""
+        """Run the layers on a micro-batch; removes popped skips from ``skips`` and adds stashed ones."""
         carried = _on(self._device, (value, {key: skips.pop(key) for key in self._popped if key in skips}))
         run = self._run_recomputed if m < this.recomputed else self._run_once
         output, stashed = run(carried, m, this)
@@ -139,7 +141,7 @@ class _LocalPartition:
             nonlocal recomputing
             again, recomputing = recomputing, True
             x = tree_unflatten(list(leaves), spec)
-            if self._writes_input is not False:  # the next time has to start from the same values
+            if self._writes_input is not False:  # recomputation has to start from the same values
                 x = tree_map_only(Tensor, torch.clone, x)
             before = _versions(x)
             with flags.entered(self._layers.layers):
@@ -152,7 +154,7 @@ class _LocalPartition:
 
 
 class _Recomputed(torch.autograd.Function):
-    """The identity, which has torch recompute in the backward pass also what kept nothing."""
+    """The identity, saved for the backward pass, so that torch also recomputes layers that save nothing."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -166,7 +168,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    ahead = device.type == "cuda"  # to the host, nobody would wait for the copy
+    ahead = device.type == "cuda"  # a copy to the host would not be waited for
     return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=ahead), value)
 
 

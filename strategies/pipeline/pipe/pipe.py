@@ -31,27 +31,32 @@ from strategies.pipeline.stage.skip import verify_skippables
 class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` in micro-batches over several devices and processes.
 
-    Layers run where their parameters are, those without parameters on the CPU; :class:`WithDevice` says otherwise. A
-    layer that returns a tuple gives the next one several arguments, also within an inner ``nn.Sequential``; see
-    :mod:`~strategies.pipeline.stage.calling` for lists and for layers that take the tuple as one.
+    Each layer runs on the device of its parameters, or on the CPU if it has none; :class:`WithDevice` places it
+    elsewhere. A
+    layer that returns a tuple passes several arguments to the next one, also within an inner ``nn.Sequential``; see
+    :mod:`~strategies.pipeline.stage.calling` for lists and for layers that take the tuple as one argument.
 
-    Names in ``state_dict`` are those of ``module``. ``load_state_dict`` also takes what the original wrote
-    (``partitions.0.1.weight``), however that was divided; what ``state_dict`` gives then loads into ``module`` itself.
+    ``state_dict`` has the keys of ``module``. ``load_state_dict`` also accepts the keys of the original ``Pipe``
+    (``partitions.0.1.weight``), whatever its partitions were; what ``state_dict`` returns then loads into ``module``
+    itself.
 
-    Random numbers of layers are seeded by (pass, micro-batch, layer) from the process's generator, so dropout is the
-    same for any placement and when recomputed.
+    Random numbers of layers are seeded by (pass, micro-batch, layer) from the generator of the process, so dropout does
+    not
+    depend on placement or recomputation.
 
     Args:
         module: The layers.
-        chunks: How many micro-batches a batch is split into at most.
-        checkpoint: Which micro-batches keep only the inputs of partitions, and are computed again in the backward pass:
-            ``"always"``, ``"except_last"`` or ``"never"``. In ``eval()`` mode none does.
+        chunks: Maximum number of micro-batches of a batch.
+        checkpoint: Micro-batches of which only the inputs of partitions are kept, and which are recomputed in the
+            backward
+            pass: ``"always"``, ``"except_last"`` or ``"never"``. Without effect in ``eval()`` mode.
         deferred_batch_norm: Update running statistics once per batch instead of once per micro-batch.
 
     Raises:
-        TypeError: If ``module`` is no ``nn.Sequential``, its skip connections do not match, or an argument is of
-            another type.
-        ValueError: If a layer is there twice or on several devices, or an argument is out of range.
+        TypeError: If ``module`` is not an ``nn.Sequential``, if skip connections do not match, or if an argument has a
+            wrong
+            type.
+        ValueError: If a layer occurs twice or is on several devices, or an argument is out of range.
     """
 
     def __init__(
@@ -89,21 +94,23 @@ class Pipe(nn.Module):
             self._engine = LocalEngine(partitions, deferred_batch_norm=deferred_batch_norm)
 
     def forward(self, *inputs: Any) -> Any:
-        """Runs one batch.
+        """Run one batch.
 
         Args:
-            inputs: What the first layer takes: tensors ``[batch, ...]``, which are split, and others, also
-                :class:`NoChunk`, which every micro-batch gets whole. With fewer rows than ``chunks`` there are fewer
-                micro-batches. Sizes are those of ``Tensor.chunk``.
+            inputs: Inputs of the first layer: tensors ``[batch, ...]`` are split as by ``Tensor.chunk``; other values
+                and
+                :class:`NoChunk` are passed to every micro-batch. A batch with fewer rows than ``chunks`` gives fewer
+                micro-batches.
 
         Returns:
-            An ``RRef``, owned by this process, to what the last layer returns: tensors joined by their rows, others as
-            a list with one entry a micro-batch.
+            An ``RRef``, owned by this process, to the output of the last layer: tensors joined along their rows, other
+            values as
+            a list with one entry for each micro-batch.
 
         Raises:
-            TypeError: If no input is a tensor, or a partition returns none.
+            TypeError: If no input is a tensor, or a partition returns no tensor.
             RuntimeError: If the inputs give different numbers of micro-batches.
-            ValueError: If an input cannot be split, or is not on the first partition's device.
+            ValueError: If an input cannot be split, or is not on the device of the first partition.
         """
         if self._parts() != self._built_of:
             raise RuntimeError("a layer of Pipe has been replaced, added or removed; make a new Pipe of the new layers")
@@ -120,40 +127,41 @@ class Pipe(nn.Module):
         return self._reference(gather(self._engine.run(parts, this)))
 
     def train(self, mode: bool = True) -> "Pipe":
-        """Sets the mode of all layers and partitions."""
+        """Set the mode of all layers and partitions."""
         super().train(mode)
         for module in (self.partitions, *self.partitions):
             module.training = mode
         return self
 
     def follow(self, optimizer: Optimizer) -> Optimizer:
-        """Lets the processes in which layers live follow an optimizer over :meth:`parameters`.
+        """Have the processes of all layers follow an optimizer over :meth:`parameters`.
 
-        Parameters of layers elsewhere are stand-ins here. From now on ``step``, ``zero_grad``, ``state_dict`` and
-        ``load_state_dict`` of the optimizer reach every process; schedulers are used as always.
+        Parameters of layers on workers are stand-ins in this process. From now on, ``step``, ``zero_grad``,
+        ``state_dict`` and
+        ``load_state_dict`` of the optimizer reach every process; schedulers work as usual.
 
         Returns:
-            The same optimizer; where all layers live here there is nothing to do.
+            The same optimizer. If all layers are in this process, there is nothing to do.
 
         Raises:
-            ValueError: If it has stepped before, cannot be divided over processes, or if this follows it already.
+            ValueError: If the optimizer has stepped before, cannot be divided over processes, or is already followed.
         """
         if isinstance(self._engine, RemoteEngine):
             self._engine.followed.follow(optimizer)
         return optimizer
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clips the gradients of all parameters of an optimizer that this follows by their common norm.
+        """Clip the gradients of all parameters of a followed optimizer by their common norm.
 
         Returns:
-            The norm before, a scalar.
+            The norm before clipping, a scalar.
         """
         if isinstance(self._engine, RemoteEngine):
             return self._engine.followed.optimizers.clip_grad_norm(optimizer, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
 
     def _parts(self) -> list[Any]:
-        """The layers, and the partitions with theirs; modules are equal if they are the same."""
+        """Return the layers, and the partitions with their layers; modules are compared by identity."""
         partitions = [(partition, *partition.children()) for partition in self.partitions]
         return [*self._modules.values(), *partitions]
 
@@ -167,7 +175,7 @@ class Pipe(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Gives what the original ``Pipe`` wrote the names of the whole module first."""
+        """Rename keys of the original ``Pipe`` before loading."""
         theirs = [key[len(prefix) :] for key in state_dict if key.startswith(f"{prefix}partitions.")]
         if theirs and "partitions" not in self._modules:
             own = _own_names(theirs, self._modules)
@@ -185,7 +193,7 @@ class Pipe(nn.Module):
 
     def _reference(self, output: Any) -> Any:
         reference: Any = rpc.RRef(output)
-        reference._relay_rpc = self._rpc  # a private RPC lives as long as somebody may ask for this output
+        reference._relay_rpc = self._rpc  # a private RPC ends when no output refers to it any more
         return reference
 
     def _check_devices(self, inputs: tuple[Any, ...]) -> None:
@@ -212,7 +220,7 @@ class Pipe(nn.Module):
         return iter(module for module in self._modules.values() if module is not None)
 
     def cuda(self, device: Any = None) -> NoReturn:
-        """Refused: each layer has its place.
+        """Refused, because each layer has its place.
 
         Raises:
             TypeError: Always.
@@ -220,14 +228,14 @@ class Pipe(nn.Module):
         raise _moved("cuda")
 
     def cpu(self) -> NoReturn:
-        """Refused as well; see :meth:`cuda`."""
+        """Refused; see :meth:`cuda`."""
         raise _moved("cpu")
 
     def to(self, *args: Any, **kwargs: Any) -> "Pipe":
-        """Casts the layers to another dtype.
+        """Cast the layers to another dtype.
 
         Raises:
-            TypeError: If a device is given, or a tensor whose device would be taken.
+            TypeError: If a device is given, or a tensor, which stands for its device.
         """
         if "device" in kwargs or "tensor" in kwargs or isinstance(args[0] if args else None, str | int | Tensor):
             raise _moved("to")
@@ -237,7 +245,7 @@ class Pipe(nn.Module):
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> "Pipe":
-        for place in self._places:  # a module around this one may be moved
+        for place in self._places:  # when a module that contains this one is moved
             if place.worker is not None:
                 raise TypeError(
                     f"this would change layers on {place}, which only load_state_dict and optimizers can; convert them "
@@ -278,7 +286,7 @@ def _check_module(module: Any) -> None:
 
 
 def _check_workers(module: nn.Sequential) -> None:
-    """Checks that the workers exist which ``WithDevice`` names."""
+    """Check that RPC knows the workers that ``WithDevice`` names."""
     named = {layer.worker for layer in module if isinstance(layer, WithDevice) and layer.worker is not None}
     if not named:
         return
@@ -299,19 +307,20 @@ def _check_workers(module: nn.Sequential) -> None:
 
 
 def _own_names(keys: Sequence[str], layers: Mapping[str, nn.Module | None]) -> dict[str, str] | None:
-    """The names that the tensors in a checkpoint of the original ``Pipe`` have in the whole module.
+    """Return the names in the whole module of the tensors in a checkpoint of the original ``Pipe``.
 
-    torchgpipe and fairscale wrote ``partitions.<partition>.<name in the whole module>``; torch wrote the place in the
-    partition instead, where each layer of an inner ``nn.Sequential`` counts. Wherever partitions begin, the layers that
-    have tensors come in the same order.
+    torchgpipe and fairscale wrote ``partitions.<partition>.<name in the whole module>``. torch wrote the index in the
+    partition instead, where each layer of an inner ``nn.Sequential`` counts. However layers were partitioned, those
+    with
+    tensors are in the same order.
 
     Args:
-        keys: The names in the checkpoint.
+        keys: The keys of the checkpoint.
         layers: The layers of the whole module, by name.
 
     Returns:
-        The name for each key; ``None`` if the layers are others. Left out are the two buffers that deferred
-        normalisation had there, sums over the current batch.
+        The name for each key, without the two buffers of deferred batch normalization, which are sums over the current
+        batch; ``None`` if the layers differ.
     """
     sums = [key for key in keys if key.endswith((".sum", ".sum_squares")) and _sibling(key, "running_mean") in keys]
     for left_out in ([], sums):
@@ -331,7 +340,7 @@ def _sibling(key: str, name: str) -> str:
 
 
 def _by_place(keys: Iterable[str]) -> list[dict[str, str]]:
-    """For each layer of torch's original that has tensors, in their order, the key of each by its name in the layer."""
+    """For each layer of torch's original with tensors, in order: the key of each tensor by its name in the layer."""
     found: dict[tuple[int, int], dict[str, str]] = {}
     for key in keys:
         partition, place, name = [*key.split(".", 3)[1:], "", ""][:3]
@@ -342,7 +351,7 @@ def _by_place(keys: Iterable[str]) -> list[dict[str, str]]:
 
 
 def _by_layer(layers: Mapping[str, nn.Module | None]) -> list[dict[str, str]]:
-    """For each layer that has tensors, the name of each of them in the whole module by its name in the layer."""
+    """For each layer with tensors: the name of each tensor in the whole module by its name in the layer."""
     parts: dict[str, nn.Module] = {}
     for path, layer in layers.items():
         if isinstance(layer, nn.Sequential):

@@ -1,12 +1,13 @@
-"""A ``Pipe`` with partitions on other RPC workers: the user's process leads them through passes.
+"""Runs a ``Pipe`` with partitions on other RPC workers: the user's process leads them through passes.
 
-              one RPC a pass and partition: what to do                    (control, as in the strategy)
+              one RPC a pass and partition: commands                      (control plane, as in the strategy)
     user's process ─────────────┬──────────────────────┐
-      inputs ──▶ partition 0 ──▶ partition 1 ──▶ partition 2 ──▶ outputs  (data: from inbox to inbox)
+      inputs ──▶ partition 0 ──▶ partition 1 ──▶ partition 2 ──▶ outputs  (data plane: from inbox to inbox)
 
-Partitions of this process run on the calling thread, in the order of the clock cycles; those elsewhere on a thread of
-their own each, so that micro-batches in different processes overlap. An output is one node of autograd, in whose
-backward part every partition runs its own.
+Partitions of this process run on the calling thread, in the order of the clock cycles. Each partition on a worker runs
+on
+a thread of its own, so micro-batches in different processes overlap. The outputs of a pass are results of one autograd
+node, whose backward part runs the backward part of every partition.
 
 Index letters: ``m`` micro-batch, ``i`` partition.
 """
@@ -54,11 +55,11 @@ from strategies.pipeline.worker.wiring import Wiring
 
 
 class RemoteEngine(NotCopied):
-    """Leads the partitions.
+    """Leads the partitions through passes.
 
     Args:
-        module: The ``Pipe``, whose layers are those of the partitions.
-        partitions: All of them.
+        module: The ``Pipe``, which has the layers of the partitions.
+        partitions: All partitions.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
 
     Raises:
@@ -91,11 +92,11 @@ class RemoteEngine(NotCopied):
                 hosts.append(rpc.remote(p.place.worker, host_partition, args=(blobs[i], routes)))
                 self.remotes[i] = self._remote(p.place.worker, hosts[-1], self._descriptions[i])
         weakref.finalize(self, _close, hosts)
-        if timeout_seconds := rpc.get_rpc_timeout():  # zero is none
+        if timeout_seconds := rpc.get_rpc_timeout():  # zero means no time-out
             watch = Watch(list(self.remotes.values()), timeout_seconds)
             weakref.finalize(self, watch.end)
         for remote in self.remotes.values():
-            remote.call(StageCommands.num_kept)  # raises what went wrong in unpacking
+            remote.call(StageCommands.num_kept)  # raises the error if unpacking has failed
         for i in self.remotes:
             move_to_meta(partitions[i].layers, module, [], stage=self.remotes[i])
         self.followed = FollowedOptimizers([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
@@ -105,7 +106,7 @@ class RemoteEngine(NotCopied):
         )
 
     def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
-        """Takes the inputs of the micro-batches; returns their outputs."""
+        """Run the pass on the inputs of the micro-batches; returns their outputs."""
         parts = [pack_objects(part) for part in parts]
         given = tensors_in(parts)
         module = self._module()
@@ -145,12 +146,12 @@ class RemoteEngine(NotCopied):
     def backward(
         self, run: "Run[RemoteEngine]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Runs the backward part of a pass on every partition, and waits for all.
+        """Run the backward part of a pass on every partition, and wait for all.
 
         Args:
             run: The pass.
-            grads: The gradient of each output of each micro-batch that wants one.
-            inputs: What the first partition got and wants a gradient.
+            grads: The gradient of each output of each micro-batch that requires one.
+            inputs: Inputs of the first partition that require a gradient.
 
         Returns:
             The gradients of ``inputs``.
@@ -163,7 +164,7 @@ class RemoteEngine(NotCopied):
                     self._post.send(self._last, MessageKey("B", this.number, m, None), part)
             started = []
             for i, remote in self.remotes.items():
-                self._carry_changes(i)  # autograd leaves out what wants no gradient by now
+                self._carry_changes(i)  # autograd skips parameters that have been frozen since
                 started.append((remote, remote.start(StageCommands.backward, this.number)))
             for m, i in reversed(list(clock_cycles(this.microbatches, len(self._inboxes)))):
                 if i in self._stages:
@@ -180,7 +181,7 @@ class RemoteEngine(NotCopied):
             ]
 
     def forget(self, number: int) -> None:
-        """Has every partition forget a pass whose backward part can no longer come."""
+        """Drop a pass on every partition, because its backward part can no longer come."""
         for i, stage in self._stages.items():
             stage.discard(number)
             self._routers[i].forget(number)
@@ -198,7 +199,7 @@ class RemoteEngine(NotCopied):
 
     @contextmanager
     def _explained(self, number: int) -> Iterator[None]:
-        """Raises the cause of a failure instead of its consequences; what is under way of the pass ends, too."""
+        """Raise the cause of a failure instead of its consequences, and end what is under way of the pass."""
         self._current, failures = number, self._failures
         try:
             if failures.any:  # such as in the last step of an optimizer
@@ -207,16 +208,16 @@ class RemoteEngine(NotCopied):
                 yield
         except BaseException as error:
             failures.add(error, consequence=is_consequence(error))
-            self._failures = self._no_failures()  # the next pass starts with none
+            self._failures = self._no_failures()  # the next pass starts without failures
             for i, remote in self.remotes.items():
                 remote.failures = self._failures
-                with suppress(RuntimeError):  # it has gone
+                with suppress(RuntimeError):  # the worker has ended
                     rpc.rpc_async(self._inboxes[i].owner(), give_up, args=(self._inboxes[i], number), timeout=0)
             self.forget(number)
             failures.raise_cause()
 
     def _no_failures(self) -> Failures:
-        """Those of the passes to come; the first one ends what this process waits for."""
+        """Return an empty list of failures for the next passes; the first failure ends waits of this process."""
         failures, me = Failures(), weakref.ref(self)
 
         def wake(_: Any) -> None:
@@ -250,7 +251,7 @@ class RemoteEngine(NotCopied):
             process=f"RPC worker {worker}",
             ended=lambda: None,
             doing=lambda: "",
-            kill=lambda: None,  # it is the user's
+            kill=lambda: None,  # the process belongs to the user
             failures=self._failures,
         )
 
@@ -263,11 +264,11 @@ _ADVICE = (
 
 
 class FollowedOptimizers:
-    """Makes optimizers those of all processes.
+    """Optimizers of the user that partitions on workers follow.
 
     Args:
-        elsewhere: The layers of each partition that lives elsewhere, whose parameters are stand-ins here.
-        remotes: Where they live.
+        elsewhere: For each partition on a worker, its layers, whose parameters are stand-ins in this process.
+        remotes: The stages on workers, in the same order.
     """
 
     def __init__(self, elsewhere: Sequence[nn.Sequential], remotes: Sequence[RemoteStage]) -> None:
@@ -279,7 +280,7 @@ class FollowedOptimizers:
                 vars(parameter).update(relay_advice=_ADVICE, relay_is_followed=False)
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Takes an optimizer along from now on; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
+        """Follow an optimizer from now on; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
         if any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
             raise ValueError(
                 f"this {type(optimizer).__name__} already has a state of parameters that live in another process; let "
@@ -301,7 +302,7 @@ class FollowedOptimizers:
 
 
 def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
-    """The part of an optimizer for some layers, with names for their parameters; and the numbers of those."""
+    """Return the part of an optimizer for some layers, with parameters given by name, and the parameters' numbers."""
     owned = list(layers.parameters())
     names = {id(parameter): name for name, parameter in layers.named_parameters()}
     cls, attributes = taken_apart(restricted(optimizer, owned))
@@ -311,7 +312,7 @@ def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
 
 
 def host_partition(blob: bytes, routes: Routes) -> Host:
-    """Takes a partition in; called by ``rpc.remote`` on the worker where it is to live."""
+    """Receive a partition; ``rpc.remote`` calls this on the worker of the partition."""
     activity = Activity()
 
     def wire(cargo: Cargo) -> Wiring:
@@ -321,14 +322,14 @@ def host_partition(blob: bytes, routes: Routes) -> Host:
 
 
 def close(host: Any) -> None:
-    """Ends the thread of the host behind the ``RRef``."""
+    """End the thread of the host behind the ``RRef``."""
     host.local_value().close()
 
 
 def _close(hosts: Sequence[Any]) -> None:
     if rpc_is_initialized():
         for host in hosts:
-            with suppress(RuntimeError):  # the worker has gone, and its threads with it
+            with suppress(RuntimeError):  # the worker has ended, and its threads with it
                 rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)
 
 
@@ -349,7 +350,9 @@ def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
 def _routes(
     partitions: Sequence[Partition], inboxes: Sequence[Any], own_inbox: Any, descriptions: Sequence[str]
 ) -> list[Routes]:
-    """Who sends what to whom: each to the next one, and skips straight from where they are stashed to where popped."""
+    """Return the routes of each partition: values go to the next one, skips directly from stashing to popping
+    partition.
+    """
     stashed_by: dict[Key, int] = {}
     sources: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (own_inbox, *inboxes[:-1])]
     targets: list[dict[Key | None, Any]] = [{None: inbox} for inbox in (*inboxes[1:], own_inbox)]

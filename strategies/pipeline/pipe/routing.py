@@ -1,10 +1,10 @@
-"""How partitions of a ``Pipe`` reach each other, in one process or over RPC: each has an inbox.
+"""Messages between the partitions of a ``Pipe``, in one process or over RPC; each partition has an inbox.
 
     partition 0 ──F──▶ inbox of 1     partition 1 ──F──▶ inbox of 2     F: activations
          ▲ inbox ◀──B── partition 1        ▲ inbox ◀──B── partition 2   B: their gradients
-         └─ a skip that 0 stashes and 2 pops goes from 0 to the inbox of 2, and its gradient back
+         └─ a skip that 0 stashes and 2 pops is sent from 0 to the inbox of 2, and its gradient back
 
-The user's process has an inbox, too: for the last partition's outputs, and for the gradients of the inputs.
+The user's process has an inbox, too, for the outputs of the last partition and the gradients of the inputs.
 """
 
 import threading
@@ -27,11 +27,11 @@ from strategies.pipeline.stage.skip import Key
 from strategies.pipeline.worker.wiring import Wiring
 
 _UNDER_WAY = 8
-"""How many messages of a partition may be on their way before it waits for the oldest."""
+"""Number of messages of a partition in flight before it waits for the oldest."""
 
 
 class MessageKey(NamedTuple):
-    """What a message is: direction, pass, micro-batch, and which skip, or ``None`` for what every layer hands on."""
+    """Identifies a message: direction, pass, micro-batch, and the skip (``None`` for the value between layers)."""
 
     direction: Literal["F", "B"]
     number: int
@@ -40,7 +40,7 @@ class MessageKey(NamedTuple):
 
 
 class Inbox:
-    """What has arrived and has not been taken yet; anybody may put, one thread takes."""
+    """Holds messages until they are taken; any thread puts messages in, one thread takes them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -48,17 +48,17 @@ class Inbox:
         self._given_up: set[int] = set()
 
     def put(self, place: MessageKey, value: Any) -> None:
-        """Puts something in, unless its pass has been given up."""
+        """Add a message, unless its pass has been given up."""
         with self._changed:
             if place.number not in self._given_up:
                 self._arrived[place] = value
                 self._changed.notify_all()
 
     def take(self, place: MessageKey) -> Any:
-        """Waits for something and takes it out.
+        """Wait for a message and remove it.
 
         Raises:
-            PeerFailed: If the pass is given up.
+            PeerFailed: If its pass is given up.
         """
         with self._changed:
             while place not in self._arrived:
@@ -68,38 +68,38 @@ class Inbox:
             return self._arrived.pop(place)
 
     def give_up(self, number: int) -> None:
-        """Nothing of a pass is to be waited for any more."""
+        """End every wait for messages of a pass, and drop its messages."""
         with self._changed:
             self._given_up.add(number)
             self._changed.notify_all()
         self.forget(number)
 
     def forget(self, number: int) -> None:
-        """Drops what has arrived of a pass."""
+        """Drop the messages of a pass."""
         with self._changed:
-            for place in list(self._arrived):  # a copy at one stroke: the garbage collector may come here at any time
+            for place in list(self._arrived):  # an atomic copy: the garbage collector may call this at any time
                 if place.number == number:
                     self._arrived.pop(place, None)
 
 
 def deliver(inbox: Any, place: MessageKey, value: Any) -> None:
-    """Puts something into the inbox behind an ``RRef``, from its owner's process."""
+    """Add a message to the inbox behind an ``RRef``; runs in the process of its owner."""
     inbox.local_value().put(place, value)
 
 
 def give_up(inbox: Any, number: int) -> None:
-    """Gives a pass up in the inbox behind an ``RRef``, from its owner's process."""
+    """Give up a pass in the inbox behind an ``RRef``; runs in the process of its owner."""
     inbox.local_value().give_up(number)
 
 
 class Post:
-    """Sends to inboxes, without waiting for arrival."""
+    """Sends messages to inboxes without waiting for their arrival."""
 
     def __init__(self) -> None:
         self._under_way: deque[Any] = deque()
 
     def send(self, inbox: Any, place: MessageKey, value: Any) -> None:
-        """Sends a value to the inbox behind an ``RRef``; tensors travel over the host's memory."""
+        """Send a value to the inbox behind an ``RRef``; tensors are sent from the memory of the host."""
         if inbox.is_owner():
             deliver(inbox, place, value)
             return
@@ -108,10 +108,10 @@ class Post:
         self.flush(_UNDER_WAY)
 
     def flush(self, keep: int = 0) -> None:
-        """Waits until everything has arrived but for the last ``keep`` messages.
+        """Wait until all but the last ``keep`` messages have arrived.
 
         Raises:
-            Exception: If something could not be delivered.
+            Exception: If a message could not be delivered.
         """
         while len(self._under_way) > keep:
             self._under_way.popleft().wait()
@@ -119,12 +119,12 @@ class Post:
 
 @dataclass(frozen=True)
 class Routes:
-    """Where a partition's messages come from and go to; inboxes are given as ``RRef``.
+    """Sources and destinations of a partition's messages; inboxes are given as ``RRef``.
 
     Attributes:
-        own: The partition's inbox.
-        sources: For what arrives, the inbox that its gradient goes to: that of the sender.
-        targets: For what is sent, the inbox that it goes to.
+        own: Inbox of the partition.
+        sources: For each value that the partition receives, the inbox of its sender, to which the gradient is sent.
+        targets: For each value that the partition sends, the inbox of the receiver.
         description: The partition in words.
     """
 
@@ -135,9 +135,9 @@ class Routes:
 
 
 class Router:
-    """The ports of a partition's stage: takes apart what goes to different places, and puts together what came.
+    """The ports of the stage of a partition: splits values by destination, and joins values from several sources.
 
-    What a stage takes and returns is a pair: a value, and skips by their keys.
+    A stage takes and returns a pair: a value, and skips by their keys.
     """
 
     def __init__(self, routes: Routes, device: torch.device, wait: Wait = wait_here) -> None:
@@ -147,7 +147,7 @@ class Router:
         self._expected: dict[tuple[int, int], list[Key | None]] = {}
 
     def wiring(self) -> Wiring:
-        """What a stage on a worker is connected to."""
+        """Return the connections of a stage on a worker."""
         return Wiring(
             inputs=_Input(self.receive),
             outputs=_Output(self.send, self._post),
@@ -161,7 +161,7 @@ class Router:
         )
 
     def receive(self, number: int, m: int) -> Any:
-        """The input of a micro-batch and the skips that it pops."""
+        """Return the input of a micro-batch and the skips that the partition pops."""
         parts: dict[Key | None, Any] = {}
         wanting = []
         for skip in self._routes.sources:
@@ -174,7 +174,7 @@ class Router:
         return parts.pop(None), parts
 
     def send(self, value: Any, number: int, m: int, *, requires_grad: Sequence[bool] = ()) -> None:
-        """Sends the output of a micro-batch on, and what it stashes."""
+        """Send the output of a micro-batch and the skips that the partition stashes."""
         output, skips = value
         check_output(output, self._routes.description)
         ahead = iter(requires_grad)
@@ -189,20 +189,20 @@ class Router:
             self._expected[number, m] = expected
 
     def receive_grads(self, number: int, m: int) -> list[Tensor | None]:
-        """The gradients of what was sent, in its order."""
+        """Return the gradients of the values that were sent, in the same order."""
         expected = self._expected.pop((number, m))
         grads = [self._wait(partial(self._inbox.take, MessageKey("B", number, m, skip))) for skip in expected]
         return [None if grad is None else grad.to(self._device) for part in grads for grad in part]
 
     def send_grads(self, grads: Sequence[Tensor | None], number: int, m: int, **_: Any) -> None:
-        """Sends the gradients of what was received back to where it came from."""
+        """Send the gradients of received values to the senders."""
         ahead = iter(grads)
         for skip, count in self._wanting.pop((number, m)):
             part = [next(ahead) for _ in range(count)]
             self._post.send(self._routes.sources[skip], MessageKey("B", number, m, skip), part)
 
     def settle(self) -> None:
-        """Waits until everything sent has arrived."""
+        """Wait until every message has arrived."""
         self._wait(self._post.flush)
 
     def _received(self, value: Any, flags: Sequence[bool]) -> Any:
@@ -214,7 +214,7 @@ class Router:
         return tree_map_only(Tensor, here, value)
 
     def forget(self, number: int) -> None:
-        """Drops what is left of a pass."""
+        """Drop the remains of a pass."""
         self._inbox.forget(number)
         for kept in (self._wanting, self._expected):
             for key in list(kept):
@@ -238,7 +238,7 @@ class _Output:
         self._post.flush(keep)
 
     def fail(self) -> None:
-        """Nothing: the user's process hears of every failure, and tells the others."""
+        """Do nothing: the user's process receives every failure, and tells the other partitions."""
 
 
 def _no_ties(peer: int, tag: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Where each layer of a ``Pipe`` runs, and which layers form a partition.
+"""The device of each layer of a ``Pipe``, and which layers form a partition.
 
 layer on       cuda:0  cuda:0  cuda:1  cpu  cpu  worker1/cpu  worker1/cpu
 partition      └─── 0 ──────┘  └ 1 ─┘  2    3    └────────── 4 ─────────┘
@@ -14,7 +14,7 @@ from strategies.common.torch_compat import RemoteDevice
 
 @dataclass(frozen=True)
 class Place:
-    """A device, and the RPC worker that it is on; ``None`` is the process that runs the ``Pipe``."""
+    """A device of an RPC worker; ``worker=None`` means the process that runs the ``Pipe``."""
 
     worker: str | None
     device: torch.device
@@ -24,17 +24,17 @@ class Place:
 
 
 class WithDevice(nn.Module):
-    """Says where a layer of a :class:`~strategies.pipeline.pipe.pipe.Pipe` is to run.
+    """Places a layer of a :class:`~strategies.pipeline.pipe.pipe.Pipe` on a device.
 
-    ``Pipe`` moves the layer there and uses it without this wrapper, which does not show in names.
+    ``Pipe`` moves the layer to the device and uses it without this wrapper, so parameter names do not change.
 
     Args:
         module: The layer.
-        device: A device of this process (``"cuda:1"``), or one of another RPC worker (``"worker1/cuda:0"``).
+        device: A device of this process (``"cuda:1"``), or of another RPC worker (``"worker1/cuda:0"``).
 
     Raises:
-        TypeError: If ``module`` is no module.
-        ValueError: If ``device`` cannot be read.
+        TypeError: If ``module`` is not a module.
+        ValueError: If ``device`` is not a valid device.
     """
 
     def __init__(self, module: nn.Module, device: torch.device | str | int) -> None:
@@ -61,7 +61,7 @@ class WithDevice(nn.Module):
 
     @property
     def place(self) -> Place:
-        """Both."""
+        """Worker and device."""
         return self._place
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -75,8 +75,8 @@ class Partition:
 
     Attributes:
         layers: The layers, named as in the whole module.
-        first_layer: The first one's place in the whole module.
-        place: Where they run.
+        first_layer: Index of the first layer in the whole module.
+        place: Worker and device of the layers.
     """
 
     layers: nn.Sequential
@@ -91,17 +91,18 @@ class Partition:
 
 
 def partitions_of(module: nn.Sequential, here: str | None) -> list[Partition]:
-    """Moves layers to the devices of this process that their ``WithDevice`` names, and finds the partitions.
+    """Move layers to the devices of this process that ``WithDevice`` names, and return the partitions.
 
-    Layers that follow each other at one place form a partition, but on this process's CPU each layer is one, as it was
-    in the original.
+    Consecutive layers at one place form a partition, except on the CPU of this process, where every layer is a
+    partition, as
+    in the original ``Pipe``.
 
     Args:
         module: The layers.
-        here: The RPC name of this process, if it has one.
+        here: RPC name of this process, if it has one.
 
     Raises:
-        ValueError: If a layer's parameters are on several devices, or two partitions share one.
+        ValueError: If the parameters of a layer are on several devices, or two partitions share a parameter.
     """
     partitions: list[Partition] = []
     for number, (name, child) in enumerate(module._modules.items()):
@@ -160,5 +161,5 @@ def _check_shared(partitions: list[Partition]) -> None:
 
 
 def layers_of(partitions: list[Partition]) -> dict[str, nn.Module]:
-    """All layers by name, without their ``WithDevice``."""
+    """Return all layers by name, without ``WithDevice``."""
     return {name: layer for partition in partitions for name, layer in partition.layers.named_children()}
