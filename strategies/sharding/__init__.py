@@ -1,5 +1,6 @@
-"""ZeRO's engine: optimizer state divided over data-parallel ranks, in plain PyTorch.
+"""ZeRO's engine: optimizer states divided over data-parallel ranks, in plain PyTorch.
 
-In: optimizers and gradients of one rank. Out: steps in which each rank updates the parameters that it owns, and
-states put together again. May import ``common`` and ``optim``; never Lightning.
+In: optimizers and gradients of one rank. Out: steps in which each rank updates the parameters that it owns
+(``optimizers``, ``ownership``), gradients reduced to their owners (``reducer``, ``bucket``, ``transfer``), and states
+gathered on one rank (``states``). May import ``common`` and ``optim``, never Lightning.
 """

@@ -1,4 +1,4 @@
-"""Parameters that travel together: their gradients to the rank that owns them, their new values back from it."""
+"""Buckets: parameters whose gradients are sent together to their owner, and whose new values are sent together back."""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -10,22 +10,23 @@ from torch.autograd.graph import increment_version
 from strategies.sharding.transfer import Exchange
 
 _LARGE_BYTES = 2**17
-"""What is at least so large travels as it is; the rest is copied into one buffer, since each message costs time."""
+"""Tensors of at least this size are sent without a copy; smaller ones share a buffer, to send fewer messages."""
 
 _ALIGNMENT_BYTES = 64
-"""Of torch's CPU allocator."""
+"""Alignment of torch's CPU allocator."""
 
 
 class Bucket:
-    """Parameters of one type and of one optimizer that one rank owns.
+    """Parameters of one dtype and of one optimizer that one rank owns.
 
     Args:
-        parameters: At least one.
-        owner: The rank that steps them; ``None`` if no optimizer has them.
-        optimizer: The number of their optimizer.
-        as_view: Let the parameters live in one buffer, so that values travel without being copied.
-        packed: Copy all gradients into one buffer, which can be summed in place. (A gradient may share its memory with
-            that of another parameter.) Otherwise large ones travel as they are.
+        parameters: At least one parameter.
+        owner: The rank that steps the parameters; ``None`` if no optimizer has them.
+        optimizer: Number of their optimizer.
+        as_view: Store the parameters in one buffer, so that values are sent without being copied.
+        packed: Copy all gradients into one buffer, which can be summed in place (a gradient may share its memory with
+            that
+            of another parameter). Otherwise large gradients are sent without a copy.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Bucket:
         packed: bool,
     ) -> None:
         self.parameters, self.owner, self.optimizer = tuple(parameters), owner, optimizer
-        self._strides = {p: torch.empty_like(p, device="meta").stride() for p in parameters}  # those of dense memory
+        self._strides = {p: torch.empty_like(p, device="meta").stride() for p in parameters}  # strides of dense memory
         self._packed = packed
         self._reduced: dict[Tensor, weakref.ref[Tensor]] = {}
         self._set_aside: dict[Tensor, Tensor] = {}
@@ -49,34 +50,34 @@ class Bucket:
                 parameter.data = part.copy_(parameter.data)
 
     def release(self) -> None:
-        """Gives each parameter memory of its own again."""
+        """Give each parameter its own memory again."""
         if self._values is not None:
             for parameter in self.parameters:
                 parameter.data = parameter.data.clone()
         self._values = None
 
     def is_reduced(self, parameter: Tensor) -> bool:
-        """Whether its gradient is what came out of :meth:`put_grads`, perhaps scaled or zeroed since."""
+        """Return whether the gradient is an average from :meth:`put_grads`, possibly scaled or zeroed since."""
         reference = self._reduced.get(parameter)
         return parameter.grad is not None and reference is not None and reference() is parameter.grad
 
     def forget_reduced(self, parameter: Tensor) -> None:
-        """Takes what is in its gradient for this rank's own from now on."""
+        """Treat the gradient of a parameter as this rank's own from now on."""
         self._reduced.pop(parameter, None)
 
     def set_reduced_aside(self, wanted: Sequence[Tensor]) -> None:
-        """Keeps averages that are known from an earlier pass out of the next one."""
+        """Keep averages of an earlier pass out of the next reduction."""
         for parameter in filter(self.is_reduced, wanted):
             assert parameter.grad is not None
             self._set_aside[parameter], parameter.grad = parameter.grad, None
 
     @torch.no_grad()
     def take_grads(self, wanted: Sequence[Tensor], *, marked: bool) -> list[Tensor]:
-        """Moves gradients into buffers.
+        """Move gradients into buffers.
 
         Args:
-            wanted: Which of the parameters; one without a gradient counts as zero.
-            marked: Whether the end of the last buffer says which of them have a gradient.
+            wanted: Parameters to include; one without a gradient counts as zero.
+            marked: Whether the last buffer ends with a flag for each parameter that tells whether it has a gradient.
         """
         marks = [p.grad is not None for p in wanted]
         grads = {p: torch.zeros_like(p) if p.grad is None else p.grad for p in wanted}
@@ -94,7 +95,7 @@ class Bucket:
         return pieces
 
     def put_grads(self, pieces: Sequence[Tensor], wanted: Sequence[Tensor], *, marked: bool) -> None:
-        """The inverse of :meth:`take_grads`, for averages over all ranks."""
+        """Set gradients to averages over all ranks; the inverse of :meth:`take_grads`."""
         found = pieces[-1][-len(wanted) :].tolist() if marked else [1.0] * len(wanted)
         number = dict(zip(wanted, found, strict=True))
         for parameter, grad in self._unpacked(pieces, wanted):
@@ -105,20 +106,20 @@ class Bucket:
 
     @torch.no_grad()
     def start_sharing(self, exchange: Exchange, number: int, *, mine: bool) -> Callable[[], None]:
-        """Sends the owner's values to all ranks.
+        """Start to send the owner's values to all ranks.
 
         Returns:
-            What waits for them.
+            A function that waits for the end.
         """
         assert self.owner is not None
         large, small = _divided(self.parameters, self.parameters[0].is_cuda)
-        # What is not dense cannot arrive in place.
+        # Tensors that are not dense cannot be received in place.
         small += [p for p in large if p.stride() != self._strides[p]]
         large = [p for p in large if p.stride() == self._strides[p]]
         buffer = None
         if self._values is not None:
             for parameter, part in self._parts(self._values, self.parameters):
-                if parameter.data_ptr() != part.data_ptr():  # somebody has given it other memory
+                if parameter.data_ptr() != part.data_ptr():  # its memory has been replaced
                     parameter.data = part.copy_(parameter.data)
             pieces = [self._values]
         else:
@@ -131,7 +132,7 @@ class Bucket:
                         part.copy_(parameter)
         wait = exchange.start_broadcast(pieces, self.owner, number)
         if not mine:
-            increment_version(self.parameters)  # a graph that still needs an old value says so
+            increment_version(self.parameters)  # autograd graphs that need an old value raise
 
         def finish() -> None:
             wait()
@@ -145,7 +146,7 @@ class Bucket:
         return (parameters[0] if like is None else like).detach().new_empty(sum(map(_room, parameters)) + more)
 
     def _flat(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """The memory of a parameter or of its gradient in one dimension, the same on all ranks."""
+        """Return the memory of a parameter or of its gradient in one dimension, in the same order on all ranks."""
         if tensor.stride() != self._strides[parameter]:
             tensor = torch.empty_strided(
                 tensor.shape, self._strides[parameter], dtype=tensor.dtype, device=tensor.device
@@ -158,7 +159,7 @@ class Bucket:
         return alone + (self._parts(pieces[-1], small) if small else [])
 
     def _parts(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter with its part of a buffer, which has the parameter's shape and order in memory."""
+        """Return each parameter with its part of a buffer, in the parameter's shape and memory order."""
         parts, start = [], buffer.storage_offset()
         for parameter in parameters:
             parts.append((parameter, buffer.as_strided(parameter.shape, self._strides[parameter], start)))
@@ -167,23 +168,23 @@ class Bucket:
 
 
 def _room(parameter: Tensor) -> int:
-    """Its elements, filled up: a product sums in another order where memory is not aligned as it usually is."""
+    """Return the number of elements with padding: unaligned memory would change the order of sums in a product."""
     return -(-parameter.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES // parameter.element_size()
 
 
 def _divided(parameters: Sequence[Tensor], packed: bool) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that travel as they are, and those that are copied."""
+    """Return the parameters that are sent without a copy, and those that are copied."""
     large = [p for p in parameters if p.nbytes >= _LARGE_BYTES and not packed]
     return large, [p for p in parameters if p.nbytes < _LARGE_BYTES or packed]
 
 
 def form_buckets(kinds: Sequence[Hashable], sizes: Sequence[int], cap: int) -> list[list[int]]:
-    """Puts items of one kind into common buckets, and buckets into the order in which they are complete.
+    """Group items of one kind into buckets, sorted by the item that completes the bucket.
 
     Args:
-        kinds: One for each item, in the order in which items become available.
-        sizes: One for each item.
-        cap: A bucket is closed once it holds so much.
+        kinds: Kind of each item, in the order in which items become available.
+        sizes: Size of each item.
+        cap: Size at which a bucket is closed.
 
     Returns:
         The numbers of the items of each bucket.

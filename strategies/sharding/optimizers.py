@@ -1,6 +1,6 @@
-"""The user's optimizers, each of which steps on every rank the parameters that this rank owns.
+"""The user's optimizers, each of which steps on every rank the parameters that the rank owns.
 
-Gradients go to their owners, and the new values from them to the other ranks:
+Gradients are reduced to their owners, and new values are sent from the owners to all ranks:
 
     step at the end      backward ─▶ all gradients ─▶ step ─▶ new values
     step in backward     backward ─▶ bucket ─▶ its step ─▶ its new values
@@ -26,17 +26,17 @@ from strategies.sharding.transfer import Exchange, InFlight
 
 
 class ShardedOptimizers:
-    """Optimizers whose state is divided over the ranks of a group, and the gradients that they need.
+    """Optimizers whose states are divided over the ranks of a group, and the gradients that they need.
 
     Args:
-        optimizers: The same ones on every rank.
-        parameters: All that are trained or may be, by name, in the order in which the model uses them.
+        optimizers: The same optimizers on every rank.
+        parameters: All parameters that are or may be trained, by name, in the order in which the model uses them.
         group: The ranks.
-        whole_gradients: Every rank gets every gradient (ZeRO's stage 1), or the owner alone does (stage 2).
-        step_in_backward: Within a step that has a closure, step each bucket as soon as its gradients are there.
-        parameters_as_bucket_view: Keep parameters in the buffers that travel.
+        whole_gradients: Every rank gets every gradient (ZeRO stage 1), or only the owner does (stage 2).
+        step_in_backward: In a step with a closure, step each bucket as soon as its gradients are reduced.
+        parameters_as_bucket_view: Store parameters in the buffers that are sent.
         find_unused_parameters: Backward passes may leave out parameters.
-        bucket_bytes: About so large is what travels at a time.
+        bucket_bytes: Approximate size of a bucket.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class ShardedOptimizers:
         self._up_to_date_buckets()
 
     def close(self) -> None:
-        """Leaves optimizers and parameters as they were, but for the state, which stays divided."""
+        """Restore optimizers and parameters; optimizer states stay divided."""
         for undo in self._undo:
             undo()
         self._undo = []
@@ -89,7 +89,7 @@ class ShardedOptimizers:
             bucket.release()
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """To be called on every rank after each step: brings the new values to all ranks."""
+        """Send the new values to all ranks; called on every rank after each step."""
         if runs_own_code(optimizer) or not self.ownership.is_narrowed(optimizer):
             return
         self.ownership.widen(optimizer)
@@ -109,7 +109,7 @@ class ShardedOptimizers:
             result = call.on(optimizer)
         finally:
             self.ownership.widen(optimizer)
-        with torch.inference_mode(False):  # validation may run in it
+        with torch.inference_mode(False):  # validation may run in inference mode
             if self._undo:
                 self._share_values(optimizer)
             else:  # after fit, when there are no buckets any more
@@ -124,12 +124,12 @@ class ShardedOptimizers:
         return result if result is None or result is optimizer else same_result(optimizer, call, result, ask)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients so that their common norm is at most ``max_norm``.
+        """Scale the gradients so that their common norm is at most ``max_norm``.
 
-        Norms of single parameters are put together in the order of ``torch.nn.utils.clip_grad_norm_``, on every rank.
+        Norms of single parameters are combined in the order of ``torch.nn.utils.clip_grad_norm_``, on every rank.
 
         Returns:
-            The total norm before, a scalar.
+            The norm before clipping, a scalar.
         """
         self.reducer.complete()
         parameters = parameters_of(optimizer)
@@ -149,7 +149,7 @@ class ShardedOptimizers:
         return total
 
     def any_rank(self, found: Tensor) -> None:
-        """Replaces a scalar by the largest over all ranks."""
+        """Replace a scalar by its maximum over all ranks."""
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
 
     def _share_values(self, optimizer: Optimizer) -> None:
@@ -182,7 +182,7 @@ class ShardedOptimizers:
         if optimizer is None or bucket.optimizer is None or self.optimizers[bucket.optimizer] is not optimizer:
             return
         if bucket.owner == self.ownership.rank:
-            # Made anew each time, it has the learning rates and whatever else the user's has at this step.
+            # A new copy for each step has the hyperparameters that the user's optimizer has now.
             part = restricted(optimizer, bucket.parameters)
             part.state = optimizer.state
             part.step(**self._arguments)
@@ -192,8 +192,8 @@ class ShardedOptimizers:
     # Buckets
 
     def _up_to_date_buckets(self) -> list[Bucket]:
-        """Takes in what has been thawed, or added to an optimizer, since the last backward pass."""
-        taken_in = any(p in self._trained for p in self.ownership.take_in())  # was in a bucket that nobody owns
+        """Include parameters that have been thawed, or added to an optimizer, since the last pass."""
+        taken_in = any(p in self._trained for p in self.ownership.take_in())  # was in a bucket without an owner
         candidates = dict.fromkeys([*self._names, *self.ownership.owners])
         thawed = [p for p in candidates if p.requires_grad and p not in self._trained]
         if thawed or taken_in:
@@ -202,7 +202,7 @@ class ShardedOptimizers:
         return self._buckets
 
     def _form_buckets(self, parameters: list[Tensor]) -> None:
-        """Forms buckets of parameters in the order in which the backward pass is expected to reach them."""
+        """Form buckets of parameters in the order in which the backward pass is expected to reach them."""
         for before in self._buckets:
             before.release()
         owners, optimizer_of = self.ownership.owners, self.ownership.optimizer_of
@@ -211,6 +211,6 @@ class ShardedOptimizers:
         for numbers in form_buckets(kinds, [p.nbytes for p in parameters], self._bucket_bytes):
             members = [parameters[number] for number in numbers]
             owner, optimizer, _, device = kinds[numbers[0]]
-            packed = self._whole or owner is None or device.type == "cuda"  # summed in place by a collective
+            packed = self._whole or owner is None or device.type == "cuda"  # because a collective sums in place
             self._buckets.append(Bucket(members, owner, optimizer, as_view=self._as_view, packed=packed))
         self.reducer.watch(self._buckets)

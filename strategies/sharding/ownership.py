@@ -1,7 +1,7 @@
-"""Who steps which parameter: each of some ranks has a share of every optimizer's parameters, and state for those only.
+"""Ownership of parameters: each rank steps its share of every optimizer's parameters, and has states of those only.
 
-Around a step the groups of an optimizer are whole, and so is everything that a scheduler or a loop sees; within it they
-hold this rank's parameters only.
+Outside of a step, the groups of an optimizer are whole, and so is everything that a scheduler or a training loop reads.
+Within a step the groups contain the parameters of this rank only.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,39 +15,39 @@ from strategies.optim.restricted import narrowed, numbers_of, parameters_of
 
 
 class Ownership:
-    """Divides the parameters of optimizers among ranks, which come to the same result without asking each other.
+    """Divides the parameters of optimizers among ranks; every rank computes the same result without communication.
 
-    Those on the ``meta`` device belong to another stage and to none of these ranks.
+    Parameters on the ``meta`` device belong to another stage and to none of these ranks.
 
     Args:
-        optimizers: The same ones on every rank.
-        rank: This one.
-        size: How many ranks there are.
+        optimizers: The same optimizers on every rank.
+        rank: This rank.
+        size: Number of ranks.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], rank: int, size: int) -> None:
         self.optimizers, self.rank, self._size = list(optimizers), rank, size
         self.owners: dict[Tensor, int] = {}
         self.optimizer_of: dict[Tensor, int] = {}
-        """The number of the optimizer that has a parameter."""
+        """For each parameter the number of its optimizer."""
         self._narrowed: dict[Optimizer, ExitStack] = {}
         self.take_in()
-        for optimizer in self.optimizers:  # some make their state at once
+        for optimizer in self.optimizers:  # some create states in their constructor
             for parameter in [p for p in optimizer.state if self.owners.get(p, rank) != rank]:
                 del optimizer.state[parameter]
 
     def take_in(self) -> list[Tensor]:
-        """Gives owners to parameters that have none yet, and returns those."""
+        """Assign owners to parameters that have none yet, and return these parameters."""
         taken_in = []
         for number, optimizer in enumerate(self.optimizers):
             new = [p for p in parameters_of(optimizer) if p not in self.owners and not p.is_meta]
-            for trained in (True, False):  # frozen parameters have no state, so they must not count
+            for trained in (True, False):  # frozen parameters have no states and must not count as load
                 self._assign(number, [p for p in new if p.requires_grad is trained])
             taken_in += new
         return taken_in
 
     def owned(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters of an optimizer whose state this rank has."""
+        """Return the parameters of an optimizer whose states this rank has."""
         return [p for p in parameters_of(optimizer) if self.owners.get(p) == self.rank]
 
     def narrow(self, optimizer: Optimizer, done: Collection[Tensor] = ()) -> None:
@@ -71,7 +71,7 @@ class Ownership:
             self.widen(optimizer)
 
     def own_part(self, optimizer: Optimizer, states: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Out of the states of a whole optimizer those that this rank keeps."""
+        """Return the states that this rank keeps, of those of a whole optimizer."""
         mine = set(numbers_of(optimizer, self.owned(optimizer)))
         others = set(range(len(parameters_of(optimizer)))) - mine
         return {number: value for number, value in states.items() if number not in others}
@@ -79,7 +79,7 @@ class Ownership:
     def _assign(self, number: int, parameters: list[Tensor]) -> None:
         loads = [0] * self._size
         for parameter, owner in self.owners.items():
-            # Balanced for each optimizer: one keeps more state for a parameter than another.
+            # Balanced for each optimizer, because optimizers differ in the size of states for a parameter.
             loads[owner] += parameter.nbytes * (self.optimizer_of[parameter] == number and parameter.requires_grad)
         owners = assign_owners([parameter.nbytes for parameter in parameters], loads)
         self.owners.update(zip(parameters, owners, strict=True))
@@ -87,14 +87,15 @@ class Ownership:
 
 
 def assign_owners(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
-    """Gives each item to a rank, the largest first, each to the rank that has least so far (sorted-greedy).
+    """Assign each item to a rank, the largest first, each to the rank with the smallest load (sorted-greedy).
 
-    The fullest rank then holds at most 4/3 of what the best partition would give it (Graham, 1969), and nearly as much
-    as the others where items are small against a share.
+    The largest load is at most 4/3 of that of the best partition (Graham, 1969), and nearly equal to the others if
+    items are
+    small compared with a share.
 
     Args:
-        sizes: One for each item.
-        loads: For each rank what it has already.
+        sizes: Size of each item.
+        loads: Load of each rank before.
 
     Returns:
         The rank of each item.

@@ -1,11 +1,11 @@
-"""Gradients to their owners while the backward pass goes on.
+"""Reduces gradients to their owners while the backward pass goes on.
 
-    backward pass   ──▶ a gradient is there ──▶ its bucket is complete ──▶ 1 start its sum
-                                                                            │ (at most LAG others under way)
-                                            3 the owner may step it ◀── 2 wait for the oldest sum
+    backward pass   ──▶ a gradient is ready ──▶ its bucket is complete ──▶ 1 start the sum
+                                                                           │ (at most LAG others under way)
+                                         3 the owner may step it ◀── 2 wait for the oldest sum
 
-Every rank does 1, 2 and 3 in the order of the buckets, so each of the others is waited for at the same point: nobody
-waits for a rank that waits for him. torch's own reducer has no owners, and calls nothing when a bucket is through.
+Every rank does 1, 2 and 3 in the order of the buckets, so ranks never wait for each other in a circle. torch's own
+reducer has no owners and no callback after a bucket.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +18,20 @@ from strategies.sharding.bucket import Bucket
 from strategies.sharding.transfer import Exchange, InFlight
 
 LAG = 2
-"""Buckets whose sums are under way while the next one is filled: hides their time, and what ranks differ."""
+"""Number of buckets whose sums are under way while the next one is filled, which hides their latency."""
 
 
 class Reducer:
     """Averages gradients over the ranks.
 
     Args:
-        exchange: Reaches the other ranks.
-        whole: Every rank gets every gradient, as in DistributedDataParallel; otherwise its owner alone does, and the
-            others' gradients are gone after the backward pass.
-        find_unused: Backward passes may leave out parameters, other ones on each rank.
-        prepare: Called at the start of a backward pass; gives the buckets.
-        reduced: Called with each bucket when its gradients are there, on every rank in the same order.
+        exchange: Connects the ranks.
+        whole: Every rank gets every gradient, as in DistributedDataParallel; otherwise only the owner gets it, and
+            other
+            ranks have no gradient after the backward pass.
+        find_unused: Backward passes may leave out parameters, different ones on each rank.
+        prepare: Called at the start of a backward pass; returns the buckets.
+        reduced: Called with each bucket when its gradients are averaged, on every rank in the same order.
         name_of: Names a parameter in messages.
     """
 
@@ -56,10 +57,10 @@ class Reducer:
         self._pass: int | None = None
         self._marked = find_unused
         self.has_local_gradients = False
-        """Whether gradients have been accumulated since that no other rank knows."""
+        """Whether gradients have been accumulated that have not been reduced."""
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
-        """From now on reduces the gradients of these buckets' parameters."""
+        """Reduce the gradients of these buckets' parameters from now on."""
         self._buckets = buckets
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         for parameter in self._bucket_of:
@@ -67,19 +68,19 @@ class Reducer:
                 self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
 
     def close(self) -> None:
-        """Lets go of the parameters."""
+        """Remove all hooks from parameters."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def follow(self, loss: Tensor, *, communicate: bool) -> None:
-        """Makes the backward pass of ``loss`` reduce gradients; or, if not ``communicate``, accumulate them only."""
+        """Reduce gradients in the backward pass of ``loss``; or only accumulate them, if ``communicate`` is false."""
         if loss.requires_grad:
-            # Runs when that pass begins, and asks autograd to be called when all of it is done.
+            # Runs when the pass begins, and has autograd call the reducer at its end.
             loss.register_hook(lambda _: self._enter_pass() if communicate else self._check_accumulation())
 
     def complete(self) -> None:
-        """Reduces what backward passes left to each rank itself; afterwards all gradients are averages."""
+        """Reduce gradients that earlier backward passes have only accumulated."""
         if self.has_local_gradients:
             self._start(marked=True)
             self._finish()
@@ -87,13 +88,13 @@ class Reducer:
     def _enter_pass(self) -> None:
         this_pass = number_of_backward_pass()
         if self._pass == this_pass:
-            return  # two losses, one backward pass
+            return  # a second loss of the same backward pass
         self._pass = this_pass
         self._start(marked=self._find_unused)
         call_at_end_of_backward(self._finish)
 
     def _start(self, *, marked: bool) -> None:
-        self._in_flight.forget()  # of a pass that failed
+        self._in_flight.forget()  # operations of a pass that failed
         self._prepare()
         self._marked, self._next = marked, 0
         self._wanted = {bucket: [p for p in bucket.parameters if p.requires_grad] for bucket in self._buckets}
@@ -155,7 +156,7 @@ class Reducer:
         self.has_local_gradients = False
 
     def _check_accumulation(self) -> None:
-        """Refuses to add to a sum that the owner alone has, unless that is zero."""
+        """Refuse to add to an average that only the owner has, unless it is zero."""
         if self._whole:
             return
         for parameter, bucket in self._bucket_of.items():

@@ -1,4 +1,4 @@
-"""How tensors travel between ranks, asynchronously; each function returns what waits for its result."""
+"""Asynchronous exchange of buffers between ranks; each function returns a function that waits for the result."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,14 +13,14 @@ from torch.distributed import ProcessGroup, Work
 _Result = TypeVar("_Result")
 
 _PIECES = 2**12
-"""More pieces than a bucket has; messages with one tag arrive in order, but tags are easier to tell apart in a hang."""
+"""More than the pieces of a bucket, so that every piece has its own tag, which helps to explain a hang."""
 
 
 class InFlight:
-    """Work under way, finished in the order in which it was started: the same on all ranks.
+    """Operations under way, which are finished in the order in which they were started, the same on all ranks.
 
     Args:
-        limit: So much may be under way; one more, and the oldest is waited for.
+        limit: Maximum number of operations under way; starting one more waits for the oldest.
     """
 
     def __init__(self, limit: int) -> None:
@@ -33,20 +33,21 @@ class InFlight:
             self._finishers.popleft()()
 
     def drain(self) -> None:
-        """Finishes everything."""
+        """Finish all operations."""
         while self._finishers:
             self._finishers.popleft()()
 
     def forget(self) -> None:
-        """After an error: nothing is waited for any more."""
+        """Drop all operations without waiting for them, after an error."""
         self._finishers.clear()
 
 
 class Exchange:
-    """Moves what is in buffers to its owner, and from its owner to all.
+    """Sends buffers to their owner, and from their owner to all ranks.
 
-    On CPU, buffers go straight from rank to rank: gloo's own reduce sends half as much again as is needed, and took
-    twice as long (8 buffers of 12 MB, two ranks: 80 ms against 38).
+    On the CPU, buffers are sent directly from rank to rank: gloo's own reduce transfers half as much again as needed
+    and
+    took twice as long (8 buffers of 12 MB, two ranks: 80 ms against 38 ms).
 
     Args:
         group: The ranks.
@@ -58,16 +59,17 @@ class Exchange:
     def start_average(
         self, pieces: Sequence[Tensor], owner: int | None, number: int
     ) -> Callable[[], Sequence[Tensor] | None]:
-        """Averages buffers over all ranks.
+        """Start to average buffers over all ranks.
 
         Args:
-            pieces: One-dimensional, of the same sizes on every rank. Left alone until the end; then they may hold
-                anything if ``owner`` is ``None`` or they are on a GPU, and are as they were otherwise.
-            owner: The rank that gets the averages; ``None`` for all.
-            number: Of this exchange among those that may be under way.
+            pieces: One-dimensional buffers, of the same sizes on every rank, not to be touched until the end.
+                Afterwards they
+                have undefined contents if ``owner`` is ``None`` or they are on a GPU, and are unchanged otherwise.
+            owner: The rank that gets the averages; ``None`` for all ranks.
+            number: Number of this exchange among those that may be under way.
 
         Returns:
-            What waits, and then gives the averages, or ``None`` where they are not.
+            A function that waits and then returns the averages, or ``None`` on ranks that do not get them.
         """
         if owner is None or pieces[0].is_cuda:
             return self._start_collective(pieces, owner)
@@ -77,10 +79,10 @@ class Exchange:
         return partial(_finished, works, pieces, None)
 
     def start_broadcast(self, pieces: Sequence[Tensor], owner: int, number: int) -> Callable[[], object]:
-        """Brings the owner's buffers to all ranks, in place.
+        """Start to copy the owner's buffers to all ranks, in place.
 
         Returns:
-            What waits for that.
+            A function that waits for the end.
         """
         if pieces[0].is_cuda:
             collective = [dist.broadcast(p, owner, group=self._group, async_op=True) for p in pieces]
@@ -105,7 +107,7 @@ class Exchange:
         return partial(_finished, works, pieces, pieces if owner in (None, self._rank) else None)
 
     def _start_receiving(self, pieces: Sequence[Tensor], number: int) -> Callable[[], Sequence[Tensor]]:
-        """The averages arise where the first other rank's share arrives: gradients may share memory with others."""
+        """Receive buffers and add them up in the first one received, because gradients may share memory."""
         others = [rank for rank in range(self._size) if rank != self._rank]
         arriving = [[torch.empty_like(piece) for _ in others] for piece in pieces]
         works = [
@@ -130,7 +132,7 @@ class Exchange:
 
 
 def _finished(works: Sequence[Work], alive: Sequence[Tensor], result: _Result) -> _Result:
-    """Waits; until then, what travels has to stay alive."""
+    """Wait for operations; ``alive`` keeps the buffers alive until then. Returns ``result``."""
     for work in works:
         work.wait()
     return result
