@@ -1,4 +1,6 @@
-"""What every other room may use: names and messages, nested structures of tensors, errors that cross processes.
+"""Helpers that every other room may use: nested structures, autograd nodes, errors that cross processes, names,
+messages.
 
-Nothing here knows of pipelines, of shards or of Lightning. Imports no other room.
+Nothing here knows pipelines, shards or Lightning. ``torch_compat`` holds every private name of torch. Imports no other
+room.
 """

@@ -1,20 +1,20 @@
-"""The error that says that a worker's process is gone, and what it held with it."""
+"""Errors that tell that another process has failed, hangs or is gone."""
 
 
 class WorkerLost(RuntimeError):
-    """A worker has died, or hangs and has been ended: an error of the machine rather than of the model."""
+    """Raised if a worker has died, or hangs and has been ended: an error of the machine rather than of the model."""
 
 
 class PeerFailed(RuntimeError):
-    """The neighbour failed and says so; its own report tells why, so this error is only a consequence."""
+    """Raised if a neighbour reports that it failed. Its own report gives the cause; this error is a consequence."""
 
 
 class PeerSilent(RuntimeError):
-    """The neighbour sent nothing in time. It may hang, or wait for another one that does."""
+    """Raised if a neighbour has sent nothing in time. It may hang, or wait for another process that hangs."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether ``error`` only tells that another process failed or has gone."""
+    """Return whether ``error`` only tells that another process failed or has gone."""
     return (
         isinstance(error, PeerFailed | PeerSilent)
         or "onnection closed by peer" in str(error)

@@ -1,4 +1,4 @@
-"""Stages and parameters in words, for messages."""
+"""Descriptions of stages, parameters and ended processes, for messages."""
 
 from collections.abc import Sequence
 
@@ -6,18 +6,18 @@ from torch import Tensor, nn
 
 
 def describe(index: int, layers: nn.Sequential, first_layer: int) -> str:
-    """``stage 1 (layers 3 to 5: Block, Block, Linear)``."""
+    """Return a description such as ``stage 1 (layers 3 to 5: Block, Block, Linear)``."""
     kinds = ", ".join(type(layer).__name__ for layer in layers)
     return f"stage {index} (layers {first_layer} to {first_layer + len(layers) - 1}: {kinds})"
 
 
 def ending(status: int) -> str:
-    """How a process ended, by its exit status as :mod:`subprocess` has it."""
+    """Return how a process ended, given its exit status as :mod:`subprocess` reports it."""
     return f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
 
 
 def locate(stages: Sequence[nn.Sequential], model: nn.Module | None, parameter: Tensor) -> str:
-    """Names a parameter and its stage, or that of the model around them, for messages."""
+    """Return a description of a parameter with its stage, or with its name in the model."""
     first_layer = 0
     for i, stage in enumerate(stages):
         for name, own in stage.named_parameters():

@@ -1,4 +1,4 @@
-"""Strategies by name, and what to say about a name that is not there. Imports neither torch nor Lightning."""
+"""Names of strategies, and suggestions for unknown names. Imports neither torch nor Lightning."""
 
 import difflib
 from collections.abc import Iterable
@@ -11,16 +11,16 @@ PLUGINS = {
     "dp": "DataParallelStrategy",
 }
 
-_ALIKE = 0.6  # of difflib's ratio
-_AS_GOOD = 0.15  # a name that much less alike than the best one is not mentioned
+_ALIKE = 0.6  # smallest ratio of difflib for a suggestion
+_AS_GOOD = 0.15  # largest difference from the ratio of the best suggestion
 _MOST = 3
-_FEW = 12  # so many names fit into a message
+_FEW = 12  # largest number of names that a message lists in full
 
 
 def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> str:
-    """The end of a message about an unknown ``name``: the nearest valid names, or all of them where they are few.
+    """Return the end of a message about an unknown ``name``: the most similar valid names, or all if they are few.
 
-    Where none is near, ``or_list`` says whether to name the valid ones all the same.
+    If no name is similar, ``or_list`` tells whether to list valid names.
 
     >>> did_you_mean("micro_batches", ["balance", "microbatches"])
     "; did you mean 'microbatches'?"
@@ -41,7 +41,7 @@ def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> st
 
 
 def _likeness(name: str, candidate: str) -> float:
-    """0 to 1, without regard to case; a name cut short (``fp16`` of ``fp16_compress``) is alike."""
+    """Return a similarity from 0 to 1 that ignores case; a prefix (``fp16`` of ``fp16_compress``) is similar."""
     name, candidate = name.lower(), candidate.lower()
     ratio = difflib.SequenceMatcher(None, name, candidate).ratio()
     return max(ratio, _ALIKE) if len(name) > 2 and candidate.startswith(name) else ratio

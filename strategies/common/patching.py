@@ -5,7 +5,7 @@ from typing import Any
 
 
 def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Sets a method of one object; returns what takes that back."""
+    """Replace a method of one object; returns a function that undoes this."""
     own = vars(holder)
     had, before = name in own, own.get(name)
     own[name] = method

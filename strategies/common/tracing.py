@@ -1,4 +1,4 @@
-"""What torch's profiler records of a pipeline: which layer runs for which micro-batch, and no communication."""
+"""Events in a trace of torch's profiler: one for each layer and micro-batch, and none for communication."""
 
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -12,11 +12,13 @@ Result = TypeVar("Result")
 
 
 def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """Calls a function that begins to send or to receive, without an event of the profiler.
+    """Call a function that starts to send or to receive, without an event of the profiler.
 
-    torch gives such work an event that ends when the work does, on whichever thread that notices. The receive of the
-    next message is posted ahead, so it ends when the profiler has collected its events and freed them: torch would
-    write the end into freed memory.
+    torch ends the event of such an operation when the operation ends, on whichever thread notices this. The receive of
+    the
+    next message is posted ahead, so it may end after the profiler has collected and freed its events, and torch would
+    write
+    into freed memory.
     """
     if not profiler_is_on():
         return function(*args, **kwargs)
@@ -28,21 +30,21 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
 
 
 class Labels:
-    """Consecutive labels in a trace, each from one call of :meth:`next` to the following one, if the profiler is on."""
+    """Consecutive labels in a trace; each lasts from a call of :meth:`next` to the following one."""
 
     def __init__(self) -> None:
         self._current: record_function | None = None
         self._recorded = profiler_is_on()
 
     def next(self, label: str) -> None:
-        """Ends one label and begins another."""
+        """End the current label and start another one, if the profiler is on."""
         if self._recorded:
             self.end()
             self._current = record_function(label)
             self._current.__enter__()
 
     def end(self) -> None:
-        """Ends the last label."""
+        """End the last label."""
         if self._current is not None:
             self._current.__exit__(None, None, None)
             self._current = None

@@ -1,12 +1,12 @@
-"""Waiting for messages of other processes."""
+"""Ways to wait for other processes."""
 
 from collections.abc import Callable
 from typing import Any
 
 Wait = Callable[[Callable[[], Any]], Any]
-"""Calls a function that waits, perhaps so that the wait can be given up."""
+"""Calls a function that waits for another process, possibly in a way that can be interrupted."""
 
 
 def wait_here(wait: Callable[[], Any]) -> Any:
-    """Waits in the calling thread, for as long as it takes."""
+    """Wait in the calling thread, without a time limit."""
     return wait()

@@ -1,5 +1,6 @@
-"""``RemoteModule``: a module on another process that is used, trained and saved as if it were local.
+"""``RemoteModule``: a module on another process that is used, trained and saved like a local one.
 
-``module`` is the caller's half, ``host`` the owner's. May import the rooms ``common``, ``optim``, ``launch`` and
-``pipeline``.
+In: a class and its arguments, or an ``RRef`` to a module. ``module`` and ``optimizer`` are the caller's half, ``host``
+    is
+the owner's. May import ``common``, ``optim``, ``launch`` and ``pipeline``.
 """

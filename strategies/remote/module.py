@@ -1,9 +1,8 @@
-"""``RemoteModule``: a module on another process that is used, trained and saved as if it were here.
+"""``RemoteModule``: a module on another process that is used, trained and saved like a local one.
 
-``torch.distributed.nn.RemoteModule`` places a module elsewhere and calls it. Its backward pass trains nothing outside
-of a distributed autograd context, and inside of one ``loss.backward()`` fails; it refuses ``parameters``,
-``state_dict`` and ``zero_grad``, a model around it can have none of them either, and the errors of its module lose
-their type.
+``torch.distributed.nn.RemoteModule`` also places a module on another process and calls it. Its backward pass trains
+nothing outside of a distributed autograd context, and ``loss.backward()`` fails within one; it refuses ``parameters``,
+``state_dict`` and ``zero_grad``, also for a model that contains it, and errors of its module lose their type.
 """
 
 import random
@@ -115,7 +114,7 @@ class RemoteModule(nn.Module):
         return remote
 
     def _connect(self, host: Any, *command: Any) -> None:
-        """Connects this object to the host of the module, which runs a command first."""
+        """Connect this object to the host of the module; the host runs a command first."""
         self._host = host
         self._forgotten: deque[int] = deque()  # the garbage collector may append from any thread
         self._num_callers = 1
@@ -187,7 +186,7 @@ class RemoteModule(nn.Module):
         ``recurse`` there are none: DDP and the like ask each module for its own, and would take them for local ones.
         """
         for name, value, grad, requires_grad in self._call("parameters") if recurse else ():
-            with torch.inference_mode():  # tensors made here cannot be changed outside
+            with torch.inference_mode():  # inference tensors cannot be changed outside of inference mode
                 parameter = ParameterCopy(value.clone(), requires_grad)
                 parameter.grad = None if grad is None else grad.clone()
             yield f"{prefix}.{name}" if prefix else name, parameter
@@ -200,26 +199,26 @@ class RemoteModule(nn.Module):
             yield f"{prefix}.{name}" if prefix else name, value
 
     def train(self, mode: bool = True) -> "RemoteModule":
-        """Sets the mode, there as well."""
+        """Set the mode of the module."""
         super().train(mode)
         self._call("train", mode)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "RemoteModule":
-        """Freezes or thaws all parameters."""
+        """Freeze or thaw all parameters."""
         self._call("requires_grad_", requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, when all callers have asked for it."""
+        """Clear the gradients, once all callers have asked for it."""
         self._call("zero_grad", set_to_none)
 
     def optimizer(self, cls: Callable[..., Optimizer], **options: Any) -> RemoteOptimizer:
-        """Makes an optimizer of the parameters, there; all callers make it together.
+        """Create an optimizer of all parameters on the process of the module; all callers create it together.
 
         Args:
-            cls: Its class.
-            options: Its arguments, but for the parameters.
+            cls: Class of the optimizer.
+            options: Arguments of the class, except the parameters.
         """
         advice = "Give a class or a function that can be imported, and arguments that can be pickled."
         return RemoteOptimizer(self._call, *self._call("make_optimizer", self._packed(cls, (cls, options), advice)))
@@ -342,7 +341,7 @@ class RemoteModule(nn.Module):
     def _packed(self, function: Callable[..., Any], thing: Any, advice: str) -> bytes:
         try:
             return cloudpickle.dumps(thing)
-        except Exception as error:  # whatever the user's objects raise
+        except Exception as error:  # pickling raises whatever the user's objects raise
             name = getattr(function, "__name__", repr(function))
             raise TypeError(
                 f"{name} cannot be sent to {self._address}, as it or its arguments cannot be pickled: {error}. {advice}"
@@ -355,7 +354,7 @@ class RemoteModule(nn.Module):
     def _answer(self, reply: Future[Any]) -> Any:
         try:
             value = reply.wait()
-        except RuntimeError as error:  # of RPC; those of the module are in the answer
+        except RuntimeError as error:  # an error of RPC; errors of the module are in the reply
             others = f" (optimizer, zero_grad and step wait for all {self._num_callers} callers)"
             raise RuntimeError(
                 f"the remote module on {self._address} did not answer: {error}{others if self._num_callers > 1 else ''}"
@@ -383,13 +382,13 @@ def _refuse(parameter: nn.Parameter) -> bool:
 
 
 class ParameterCopy(nn.Parameter):
-    """A copy, for reading, of a parameter of a :class:`RemoteModule`; no optimizer takes it."""
+    """A read-only copy of a parameter of a :class:`RemoteModule`, which optimizers refuse."""
 
-    is_leaf: Any = property(_refuse)  # which every optimizer asks for
+    is_leaf: Any = property(_refuse)  # every optimizer reads this
 
 
 def _destination(address: str) -> tuple[Any, str]:
-    """The process and the device that an address names."""
+    """Return the worker and the device that an address names."""
     if not rpc_is_initialized():
         raise RuntimeError(
             "RemoteModule needs torch.distributed.rpc, which is not initialised in this process: call "

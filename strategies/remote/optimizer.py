@@ -30,7 +30,7 @@ class RemoteOptimizer(Optimizer):
         super().__init__([nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes], options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps there, and waits for it; returns what ``closure`` did."""
+        """Step on the process of the module, and wait for it; returns the result of ``closure``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -39,16 +39,16 @@ class RemoteOptimizer(Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the module, when all callers have asked for it."""
+        """Clear the gradients of the module, once all callers have asked for it."""
         self._call("zero_grad", set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer there, with the hyperparameters as they are here."""
+        """Return the state dict from the process of the module, with the hyperparameters of this process."""
         state = self._call("optimizer_state_dict", self._number)
         for group, own in zip(state["param_groups"], hyperparameters(self), strict=True):
             group.update(own)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what :meth:`state_dict`, or an optimizer of the same parameters in one process, returned."""
+        """Load a state dict of :meth:`state_dict`, or of an optimizer of the same parameters in one process."""
         self.param_groups[0].update(self._call("load_optimizer_state_dict", self._number, state_dict))
