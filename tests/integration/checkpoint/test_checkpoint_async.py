@@ -11,114 +11,12 @@ import torch
 from checkpoint_job import fit, pipeline
 from harness import run
 from parity_trainers import alike
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies import DDPStrategy
 from strategies.checkpoint import store
-from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
-from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, wait_before_naming
-
-
-def test_a_snapshot_is_a_copy_that_shares_what_was_shared() -> None:
-    weight, received = torch.ones(3), torch.ones(2)
-    loss = (weight.clone().requires_grad_() * 2).sum()
-    taken = snapshot({"a": weight, "b": [weight.view(3)], "c": received, "loss": loss, "n": {"m": [1]}}, [received])
-    weight.add_(1)
-    received.add_(1)
-    assert taken["a"].tolist() == taken["b"][0].tolist() == [1, 1, 1] and taken["loss"] == 6
-    assert taken["a"].data_ptr() == taken["b"][0].data_ptr()
-    assert taken["c"] is received
-
-
-def fail() -> None:
-    raise OSError("the disk is full")
-
-
-def test_one_at_a_time_and_errors_surface() -> None:
-    background, go, done = BackgroundWriter(), threading.Event(), []
-    background.save(lambda: (go.wait(10), done.append("first"))[0])
-    background.after_saving(lambda: done.append("removed"))
-    assert done == []
-    threading.Timer(0.1, go.set).start()
-    background.save(lambda: done.append("second"))
-    assert done[:2] == ["first", "removed"]
-    background.save(fail)
-    background.after_saving(lambda: done.append("removed although the new one is not there"))
-    with pytest.raises(OSError, match="the disk is full"):
-        background.save(lambda: done.append("never"))
-    background.save(fail)
-    with pytest.raises(OSError, match="the disk is full"):
-        background.end()
-    assert done == ["first", "removed", "second"]
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("relay-save")]
-
-
-def test_in_the_foreground() -> None:
-    writer, done = Writer(), []
-    assert not writer.in_background
-    writer.save(lambda: done.append("saved"))
-    writer.after_saving(lambda: done.append("removed"))
-    with pytest.raises(OSError, match="the disk is full"):
-        writer.save(fail)
-    writer.settle(), writer.wait(), writer.end()
-    assert done == ["saved", "removed"]
-
-
-def saving(path: Path) -> BackgroundWriter:
-    background = BackgroundWriter()
-    background.save(lambda: (time.sleep(0.2), path.touch())[1])
-    return background
-
-
-def test_a_name_is_taken_once_it_is_being_written(tmp_path: Path) -> None:
-    callback = ModelCheckpoint(tmp_path)
-    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[callback])
-    callback.setup(trainer, LightningModule(), "fit")
-    trainer.state.fn = TrainerFn.FITTING
-    background = saving(tmp_path / "a.ckpt")
-    undo = wait_before_naming(trainer, background)
-    assert callback.file_exists(tmp_path / "a.ckpt", trainer)
-    background.end()
-    for function in undo:
-        function()
-    assert "file_exists" not in vars(callback)
-
-
-def test_no_links_to_what_is_not_there_yet() -> None:
-    strategy, model = DDPStrategy(async_save=True), LightningModule()
-    strategy._lightning_module = model
-    kept = ModelCheckpoint(save_last="link")
-    model.trainer = trainer = Trainer(accelerator="cpu", logger=False, callbacks=[kept])
-    trainer.state.fn = TrainerFn.FITTING
-    with pytest.raises(
-        MisconfigurationException, match=r'save_last="link"\) links to a checkpoint .* Use save_last=True'
-    ):
-        strategy.setup_environment()
-    trainer.state.fn = TrainerFn.TESTING
-    check_links(trainer)
-
-
-def test_every_process_reads_what_the_first_has_written(tmp_path: Path) -> None:
-    there = []
-
-    class Ranks(DDPStrategy):
-        def barrier(self, name: str | None = None) -> None:
-            there.append(path.exists())
-
-    path, strategy = tmp_path / "a.ckpt", Ranks(async_save=True)
-    torch.save({"a": 1}, tmp_path / "b")
-    strategy._writer = background = BackgroundWriter()
-    background.save(lambda: (time.sleep(0.2), (tmp_path / "b").rename(path))[0])
-    assert strategy.load_checkpoint(path) == {"a": 1}
-    assert there == [True]
-    background.save(fail)
-    with pytest.raises(OSError, match="the disk is full"):
-        strategy.load_checkpoint(path)
-    assert there == [True, True]
-    background.end()
+from strategies.lightning.checkpoints import AtomicCheckpointIO
 
 
 class SlowIO(AtomicCheckpointIO):

@@ -3,99 +3,19 @@
 import os
 import random
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from checkpoint_job import write_shards
 from harness import run
 from paths import PYTHONPATH
-from pytorch_lightning.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
-from strategies import DDPStrategy, RPCSequentialStrategy
 from strategies.checkpoint import store
-from strategies.checkpoint.atomic import new_directory, replacing
 from strategies.lightning.checkpoints import AtomicCheckpointIO
-
-
-def test_the_default_and_the_users_own() -> None:
-    own = TorchCheckpointIO()
-    for make in (DDPStrategy, RPCSequentialStrategy):
-        assert type(make().checkpoint_io) is AtomicCheckpointIO
-        assert make(checkpoint_io=own).checkpoint_io is own
-        wrapper: Any = make(checkpoint_io=AsyncCheckpointIO()).checkpoint_io
-        assert type(wrapper.checkpoint_io) is AtomicCheckpointIO
-        wrapper = make(checkpoint_io=AsyncCheckpointIO(own)).checkpoint_io
-        assert wrapper.checkpoint_io is own
-
-
-def test_a_file_like_any_other(tmp_path: Path) -> None:
-    path, io = tmp_path / "a" / "b.ckpt", AtomicCheckpointIO()
-    before = os.umask(0o027)
-    try:
-        for value in (1, 2):
-            io.save_checkpoint({"value": torch.tensor(value)}, str(path) if value == 1 else f"file://{path}")
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o640
-    assert io.load_checkpoint(path, weights_only=True) == {"value": 2}
-    assert os.listdir(path.parent) == ["b.ckpt"]
-    with pytest.raises(TypeError, match="storage_options"):
-        io.save_checkpoint({}, path, storage_options={"a": 1})
-    io.remove_checkpoint(path)
-    assert not path.exists()
-
-
-def test_other_filesystems_are_lightnings() -> None:
-    io = AtomicCheckpointIO()
-    io.save_checkpoint({"value": torch.ones(1)}, "memory://folder/a.ckpt")
-    assert fsspec.filesystem("memory").exists("folder/a.ckpt")
-    assert io.load_checkpoint("memory://folder/a.ckpt")["value"] == 1
-
-
-def test_an_error_leaves_what_was_there(tmp_path: Path) -> None:
-    path = tmp_path / "a.ckpt"
-    path.write_bytes(b"before")
-    with pytest.raises(AttributeError, match="local object"):
-        AtomicCheckpointIO().save_checkpoint({"tensor": torch.ones(1000), "bad": lambda: 1}, path)
-    with pytest.raises(KeyboardInterrupt), new_directory(path) as directory:
-        (directory / "some").touch()
-        raise KeyboardInterrupt
-    assert path.read_bytes() == b"before" and os.listdir(tmp_path) == ["a.ckpt"]
-
-
-def test_leftovers_go_unless_they_are_being_written(tmp_path: Path) -> None:
-    dead, alive, young = (tmp_path / f".relay-{digit * 32}.part" for digit in "abc")
-    dead.mkdir()
-    (dead / "shard").touch()
-    young.touch()
-    theirs = tmp_path / ".download.part"
-    theirs.mkdir()
-    (theirs / "thesis.txt").touch()
-    os.utime(theirs, (0, 0))
-    with replacing(tmp_path / "a") as file:
-        Path(file.name).rename(alive)
-        for path in (dead, alive):
-            os.utime(path, (0, 0))
-        with replacing(tmp_path / "b"):
-            pass
-        assert sorted(os.listdir(tmp_path)) == [theirs.name, alive.name, young.name, "b"]
-        alive.rename(file.name)
-    assert sorted(os.listdir(tmp_path)) == [theirs.name, young.name, "a", "b"] and os.listdir(theirs)
-
-
-def test_a_directory_in_place_of_a_file(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    for name in ("x", "y"):
-        with new_directory(tmp_path / "a") as directory:
-            (directory / name).touch()
-    assert os.listdir(tmp_path) == ["a"] and os.listdir(tmp_path / "a") == ["y"]
-
 
 TENSORS = 24
 

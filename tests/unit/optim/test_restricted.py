@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LinearLR
 from strategies.optim.calls import added_methods
 from strategies.optim.gradients import norms_of_gradients
 from strategies.optim.restricted import (
+    check_optimizer_states,
     hyperparameters,
     load_states,
     numbers_of,
@@ -234,3 +235,26 @@ def test_classes_of_a_notebook_are_let_go() -> None:
     reference = made()
     gc.collect()
     assert reference() is None
+
+
+def adam(*sizes: int) -> Optimizer:
+    groups = [{"params": [nn.Parameter(torch.ones(2)) for _ in range(size)]} for size in sizes]
+    optimizer = AdamW(groups)
+    for group in groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones(2)
+    optimizer.step()
+    return optimizer
+
+
+def test_states_of_other_optimizers_are_refused() -> None:
+    one, other = adam(2, 1), adam(1, 2)
+    check_optimizer_states([one, other], [adam(2, 1).state_dict(), adam(1, 2).state_dict()])
+    with pytest.raises(ValueError, match=r"the states of 1 optimizers, but configure_optimizers returned 2"):
+        check_optimizer_states([one, other], [one.state_dict()])
+    with pytest.raises(ValueError, match=r"optimizer 1, a AdamW, has groups of \[1, 2\] .* is for groups of \[2, 1\]"):
+        check_optimizer_states([one, other], [one.state_dict()] * 2)
+    foreign = one.state_dict()
+    foreign["state"][7] = foreign["state"][0]
+    with pytest.raises(ValueError, match=r"optimizer 0, a AdamW, has 3 parameters, .* unexpected entries \[7\]; noth"):
+        check_optimizer_states([one], [foreign])

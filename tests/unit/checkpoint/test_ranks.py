@@ -1,0 +1,85 @@
+"""Ranks that have divided the optimizer states; here a group of one, ZeRO's tests have several."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity_trainers import alike
+from torch import nn
+
+from strategies.checkpoint import store
+from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
+from strategies.sharding.ownership import Ownership
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[Any]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def checkpoint_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 3}
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_saved_and_loaded(group: Any, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    states = RankStates(Ownership([optimizer], 0, 1), group)
+    alike(states.state_dict(optimizer, values=True), optimizer.state_dict(), tolerance=0.0)
+    alike(states.state_dict(optimizer, values=False), optimizer.state_dict(), tolerance=0.0)
+    checkpoint, path = checkpoint_of(model, optimizer), tmp_path / "a.ckpt"
+    own = own_tensors(checkpoint, group)
+    assert own.keys() == store.sharded_tensors(checkpoint).keys()
+    save_over_ranks(checkpoint, path, own, group)
+    alike(store.load_sharded(path)[0], checkpoint, tolerance=0.0)
+    bare, shards = store.load_sharded(path, ["state_dict"])
+    _, other = trained()
+    for state in other.state.values():
+        state["exp_avg"].zero_()
+    states = RankStates(Ownership([other], 0, 1), group)
+    states.load([other], bare["optimizer_states"], shards)
+    alike(other.state_dict(), optimizer.state_dict(), tolerance=0.0)
+
+
+def test_gathered_states_follow_the_optimizer_until_they_are_forgotten(group: Any) -> None:
+    _, optimizer = trained()
+    states = RankStates(Ownership([optimizer], 0, 1), group)
+    gathered = states.state_dict(optimizer, values=True)
+    before, weight = gathered["state"][0]["exp_avg"], optimizer.param_groups[0]["params"][0]
+    optimizer.state[weight] = {**optimizer.state[weight], "exp_avg": torch.zeros(4, 3)}
+    states.refresh(optimizer)
+    assert gathered["state"][0]["exp_avg"] is before and not before.any()
+    states.forget()
+    optimizer.state[weight] = {**optimizer.state[weight], "exp_avg": torch.ones(4, 3)}
+    states.refresh(optimizer)
+    assert not before.any()
+
+
+def test_what_cannot_be_saved(group: Any, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint, path = checkpoint_of(model, optimizer), tmp_path / "a.ckpt"
+    own = own_tensors(checkpoint, group)
+    save_over_ranks(checkpoint, path, own, group)
+    del own["state_dict.bias"]
+    own["state_dict.more"] = torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"only rank 0 has \['state_dict.bias'\], only others .*state_dict.more"):
+        save_over_ranks({**checkpoint, "epoch": 4}, path, own, group)
+    assert store.load_sharded(path)[0]["epoch"] == 3 and len(os.listdir(path)) == 2
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=r"could not be saved: rank 0: (NotADirectory|FileExists)Error"):
+        save_over_ranks(checkpoint, tmp_path / "file" / "a.ckpt", own, group)
