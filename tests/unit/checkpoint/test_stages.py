@@ -1,0 +1,191 @@
+"""A pipeline's state is gathered under the names of one process, written by its stages and loaded by them.
+
+The stage of a worker is in this process, behind a remote stage that calls it at once.
+"""
+
+from concurrent.futures import Future
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from parity_trainers import alike
+from torch import nn
+from torch.optim import AdamW, Optimizer
+
+from strategies.checkpoint.stages import StageStates
+from strategies.checkpoint.store import load_sharded, sharded_tensors
+from strategies.pipeline.optim.optimizers import PipelineOptimizers
+from strategies.pipeline.state.state_dict import StateOfStages
+from strategies.pipeline.worker.hosted import HostedStage
+
+
+class Stage(HostedStage):
+    """A worker's stage without a data plane."""
+
+    def __init__(self, layers: nn.Sequential, optimizer: Optimizer, numbers: list[int]) -> None:
+        self._layers, self._modules, self.shelf = layers, [layers], {}
+        self._optimizers, self._numbers, self._shared_steps = [optimizer], [numbers], None
+
+
+class Remote:
+    """Calls the stage at once, in place of RPC."""
+
+    description = "stage 0"
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+
+    def start(self, command: Any, *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(getattr(self.stage, command.__name__)(*arguments))
+        return done
+
+    def result(self, started: Future[Any]) -> Any:
+        return started.result()
+
+    def call(self, command: Any, *arguments: Any) -> Any:
+        return self.start(command, *arguments).result()
+
+    def beside(self, function: Any, *arguments: Any) -> Any:
+        reference = SimpleNamespace(local_value=lambda: SimpleNamespace(hosted=self.stage))
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        try:
+            done.set_result(function(reference, *arguments))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        self.outside = nn.Linear(2, 2)
+
+
+def trained() -> tuple[Model, AdamW]:
+    model = Model()
+    optimizer = AdamW(model.parameters())
+    model.outside(model.layers(torch.randn(5, 3))).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+class TwoStages:
+    """The same training as :func:`trained`, with the first two layers on a worker."""
+
+    def __init__(self) -> None:
+        whole, stepped = trained()
+        there = deepcopy(whole.layers[:2])
+        self.model = deepcopy(whole)
+        self.model.layers[:2].to("meta")
+        self.optimizer = AdamW(self.model.parameters())
+        of_stage = AdamW(there.parameters())
+        states = deepcopy(stepped.state_dict()["state"])
+        for number, parameter in enumerate(self.model.parameters()):
+            if not parameter.is_meta:
+                self.optimizer.state[parameter] = states[number]
+        for number, parameter in enumerate(there.parameters()):
+            of_stage.state[parameter] = states[number]
+        self.stage = Stage(there, of_stage, [0, 1, 2, 3])
+        remotes: Any = [Remote(self.stage)]
+        stages = [self.model.layers[:2], self.model.layers[2:]]
+        optimizers = PipelineOptimizers([self.optimizer], lambda parameter: "", lambda: None)
+        optimizers.connect(remotes, [[[0, 1, 2, 3]]])
+        state = StateOfStages(self.model.layers, stages, remotes)
+        self.pipeline: Any = SimpleNamespace(
+            remotes=remotes, stages=stages, optimizers=optimizers, state=state, wait=lambda: None
+        )
+        self.states = StageStates(self.pipeline, self.model, "layers")
+
+    def checkpoint(self, *, values: bool) -> dict[str, Any]:
+        states = self.states.optimizer_state(self.optimizer, values=values)
+        return {"state_dict": self.states.weights(values=values), "optimizer_states": [states], "epoch": 3}
+
+
+def expected() -> dict[str, Any]:
+    model, optimizer = trained()
+    return {"state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 3}
+
+
+def test_gathered() -> None:
+    two = TwoStages()
+    checkpoint = two.checkpoint(values=True)
+    alike(checkpoint, expected(), tolerance=0.0)
+    received = {id(tensor) for tensor in two.states.gathered_tensors()}
+    elsewhere = [key for key, tensor in sharded_tensors(checkpoint).items() if id(tensor) in received]
+    assert len(elsewhere) == 7 + 4 * 3  # parameters and buffers of two layers, and what Adam has for four parameters
+    two.states.forget()
+    assert two.states.gathered_tensors() == []
+
+
+def test_what_was_gathered_follows_the_stages() -> None:
+    two = TwoStages()
+    weight, moments = two.stage._layers[0].weight, two.stage._optimizers[0].state
+    checkpoint = two.checkpoint(values=True)
+    before = checkpoint["state_dict"]["layers.0.weight"], checkpoint["optimizer_states"][0]["state"][0]["exp_avg"]
+    weight.data = torch.zeros(4, 3)
+    moments[weight] = {**moments[weight], "exp_avg": torch.zeros(4, 3)}
+    assert all(tensor.any() for tensor in before)
+    two.states.refresh()
+    assert not any(tensor.any() for tensor in before)
+
+
+@pytest.mark.parametrize("needs_copy", [False, True])
+def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> None:
+    two, path = TwoStages(), tmp_path / "a.ckpt"
+    checkpoint = two.checkpoint(values=False)
+    assert checkpoint["state_dict"]["layers.0.weight"].is_meta and not checkpoint["state_dict"]["outside.bias"].is_meta
+    write = two.states.prepare_sharded(checkpoint, path, needs_copy=needs_copy)
+    if needs_copy:
+        with torch.no_grad():
+            two.stage._layers[0].weight.zero_()  # as the next step does
+    write()
+    assert sorted(file.name for file in path.rglob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
+    alike(load_sharded(path)[0], expected(), tolerance=0.0)
+    assert not two.stage.shelf
+
+    other = TwoStages()
+    for optimizer in (other.optimizer, other.stage._optimizers[0]):
+        for state in optimizer.state.values():
+            state["exp_avg"].zero_()
+    bare, shards = load_sharded(path, ["state_dict"])
+    other.states.load_optimizer_states(bare["optimizer_states"], shards)
+    alike(other.checkpoint(values=True)["optimizer_states"], expected()["optimizer_states"], tolerance=0.0)
+    assert not other.stage.shelf
+
+
+def test_a_stage_that_cannot_write(tmp_path: Path) -> None:
+    two, path = TwoStages(), tmp_path / "a.ckpt"
+    two.states.prepare_sharded(two.checkpoint(values=False), path, needs_copy=False)()
+    write = two.states.prepare_sharded({**two.checkpoint(values=False), "epoch": 4}, path, needs_copy=False)
+    two.stage.shelf.clear()
+    with pytest.raises(KeyError):
+        write()
+    assert load_sharded(path)[0]["epoch"] == 3 and len(list(path.iterdir())) == 2
+
+
+def test_what_does_not_fit_reaches_no_stage() -> None:
+    two = TwoStages()
+    undo = two.states.check_before_loading()
+    state = {name: value + 1 for name, value in expected()["state_dict"].items()}
+    weight = state.pop("layers.2.weight")
+    with pytest.raises(RuntimeError, match=r"missing in stage 1 \(layers 2 to 2: Linear\): layers.2.weight"):
+        two.model.load_state_dict(state)
+    alike(dict(two.states.weights(values=True)), dict(expected()["state_dict"]), tolerance=0.0)
+    two.model.load_state_dict({**state, "layers.2.weight": weight})
+    alike(dict(two.states.weights(values=True)), {**state, "layers.2.weight": weight}, tolerance=0.0)
+    for function in undo:
+        function()
+    assert "load_state_dict" not in vars(two.model)
+
+
+def test_a_pipeline_that_has_ended_keeps_its_module() -> None:
+    two = TwoStages()
+    pipelined, two.pipeline.state = two.model.layers, None
+    with two.states.whole_module():
+        assert two.model.layers is pipelined
