@@ -1,4 +1,4 @@
-"""Whether an optimizer can be divided over processes: tried on small copies, as a whole and in parts.
+"""Finds out whether an optimizer can be divided over processes, by steps of small copies, as a whole and in parts.
 
     one process          step of all parameters ──────────────┐
     several processes    step of part 0, step of part 1 ──────┴─▶ same parameters, states and hyperparameters?
@@ -40,16 +40,16 @@ _INSTEAD = (
 
 
 def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None = None) -> None:
-    """Checks that processes which each step some of the parameters come to the result of one process.
+    """Check that processes that each step some of the parameters get the result of one process.
 
     Args:
         optimizer: The optimizer of the whole model.
-        parts: For a pipeline the parameters of each process; the last process is the driver, with whose
-            hyperparameters the others step. By default the check is for ranks that may divide the parameters in any
-            way, each with hyperparameters of its own.
+        parts: For a pipeline, the parameters of each process; the last process is the driver, whose hyperparameters the
+            others use. By default, the check is for ranks that may divide the parameters in any way, each with its own
+            hyperparameters.
 
     Raises:
-        ValueError: If the results differ, or if there is nothing to divide.
+        ValueError: If the results differ, or if the optimizer has no parameters.
     """
     name = type(optimizer).__name__
     if parts is None and not parameters_of(optimizer):
@@ -86,12 +86,12 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
 
 
 class _Refused(ValueError):
-    """What no other attempt can change."""
+    """An error for which no other attempt can make up."""
 
 
 @dataclass(frozen=True)
 class _Attempt:
-    """How small copies are made: with the state that the optimizer has, or none; with sparse gradients, or dense."""
+    """A way to make small copies: with or without the optimizer's states, with dense or sparse gradients."""
 
     with_state: bool
     sparse: bool
@@ -102,13 +102,14 @@ _ATTEMPTS = (_Attempt(True, False), _Attempt(False, False), _Attempt(True, True)
 
 @dataclass
 class _Result:
-    """What steps have come to.
+    """Results of steps.
 
     Attributes:
-        changes: Of each parameter, since the start.
-        values: Of each parameter.
-        states: Of each parameter.
-        common: For each process whose hyperparameters count, those of all groups, and states of no parameter.
+        changes: Change of each parameter since the start.
+        values: Value of each parameter.
+        states: State of each parameter.
+        common: For each process whose hyperparameters count: those of all groups, and states that belong to no
+            parameter.
     """
 
     changes: list[Tensor]
@@ -118,7 +119,7 @@ class _Result:
 
 
 def _required_arguments(cls: type[Optimizer]) -> list[str]:
-    """The arguments of ``step`` that have no default."""
+    """Return the arguments of ``step`` that have no default."""
     _, *parameters = inspect.signature(cls.step).parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
@@ -133,11 +134,11 @@ def _needs_argument(name: str, what: str) -> str:
 
 
 def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) -> list[list[Tensor]]:
-    """Of the parameters of each part, some of each group that stand for the others."""
+    """Return, for each part, some parameters of each group that represent the others."""
     many = len(optimizer.param_groups) > _MANY_GROUPS
     number = 1 if many else _PER_PART
     groups = [[p for p in g["params"] if p.is_floating_point() or p.is_complex()] for g in optimizer.param_groups]
-    if parts is None:  # two ranks, which take turns
+    if parts is None:  # two ranks, to which parameters are dealt in turn
         chosen = [(k + g, p) for g, group in enumerate(groups) for k, p in enumerate(group[: 2 * number])]
         return [share for rank in range(2) if (share := [p for place, p in chosen if place % 2 == rank])]
     owned = [{id(p) for p in part} for part in parts]
@@ -147,14 +148,14 @@ def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) ->
 def _tried_as_a_whole(
     optimizer: Optimizer, sample: Sequence[Tensor], *, always_closure: bool
 ) -> tuple[list[_Result], _Attempt]:
-    """The results of one process, and the first way to make copies that works."""
+    """Return the results of one process, and the first way to make copies that works."""
     errors: list[Exception] = []
     for attempt in _ATTEMPTS:
         try:
             return _Trial(optimizer, [sample], attempt, always_closure=always_closure).run(), attempt
         except _Refused:
             raise
-        except Exception as error:  # of whatever kind the optimizer raises
+        except Exception as error:  # optimizers raise errors of any type
             errors.append(error)
     raise ValueError(
         f"{type(optimizer).__name__} cannot be tried on small copies of its parameters "
@@ -170,7 +171,7 @@ class _Trial:
         optimizer: The original.
         shares: The parameters that each copy steps.
         attempt: How copies are made.
-        leads: Whether the last copy gives its hyperparameters to the others before they step.
+        leads: Whether the last copy sends its hyperparameters to the others before they step.
         always_closure: Whether a step without a closure fails.
     """
 
@@ -200,7 +201,7 @@ class _Trial:
         self._directions = [torch.randn(p.shape, generator=self._generator) for p in self._parameters]
 
     def run(self, num_results: int | None = None) -> list[_Result]:
-        """The results at several moments: in the middle, after the last step, and after an infinite gradient."""
+        """Return the results at several moments: in the middle, after the last step, and after an infinite gradient."""
         results = []
         self._call("train")
         for number in range(_STEPS):
@@ -213,7 +214,7 @@ class _Trial:
         if num_results is None or len(results) < num_results:
             try:
                 self._step(_STEPS, infinite=True)
-            except Exception:  # it refuses such gradients, loudly
+            except Exception:  # the optimizer refuses infinite gradients by an error
                 if num_results is not None:
                     raise
             else:
@@ -260,7 +261,7 @@ class _Trial:
             self._seeded(own.step)
 
     def _seeded(self, step: Callable[..., Any]) -> None:
-        """Steps from the same random state each time, which tells whether random numbers are drawn."""
+        """Step from the same random state each time, and refuse steps that draw random numbers."""
         random.seed(0)
         torch.default_generator.manual_seed(0)
         for gpu in self._gpus:
@@ -277,8 +278,8 @@ class _Trial:
         return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
 
     def _call(self, method: str) -> None:
-        """Puts the copies into a mode, if the optimizer has modes."""
-        for own in self._copies:  # the leader comes last
+        """Switch the copies to a mode, if the optimizer has modes."""
+        for own in self._copies:  # the last copy is the leader
             function = getattr(type(own), method, None)
             if inspect.isfunction(function) and _takes_nothing(function):
                 if own is not self._leader:
@@ -291,7 +292,7 @@ class _Trial:
 
     def _set_gradients(self, number: int, infinite: bool) -> None:
         for k, (p, direction) in enumerate(zip(self._parameters, self._directions, strict=True)):
-            size = 10.0 ** (((3 * k + 2 * number) % 7 - 3) / 1.5)  # 0.01 to 100, unequal in a step
+            size = 10.0 ** (((3 * k + 2 * number) % 7 - 3) / 1.5)  # 0.01 to 100, different for each parameter
             noise = torch.randn(p.shape, generator=self._generator)
             if number == _STEPS - 1:
                 size *= 1e4
@@ -314,7 +315,7 @@ class _Trial:
 
 
 def _small_parameters(sample: Sequence[Tensor]) -> list[Tensor]:
-    """Random ones of the same numbers of dimensions, types and devices; the same at each call."""
+    """Return random parameters with the same number of dimensions, dtype and device; equal at each call."""
     generator = torch.Generator().manual_seed(0)
     made: list[Tensor] = []
     for p in sample:
@@ -329,10 +330,10 @@ def _small_parameters(sample: Sequence[Tensor]) -> list[Tensor]:
 def _small_copy(
     optimizer: Optimizer, small: Mapping[int, Tensor], share: Sequence[Tensor], attempt: _Attempt
 ) -> Optimizer:
-    """The optimizer over some of the small parameters."""
+    """Return a copy of the optimizer over some of the small parameters."""
     cls, attributes = taken_apart(optimizer)
     kept = {id(p) for p in share}
-    # What refers to a parameter gets the small one, or one that is never stepped.
+    # References to a parameter become references to the small one, or to one that is never stepped.
     memo: dict[int, Any] = {id(p): small.get(id(p), nn.Parameter(torch.zeros(1))) for p in parameters_of(optimizer)}
     state = copy.copy(optimizer.state)
     state.clear()
@@ -356,19 +357,19 @@ def _small_copy(
 
 
 def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
-    """A copy of what a step may change; what cannot be copied is shared."""
+    """Return a copy of a value that a step may change; a value that cannot be copied is shared."""
     if isinstance(value, nn.Module):
         return value
     if isinstance(value, torch.Generator):
         return value.clone_state()
     try:
         return copy.deepcopy(value, dict(memo))
-    except Exception:  # of whatever kind the object's own methods raise
+    except Exception:  # copying raises whatever the object's methods raise
         return value
 
 
 def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any]) -> Any:
-    """The part of a state that belongs to the first elements of its parameter."""
+    """Return the part of a state that belongs to the first elements of its parameter."""
     if isinstance(value, list | tuple):
         return type(value)([_small_state(item, original, small, memo) for item in value])
     if not isinstance(value, Tensor):
@@ -387,12 +388,12 @@ def _takes_nothing(method: Callable[..., Any]) -> bool:
 
 @contextmanager
 def _undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Leaves random states as they were, and says nothing of what optimizers warn of."""
+    """Restore random states and the number of threads afterwards, and ignore warnings of optimizers."""
     python, numbers, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
     gpus = {p.device.index for p in parameters if p.is_cuda}
     with torch.random.fork_rng(devices=sorted(gpus)), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.set_num_threads(1)  # for so few elements more are slower
+        torch.set_num_threads(1)  # several threads are slower for so few elements
         try:
             yield
         finally:
@@ -402,7 +403,7 @@ def _undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _difference(one: _Result, several: _Result) -> str:
-    """What differs between the results of one process and of several, in words; empty if nothing does."""
+    """Return in words what differs between the results of one process and of several, or an empty string."""
     for k, (change, other) in enumerate(zip(one.changes, several.changes, strict=True)):
         finite = change[change.isfinite()]
         rounding = 8 * torch.finfo(change.dtype).eps * _largest(one.values[k])
@@ -421,7 +422,7 @@ def _difference(one: _Result, several: _Result) -> str:
 
 
 def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str:
-    """The key of the first value that differs."""
+    """Return the key of the first value that differs, or an empty string."""
     for key in (*one, *(key for key in other if key not in one)):
         if key not in one or key not in other or not _alike(one[key], other[key]):
             return repr(key)

@@ -29,7 +29,7 @@ from strategies.pipeline.control.calls import failure_of
 from strategies.pipeline.stage.randomness import preserved_random_state
 
 _TOGETHER = ("make_optimizer", "step", "zero_grad")
-"""What is done once, when all callers have asked for it."""
+"""Commands that run once, when all callers have asked for them."""
 
 
 class Host:
@@ -59,7 +59,7 @@ class Host:
 
     @classmethod
     def of(cls, module: nn.Module, device: str, num_callers: int) -> "Host":
-        """The host of a module of this process, a new one if it has none."""
+        """Return the host of a module of this process; creates it if there is none."""
         return cls._of_module.get(id(module)) or cls(device, num_callers, module)
 
     @property
@@ -82,7 +82,7 @@ class Host:
         return done
 
     def num_graphs(self) -> int:
-        """How many calls wait for their backward pass."""
+        """Return the number of calls that wait for their backward pass."""
         return len(self._graphs)
 
     def _run(self, command: str, arguments: tuple[Any, ...], asked: list[Future[Any]]) -> None:
@@ -94,13 +94,13 @@ class Host:
             done.set_result(result)
 
     def build(self, packed: bytes) -> None:
-        """Makes the module. Not part of the constructor, whose errors would lose their type.
+        """Create the module. The constructor of this class does not, because its errors would lose their type.
 
         Args:
-            packed: Its class or a function, arguments and keywords, by cloudpickle.
+            packed: A class or function, arguments and keyword arguments, pickled by cloudpickle.
 
         Raises:
-            TypeError: If what was to make a module made something else.
+            TypeError: If the result is not a module.
         """
         make, args, kwargs = cloudpickle.loads(packed)
         module = make(*args, **kwargs)
@@ -111,14 +111,14 @@ class Host:
         self._of_module[id(module)] = self
 
     def describe(self) -> tuple[str, int]:
-        """The name of the module's class, and the number of callers."""
+        """Return the name of the module's class, and the number of callers."""
         return type(self._module).__name__, self._num_callers
 
     def check(self, device: str) -> None:
-        """Checks what another process holds for a module on that device.
+        """Check the module that another process has given as being on ``device``.
 
         Raises:
-            TypeError: If it is no module.
+            TypeError: If it is not a module.
             ValueError: If it is on another device.
         """
         if not isinstance(self._module, nn.Module):
@@ -129,11 +129,11 @@ class Host:
                 raise ValueError(f"the module is on {tensor.device}, but remote_device says {device}")
 
     def apply(self, packed: bytes, state: tuple[Any, Tensor]) -> tuple[tuple[Any, Tensor], bool]:
-        """Calls a function with each submodule and the module.
+        """Call a function with each submodule and the module.
 
         Args:
-            packed: The function, by cloudpickle.
-            state: The caller's random states, those of ``random`` and of torch on the CPU.
+            packed: The function, pickled by cloudpickle.
+            state: The caller's random states, of ``random`` and of torch on the CPU.
 
         Returns:
             The random states afterwards, and whether the function has changed an object that it refers to.
@@ -150,17 +150,17 @@ class Host:
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[bool], grad: bool
     ) -> tuple[Any, list[bool], int | None]:
-        """Calls the module.
+        """Call the module.
 
         Args:
-            args: Its arguments.
-            kwargs: Its keywords.
-            wanted: For each leaf of both, whether its gradient will be asked for.
-            grad: Whether there may be a backward pass.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            wanted: For each leaf of both, whether its gradient will be requested.
+            grad: Whether a backward pass may follow.
 
         Returns:
-            What it returned; for each tensor in it whether it has a gradient; if any has, the number for the backward
-            pass.
+            The output, for each tensor in it whether it requires a gradient, and the number for the backward pass if
+            any does.
         """
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -181,24 +181,24 @@ class Host:
         return sent, flags, self._num_calls
 
     def call_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module and leaves its backward pass to distributed autograd."""
+        """Call the module within distributed autograd, which records the call."""
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
         output = self._module(*args, **kwargs)
         return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
 
     def forget(self, number: int) -> None:
-        """Frees what a backward pass would need that will not come."""
+        """Free the graph of a call whose backward pass will not come."""
         self._graphs.pop(number, None)
 
     def backward(self, number: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Adds to the gradients of the parameters the mean over the callers; returns those of the inputs.
+        """Add the mean over the callers to the gradients of the parameters, and return the gradients of the inputs.
 
         Args:
-            number: What :meth:`forward` returned last.
-            grads: The gradient of each output that has one, ``None`` where nothing came.
+            number: The number that :meth:`forward` returned.
+            grads: The gradient of each output that requires one, or ``None``.
 
         Raises:
-            RuntimeError: If there has been one through this call.
+            RuntimeError: If there has been a backward pass through this call.
         """
         if number not in self._graphs:
             raise RuntimeError(
@@ -212,25 +212,25 @@ class Host:
         return [None if tensor.grad is None else tensor.grad.cpu() * share for tensor in inputs]
 
     def parameters(self) -> list[tuple[str, Tensor, Tensor | None, bool]]:
-        """Name, value, gradient and ``requires_grad`` of each parameter."""
+        """Return name, value, gradient and ``requires_grad`` of each parameter."""
         return [
             (name, _copy(p), None if p.grad is None else _copy(p.grad), p.requires_grad)
             for name, p in self._module.named_parameters()
         ]
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Name and value of each buffer."""
+        """Return name and value of each buffer."""
         return [(name, _copy(buffer)) for name, buffer in self._module.named_buffers()]
 
     def state_dict(self) -> dict[str, Any]:
-        """The module's, with copies of its tensors."""
+        """Return the module's state dict with copies of its tensors."""
         return tree_map_only(Tensor, _copy, dict(self._module.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
-        """Loads what there is.
+        """Load the entries that fit.
 
         Returns:
-            Missing keys, unexpected keys, and what else is wrong.
+            Missing keys, unexpected keys, and messages about other errors.
         """
         try:
             keys = self._module.load_state_dict(OrderedDict(state), strict=False)
@@ -239,26 +239,26 @@ class Host:
         return keys.missing_keys, keys.unexpected_keys, []
 
     def train(self, mode: bool) -> None:
-        """Sets the mode."""
+        """Set the mode."""
         self._module.train(mode)
 
     def to(self, dtype: torch.dtype) -> None:
-        """Converts parameters and buffers of floating point."""
+        """Convert floating-point parameters and buffers."""
         self._module.to(dtype)
 
     def requires_grad_(self, flag: bool) -> None:
-        """Freezes or thaws all parameters."""
+        """Freeze or thaw all parameters."""
         self._module.requires_grad_(flag)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clears the gradients."""
+        """Clear the gradients."""
         self._module.zero_grad(set_to_none)
 
     def make_optimizer(self, packed: bytes) -> tuple[int, list[torch.Size], dict[str, Any]]:
-        """Makes an optimizer of all parameters.
+        """Create an optimizer of all parameters.
 
         Returns:
-            Its number, the shapes of its parameters, its hyperparameters.
+            Its number, the shapes of its parameters, and its hyperparameters.
         """
         cls, options = cloudpickle.loads(packed)
         optimizer = cls(self._module.parameters(), **options)
@@ -267,16 +267,16 @@ class Host:
         return len(self._optimizers) - 1, shapes, hyperparameters(optimizer)[0]
 
     def step(self, number: int, values: list[dict[str, Any]]) -> None:
-        """Steps an optimizer with the hyperparameters that its callers have now."""
+        """Step an optimizer with the hyperparameters that its callers have now."""
         set_hyperparameters(self._optimizers[number], values)
         self._optimizers[number].step()
 
     def optimizer_state_dict(self, number: int) -> dict[str, Any]:
-        """An optimizer's, with copies of its tensors."""
+        """Return the state dict of an optimizer with copies of its tensors."""
         return tree_map_only(Tensor, _copy, self._optimizers[number].state_dict())
 
     def load_optimizer_state_dict(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Loads it; returns the hyperparameters that came with it."""
+        """Load the state dict of an optimizer; returns the hyperparameters in it."""
         self._optimizers[number].load_state_dict(state)
         return hyperparameters(self._optimizers[number])[0]
 
@@ -290,31 +290,31 @@ def ask(host: Any, forgotten: list[int], command: str, *arguments: Any) -> Futur
 
 
 def host_of(module: Any, device: str, num_callers: int) -> Host:
-    """The host of the module behind the ``RRef``; see :meth:`Host.of`."""
+    """Return the host of the module behind the ``RRef``; see :meth:`Host.of`."""
     return Host.of(module.local_value(), device, num_callers)
 
 
 def module_of(host: Any) -> nn.Module:
-    """The module of the host behind the ``RRef``."""
+    """Return the module of the host behind the ``RRef``."""
     module: nn.Module = host.local_value().module
     return module
 
 
 def parameters_of(host: Any, recurse: bool) -> list[Any]:
-    """``RRef`` to each parameter of the module."""
+    """Return an ``RRef`` to each parameter of the module."""
     return [rpc.RRef(parameter) for parameter in module_of(host).parameters(recurse)]
 
 
 def call_module(host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Calls the module within the caller's context of distributed autograd, on the thread that RPC has for that."""
+    """Call the module on a thread of RPC, within the caller's context of distributed autograd."""
     return host.local_value().call_recorded(args, kwargs)
 
 
 def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
-    """Checks that no gradient would be lost in an object that only its own class knows.
+    """Check that no gradient would be lost in an object that only its own class can take apart.
 
     Raises:
-        TypeError: If one holds a tensor that wants a gradient.
+        TypeError: If such an object holds a tensor that requires a gradient.
     """
     for leaf in leaves:
         held = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()

@@ -1,7 +1,8 @@
-"""The user's optimizers over all stages: steps, gradients and state, as if every parameter were on the driver.
+"""The user's optimizers over all stages: steps, gradients and states, as if every parameter were on the driver.
 
-The optimizer objects are those that the user made; they step what lives on the driver. Each worker holds the same
-optimizers restricted to its own parameters.
+The optimizer objects are those that the user has made; they step the parameters of the driver. Each worker has copies
+of
+them, restricted to its own parameters.
 """
 
 import warnings
@@ -88,14 +89,14 @@ class PipelineOptimizers:
             own.append(new)
 
     def step_remotes(self, optimizer: Optimizer, arguments: Mapping[str, Any]) -> None:
-        """Steps the workers' parts with the hyperparameters that the optimizer has now, without waiting.
+        """Step the workers' parts with the hyperparameters that the optimizer has now, without waiting.
 
         Args:
-            optimizer: Which one.
-            arguments: Those of its ``step``, but for a closure.
+            optimizer: The optimizer.
+            arguments: Arguments of its ``step``, without the closure.
 
         Raises:
-            RuntimeError: If the optimizer has got other parameters since the start.
+            RuntimeError: If the parameters of the optimizer have changed since the start.
         """
         k = self._number_of(optimizer)
         if _group_sizes(optimizer) != self._shipped[k]:
@@ -115,7 +116,7 @@ class PipelineOptimizers:
             self._shared_steps.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """To be called after each step of what lives on the driver."""
+        """Send new values to the other replicas if they divide steps; called after each step on the driver."""
         if self._shared_steps is not None:
             self._shared_steps.after_step(optimizer)
 
@@ -158,10 +159,10 @@ class PipelineOptimizers:
         return numbers[0]
 
     def start_unscaling(self, optimizer: Optimizer, inv_scale: Tensor, allow_fp16: bool) -> list[Callable[[], float]]:
-        """Divides the workers' gradients by the loss scale.
+        """Start to divide the workers' gradients by the loss scale.
 
         Returns:
-            For each worker what waits for it, and then tells zero if all of its gradients are finite.
+            For each worker, a function that waits and then returns zero if all gradients are finite.
         """
         k = self._number_of(optimizer)
         self._complete()
@@ -171,17 +172,17 @@ class PipelineOptimizers:
         return [partial(remote.result, reply) for remote, reply in replies]
 
     def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
-        """Clears the workers' gradients before whatever they do next."""
+        """Clear the workers' gradients before the next command of each stage."""
         for remote in self._remotes:
             remote.queue(StageCommands.zero_grad, self._number_of(optimizer), set_to_none)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales the gradients of all stages so that their common norm is at most ``max_norm``.
+        """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
 
-        The norm is put together from the norms of single parameters in the order of ``torch.nn.utils.clip_grad_norm_``.
+        Norms of single parameters are combined in the order of ``torch.nn.utils.clip_grad_norm_``.
 
         Returns:
-            The total norm before, a scalar.
+            The norm before clipping, a scalar.
         """
         k, own = self._number_of(optimizer), parameters_of(optimizer)
         self._complete()
@@ -211,19 +212,21 @@ class PipelineOptimizers:
         )
 
     def clip_grad_value(self, optimizer: Optimizer, limit: float) -> None:
-        """Clamps every element of the gradients of all stages to ``[-limit, limit]``."""
+        """Clamp every element of the gradients of all stages to ``[-limit, limit]``."""
         self._complete()
         torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
         for remote in self._remotes:
             remote.queue(StageCommands.clip_grad_values, self._number_of(optimizer), limit)
 
     def state_dict(self, optimizer: Optimizer, *, values: bool = True) -> dict[str, Any]:
-        """The state dict that the optimizer would have if every parameter were here, gathered stage by stage.
+        """Return the state dict that the optimizer would have in one process, gathered stage by stage.
 
-        Without ``values`` the tensors of other stages are on the ``meta`` device.
+        Args:
+            optimizer: The optimizer.
+            values: Whether to fetch tensors of other stages; otherwise they are on the ``meta`` device.
         """
         k = self._number_of(optimizer)
-        state = type(optimizer).state_dict(optimizer)  # the instance's is this one
+        state = type(optimizer).state_dict(optimizer)  # ``state_dict`` of the object is this method
         if self._shared_steps is not None:
             state["state"] = self._shared_steps.gathered(state["state"])
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
@@ -239,10 +242,10 @@ class PipelineOptimizers:
         return state
 
     def load_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Loads a whole state dict: each stage gets the states of its parameters, and of no others.
+        """Load a whole state dict: each stage gets the states of its own parameters only.
 
         Raises:
-            ValueError: If the state is that of other parameters; nothing has been loaded then.
+            ValueError: If the state belongs to other parameters; nothing has been loaded then.
         """
         k = self._number_of(optimizer)
         check_optimizer_state(optimizer, state, f"optimizer {k}, a {type(optimizer).__name__}")
@@ -252,18 +255,18 @@ class PipelineOptimizers:
             remote.call(StageCommands.load_optimizer_states, k, part_of(state["state"], numbers[k]))
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Loads the states of what lives on the driver."""
+        """Load the states of parameters on the driver."""
         if self._shared_steps is not None:
             state = {**state, "state": self._shared_steps.own_part(optimizer, state["state"])}
         type(optimizer).load_state_dict(optimizer, state)
 
     def fetch(self, remote: RemoteStage) -> None:
-        """Puts a worker's states into the user's optimizers; called once its parameters are here again."""
+        """Copy a worker's states into the user's optimizers; its parameters must have values here again."""
         for k, optimizer in enumerate(self.optimizers):
             parameters = parameters_of(optimizer)
             states = remote.rescue(StageCommands.optimizer_states, k)
             optimizer.state.update({parameters[number]: state for number, state in states.items()})
-            for parameter in [p for p in parameters if p in optimizer.state]:  # in the order of one process
+            for parameter in [p for p in parameters if p in optimizer.state]:  # sort as in one process
                 optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
