@@ -95,7 +95,7 @@ class Saving(Callback):
         remove(self.path)
         os.sync()
         ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which would hide the growth of this save
-        self.pids = [os.getpid(), self.strategy._pipeline._workers._processes[0].pid]
+        self.pids = [os.getpid(), self.strategy._pipeline.workers._processes[0].pid]
         for pid in self.pids:
             Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
         self.before = [memory_mib(pid, "VmRSS") for pid in self.pids]

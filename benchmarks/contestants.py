@@ -25,7 +25,7 @@ from benchmarks.timeline import RecordingLayer, Span, spans_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.sequential import cut
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import PassContext
 
 PROCESSES = 2
 LEARNING_RATE = 1e-4

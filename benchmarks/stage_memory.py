@@ -18,7 +18,7 @@ from benchmarks.report import Effort, Section, Table
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.tables import SCHEDULES, simulate
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import PassContext
 
 STAGES, ROWS, INPUT_WIDTH = 3, 64, 8
 MEBI = 2**20
@@ -63,8 +63,8 @@ def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float
     pipeline.start()
     try:
         step(pipeline, model, torch.randn(2 * microbatches, INPUT_WIDTH), schedule, microbatches)
-        assert pipeline._workers is not None
-        pids = [process.pid for process in pipeline._workers._processes] + [os.getpid()]
+        assert pipeline.workers is not None
+        pids = [process.pid for process in pipeline.workers._processes] + [os.getpid()]
         x = torch.randn(ROWS * microbatches, INPUT_WIDTH)
         reset_peaks(pids)
         before = [memory_bytes(pid, "VmRSS") for pid in pids]

@@ -1,7 +1,7 @@
 """Timeline of one step: measured spans of each stage, their bubble, and a Gantt chart.
 
-A stage of Relay writes its current action to ``Activity.doing``. A :class:`RecordingLayer`, shipped with the stage,
-replaces this property of the class when it first runs in a process, in that process only. Times are those of the
+A stage of Relay reports its current action to ``Stage.note``. A :class:`RecordingLayer`, shipped with the stage,
+replaces this method of the class when it first runs in a process, in that process only. Times are those of the
 system's monotonic clock, which all processes of a machine share.
 """
 
@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from strategies.common.activity import Activity
 from strategies.pipeline.stage.stage import Stage
 
 WAITS = "waiting"
@@ -41,18 +40,17 @@ class ActionLog:
 
     def install(self) -> None:
         """Makes every stage of this process write to this log."""
-        plain, run, notes = Activity.doing, Stage.run, self.notes
+        note, run, notes = Stage.note, Stage.run, self.notes
 
-        def set_doing(activity: Activity, what: str) -> None:
+        def note_here(stage: Stage, what: str) -> None:
             notes.append((perf_counter(), what))
-            assert plain.fset is not None
-            plain.fset(activity, what)
+            note(stage, what)
 
         def run_and_note(stage: Stage, *arguments: Any) -> None:
             run(stage, *arguments)
             notes.append((perf_counter(), ""))
 
-        Activity.doing = property(plain.fget, set_doing)
+        Stage.note = note_here
         Stage.run = run_and_note
         Stage.action_log = self
 

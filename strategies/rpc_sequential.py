@@ -45,7 +45,7 @@ from strategies.optim.trial import check_divisible
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.sequential import cut
-from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.stage.layers import Seeds
 from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
 from strategies.sharding.states import gather_state_dict
 

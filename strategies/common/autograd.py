@@ -1,10 +1,11 @@
-"""A computation with a backward pass of its own, as one node of the autograd graph."""
+"""Autograd nodes with a backward function of their own, and gradients that are added to ``.grad`` later."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from strategies.common.torch_compat import is_computed_in_this_pass, tree_flatten, tree_unflatten
@@ -63,3 +64,43 @@ class _Node(torch.autograd.Function):
             )
         wanted = [grad for grad, flag in zip(grads, ctx.wanted, strict=True) if flag]
         return None, None, None, None, *ctx.backward_part(wanted, ctx.inputs)
+
+
+class GatheredGradients:
+    """Gradients of one pass, kept apart from ``.grad`` until a later backward pass says with which factor they count.
+
+    Interleaved schedules compute gradients together with the loss. Training loops clear, accumulate and scale ``.grad``
+    only after that, so ``.grad`` must stay as it is until the loop calls ``backward``.
+
+    Args:
+        parameters: The parameters whose gradients are kept.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._grads: list[Tensor | None] = [None] * len(self._parameters)
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Let ``.grad`` hold only these gradients during the body, and afterwards what it held before."""
+        before = [parameter.grad for parameter in self._parameters]
+        self._swap([None] * len(before))
+        try:
+            yield
+        finally:
+            self._grads = self._swap(before)
+
+    @torch.no_grad()
+    def release(self, factor: float) -> None:
+        """Add these gradients, times ``factor``, to ``.grad``; this can be done once."""
+        for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            if grad is not None:
+                scaled = grad if factor == 1.0 else grad.mul_(factor)
+                parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
+        self._grads = [None] * len(self._parameters)
+
+    def _swap(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        before = [parameter.grad for parameter in self._parameters]
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+        return before

@@ -10,6 +10,7 @@ ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Modu
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -68,9 +69,8 @@ __all__ = [
 # Tensors and operators
 
 
-def version_of(tensor: Tensor) -> int:
-    """Return how many times a tensor has been changed in place; views share the count."""
-    return tensor._version
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+"""Returns how many times a tensor has been changed in place; views share the count."""
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -105,14 +105,14 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
 # Modules
 
 
-def forward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a module's forward pre-hooks and forward hooks, by handle id; deleting an entry removes the hook."""
-    return module._forward_pre_hooks, module._forward_hooks
+forward_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]]
+forward_hooks = attrgetter("_forward_pre_hooks", "_forward_hooks")
+"""Returns a module's forward pre-hooks and forward hooks, by handle id; deleting an entry removes the hook."""
 
 
-def backward_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return a module's backward pre-hooks and backward hooks, by handle id."""
-    return module._backward_pre_hooks, module._backward_hooks
+backward_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]]
+backward_hooks = attrgetter("_backward_pre_hooks", "_backward_hooks")
+"""Returns a module's backward pre-hooks and backward hooks, by handle id."""
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
@@ -148,9 +148,8 @@ def replacing_conversion(convert: Callable[..., nn.Module]) -> dict[str, Callabl
 # Autograd
 
 
-def is_computed_in_this_pass(node: Any) -> bool:
-    """Return, within a backward pass, whether autograd will compute a node of the graph."""
-    return torch._C._will_engine_execute_node(node)
+is_computed_in_this_pass: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Returns, within a backward pass, whether autograd will compute a node of the graph."""
 
 
 def number_of_backward_pass() -> int:
@@ -172,9 +171,8 @@ def in_distributed_autograd() -> bool:
     return True
 
 
-def profiler_is_on() -> bool:
-    """Return whether torch's profiler is recording."""
-    return torch.autograd._profiler_enabled()
+profiler_is_on: Callable[[], bool] = torch.autograd._profiler_enabled
+"""Returns whether torch's profiler is recording."""
 
 
 def record_functions(enabled: bool) -> None:

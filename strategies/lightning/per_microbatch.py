@@ -22,8 +22,8 @@ from torchmetrics import Metric
 from strategies.lightning.compat import forward_cache, set_forward_cache
 from strategies.lightning.hooks import logs_collected, scaler_of
 from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.microbatch.batch import split_batch
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.microbatch.split import split_batch
+from strategies.pipeline.stage.layers import PassContext
 
 
 def training_step_per_microbatch(

@@ -5,13 +5,13 @@ from typing import Any
 
 _MODULE_OF = {
     "Namespace": "strategies.pipeline.stage.skip",
-    "NoChunk": "strategies.pipeline.microbatch.chunks",
+    "NoChunk": "strategies.pipeline.microbatch.split",
     "Pipe": "strategies.pipeline.pipe.pipe",
     "WithDevice": "strategies.pipeline.pipe.with_device",
     "balance_by_size": "strategies.pipeline.partition.balance",
     "balance_by_time": "strategies.pipeline.partition.balance",
-    "is_checkpointing": "strategies.pipeline.stage.recompute",
-    "is_recomputing": "strategies.pipeline.stage.recompute",
+    "is_checkpointing": "strategies.pipeline.stage.layers",
+    "is_recomputing": "strategies.pipeline.stage.layers",
     "pop": "strategies.pipeline.stage.skip",
     "skippable": "strategies.pipeline.stage.skip",
     "stash": "strategies.pipeline.stage.skip",

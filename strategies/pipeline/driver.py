@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NoReturn
 
 import torch
@@ -17,30 +18,29 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from strategies.common.formatting import describe, locate
+from strategies.common.patching import replaced
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
-from strategies.common.waiting import wait_here
+from strategies.common.waiting import Wait, wait_here
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.session import Session, join_data_plane
 from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.control.client import Failures, Patience, RemoteStage
+from strategies.pipeline.control.client import Failures, NotCopied, Patience, RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
-from strategies.pipeline.executor.averages import GradientAverages
-from strategies.pipeline.executor.interleaved import Code, interleave
-from strategies.pipeline.executor.passes import Passes
-from strategies.pipeline.executor.ports import Ports, connected_ports, ports_of_one_stage
+from strategies.pipeline.executor.executor import Connections, Executor, PipelineParts
+from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.executor.whole_batch import WholeBatch
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
 from strategies.pipeline.partition.sequential import cut
-from strategies.pipeline.stage.context import PassContext
-from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.stage.layers import Layers, PassContext, Seeds
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage
 from strategies.pipeline.state.remote_operations import Holder
-from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, tensors_here, without_layers
+from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
 from strategies.pipeline.worker.payload import Cargo, pickled
@@ -63,8 +63,32 @@ class ModelCopy:
     module: nn.Sequential
 
 
-class Pipeline:
-    """Runs an ``nn.Sequential`` over several processes, the last stage on this one.
+@dataclass(frozen=True)
+class _Running:
+    """A pipeline between start and end."""
+
+    executor: Executor
+    whole_batch: WholeBatch
+    per_microbatch: PerMicrobatch | None
+    """``None`` if the schedule runs whole batches only."""
+    state: StateOfStages
+    workers: Workers | Ranks | None
+    ending: ExitStack
+    """Ends the pipeline, last started first."""
+
+
+@dataclass(frozen=True)
+class _Workers:
+    """The workers of a pipeline, connected and with their stages."""
+
+    remotes: list[RemoteStage]
+    connections: Connections
+    processes: Workers | Ranks | None = None
+    wait: Wait = wait_here
+
+
+class Pipeline(NotCopied):
+    """Runs an ``nn.Sequential`` over several processes, the last stage in this one.
 
     Args:
         module: The layers.
@@ -73,10 +97,11 @@ class Pipeline:
         settings: How to run.
         optimizers: Optimizers over parameters of ``module`` (and of others, which stay here).
         model: The model that ``module`` is part of; a layer that refers to it cannot be shipped.
-        seeds: Where the layers' random numbers come from; by default the process's own generator.
+        seeds: Source of the layers' random numbers; by default the process's own generator.
         replicas: The other pipelines, if there are several.
-        world: The ranks of this run, if somebody else has started the processes.
-        copies: Copies of ``model`` to which operations on all stages apply; they cannot be called meanwhile.
+        world: The ranks of this run, if a launcher such as torchrun has started the processes.
+        copies: Copies of ``model`` to which operations on all stages apply. They cannot be called while the pipeline
+            runs.
     """
 
     def __init__(
@@ -95,31 +120,99 @@ class Pipeline:
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
-        self.remotes: list[RemoteStage] = []
         self.optimizers = PipelineOptimizers(optimizers, partial(locate, self.stages, model), self._complete_grads)
         self.failures = Failures()
+        """What has gone wrong on any process since the last start."""
         self._devices, self._settings, self._model = list(devices), settings, model
         inside = set(module.modules())
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._copies = [(copy, cut(copy.module, balance)) for copy in copies]
-        self._copying = ExitStack()
-        self._holders: list[Holder] = []
-        self._averages: GradientAverages | None = None
-        self._workers: Workers | Ranks | None = None
-        self._stage: Stage | None = None
-        self._passes: Passes | None = None
-        self._patience: Patience | None = None
-        self._watch: Watch | None = None
-        self.state: StateOfStages | None = None
-        self._threads_before: int | None = None
+        self._running: _Running | None = None
 
-    def start(self) -> Passes:
-        """Starts the workers, ships their stages, and takes over the module's forward pass.
+    # The pipeline while it runs
 
-        Returns:
-            What stands for the forward pass.
+    def _forward(self, input: Any) -> Any:
+        """The module's forward function while the pipeline runs."""
+        running = self._running
+        assert running is not None
+        if running.per_microbatch is not None and (step := running.per_microbatch.steps.current) is not None:
+            return step.call(input)
+        return self._usable().whole_batch(input)
+
+    def interleave(
+        self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
+    ) -> Tensor | None:
+        """Run code once per micro-batch.
+
+        See :meth:`~strategies.pipeline.executor.per_microbatch.PerMicrobatch.run`.
+        """
+        per_microbatch = self._usable().per_microbatch
+        assert per_microbatch is not None, f"schedule={self._settings.schedule!r} runs whole batches"
+        return per_microbatch.run(codes, weights, context, scale)
+
+    def _usable(self) -> _Running:
+        """Return the running pipeline; after an error that the user has caught, a new one with the same state.
+
+        Raises:
+            Exception: That error once more, if a worker has died and its layers with it, or if there are other
+                replicas, which have not failed.
+        """
+        running = self._running
+        assert running is not None
+        if not self.failures.raised:
+            return running
+        remotes = running.executor.remotes
+        if self._replicas is not None or any(remote.has_ended for remote in remotes):
+            self.failures.raise_cause()
+        grads = [remote.rescue(StageCommands.grads) for remote in remotes]
+        self._fetch(running)
+        self.abandon()
+        self.start()
+        assert self._running is not None
+        for remote, own in zip(self._running.executor.remotes, grads, strict=True):
+            remote.start(StageCommands.load_grads, own)
+        return self._running
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the last stage, in this process."""
+        return self._devices[-1]
+
+    @property
+    def remotes(self) -> Sequence[RemoteStage]:
+        """The stages on workers; none if the pipeline does not run."""
+        return self._running.executor.remotes if self._running is not None else ()
+
+    @property
+    def state(self) -> StateOfStages | None:
+        """What gathers and loads the state of all stages; ``None`` if the pipeline does not run."""
+        return self._running.state if self._running is not None else None
+
+    @property
+    def workers(self) -> Workers | Ranks | None:
+        """The processes of the other stages; ``None`` if there are none."""
+        return self._running.workers if self._running is not None else None
+
+    def average_grads(self) -> None:
+        """Average the gradients of every stage over the replicas, if there are several."""
+        if self._running is not None:
+            self._running.executor.average_gradients()
+
+    def _complete_grads(self) -> None:
+        if self._replicas is not None and self._running is not None:
+            self._running.executor.complete_gradients()
+
+    def wait(self) -> None:
+        """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
+        for remote, answer in [(remote, remote.start(StageCommands.num_kept)) for remote in self.remotes]:
+            remote.result(answer)
+
+    # Start
+
+    def start(self) -> None:
+        """Start the workers, ship their stages, and take over the module's forward function.
 
         Raises:
             ValueError: If a layer cannot be shipped, or an optimizer cannot be divided over the stages; no process has
@@ -132,188 +225,95 @@ class Pipeline:
             here = [p for p in parameters_of(optimizer) if id(p) not in elsewhere]
             check_divisible(optimizer, [*owned, here])
         cargos = [self._cargo(i) for i in range(len(self.stages) - 1)]
-        try:
-            blobs = [pickled(cargo, cargo.layers, self._model) for cargo in cargos]
-            return self._start(blobs, [cargo.numbers for cargo in cargos])
-        except BaseException:
-            self.abandon()
-            raise
-
-    def _start_again(self) -> Passes:
-        """After an error that somebody caught, as in one process one can go on after it: with new workers.
-
-        Weights, buffers, gradients and optimizer states are brought back first, and go along.
-
-        Raises:
-            Exception: That error once more, if a worker has died and its layers with it, or if other pipelines have not
-                failed and go on.
-        """
-        if self._replicas is not None or any(remote.has_ended for remote in self.remotes):
-            self.failures.raise_cause()
-        grads = [remote.rescue(StageCommands.grads) for remote in self.remotes]
-        self._fetch()
-        self.abandon()
+        blobs = [pickled(cargo, cargo.layers, self._model) for cargo in cargos]
         self.failures = Failures()
-        passes = self.start()
-        for remote, own in zip(self.remotes, grads, strict=True):
-            remote.start(StageCommands.load_grads, own)
-        return passes
+        with ExitStack() as ending:
+            self._running = self._start(blobs, [cargo.numbers for cargo in cargos], ending)
 
-    def _start(self, blobs: Sequence[bytes], numbers: Sequence[list[list[int]]]) -> Passes:
-        self._threads_before = torch.get_num_threads()
+    def _start(self, blobs: Sequence[bytes], numbers: list[list[list[int]]], ending: ExitStack) -> _Running:
+        """Start everything; what has been started is ended by ``ending`` if an error occurs."""
+        last, first_layer = len(self.stages) - 1, sum(self.balance[:-1])
+        ending.callback(torch.set_num_threads, torch.get_num_threads())
         num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
-        ports = self._launch(blobs, threads) if blobs else ports_of_one_stage()
-        self.optimizers.connect(self.remotes, numbers)
-        last = len(self.stages) - 1
-        self._stage = ports.stage(
-            self.stages[last],
-            sum(self.balance[:-1]),
-            self._devices[last],
-            deferred_batch_norm=self._settings.deferred_batch_norm,
-            side_outputs=SideOutputs(last, self.stages[last]),
+        workers = self._launch(blobs, threads, ending) if blobs else _Workers([], Connections.of_one_stage())
+        layers = Layers(
+            self.stages[last], first_layer, self.device, deferred_batch_norm=self._settings.deferred_batch_norm
         )
-        self._holders = [Holder(remote) for remote in self.remotes]
+        stage = Stage(layers, workers.connections.ports, side_outputs=SideOutputs.of(last, self.stages[last]))
+        ending.callback(stage.close)
+        self.optimizers.connect(workers.remotes, numbers)
+        ending.callback(self.optimizers.end)
+        holders = self._move_to_workers(workers.remotes, ending)
+        averaging = None
+        if self._replicas is not None:
+            averaging = self._join_replicas(self._replicas, workers.wait)
+            if self._replicas.divide_states:
+                self.optimizers.divide(averaging)
+        executor = Executor(
+            PipelineParts(
+                module=self.module,
+                stages=self.stages,
+                stage=stage,
+                connections=workers.connections,
+                remotes=workers.remotes,
+                failures=self.failures,
+                settings=self._settings,
+                next_seed=partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
+                num_updates=lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in holders),
+                averaging=averaging,
+            )
+        )
+        whole_batch, per_microbatch = WholeBatch(executor), None
+        ending.callback(whole_batch.close)
+        if self._settings.interleaves:
+            per_microbatch = PerMicrobatch(executor, self._parameters_here)
+            ending.callback(per_microbatch.close)
+        ending.callback(replaced(self.module, "forward", self._forward))
+        state = StateOfStages(self.module, self.stages, workers.remotes)
+        ending.callback(state.end)
+        for number, (copy, stages) in enumerate(self._copies, start=1):
+            ending.enter_context(_copy_on_stages(copy.module, first_layer))
+            ending.callback(StateOfStages(copy.module, stages, workers.remotes, number).end)
+        return _Running(executor, whole_batch, per_microbatch, state, workers.processes, ending.pop_all())
+
+    def _move_to_workers(self, remotes: Sequence[RemoteStage], ending: ExitStack) -> list[Holder]:
+        """Replace the tensors of the other stages, which the workers have, by stand-ins."""
+        holders = [Holder(remote) for remote in remotes]
+        last = len(self.stages) - 1
+        for holder in holders:
+            ending.callback(holder.end)
         for number, (model, module, stages, optimizers) in enumerate(self._all()):
             named = dict(module.named_parameters(remove_duplicate=False))
             own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
-            for layers, remote, holder in zip(stages, self.remotes, self._holders, strict=False):
+            for layers, remote, holder in zip(stages, remotes, holders, strict=False):
                 move_to_meta(layers, model, optimizers, keep=own, stage=remote, module=number, device=self.device)
                 holder.take(number, layers)
         self.optimizers.drop_shipped_states()
-        passes = self._passes = vars(self.module)["forward"] = Passes(
-            self.module,
-            self.stages,
-            self._stage,
-            ports,
-            self.remotes,
-            self.failures,
-            self._settings,
-            partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
-            lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in self._holders),
-            self._start_again,
-        )
-        self.state = StateOfStages(self.module, self.stages, self.remotes)
-        for number, (copy, stages) in enumerate(self._copies, start=1):
-            self._copying.callback(StateOfStages(copy.module, stages, self.remotes, number).end)
-            self._copying.enter_context(_copy_on_stages(copy.module, sum(self.balance[:-1])))
-        if self._replicas is not None:
-            group, wait = self._replicas.join(last, self.failures.raise_untold), self._patience or wait_here
-            averaging = Averaging(group, lambda: self._here()[0], lambda: self._here()[1], wait=wait)
-            averaging.share()
-            if self._replicas.divide_states:
-                self.optimizers.divide(averaging)
-            self._averages = GradientAverages(averaging, self.remotes, passes)
-        return passes
+        return holders
+
+    def _join_replicas(self, replicas: Replicas, wait: Wait) -> Averaging:
+        """Meet the drivers of the other replicas, and take over the values of the first one."""
+        group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
+        averaging = Averaging(group, self._parameters_here, self._buffers_here, wait=wait)
+        averaging.share()
+        return averaging
 
     def _all(self) -> list[tuple[nn.Module, nn.Sequential, list[nn.Sequential], Sequence[Optimizer]]]:
         """The model and its copies: each with its ``nn.Sequential``, the stages of that, and its optimizers."""
         own = self._model or self.module, self.module, self.stages, self.optimizers.optimizers
         return [own, *((copy.model, copy.module, stages, ()) for copy, stages in self._copies)]
 
-    @property
-    def device(self) -> torch.device:
-        """That of the last stage, which lives in this process."""
-        return self._devices[-1]
+    def _parameters_here(self) -> list[nn.Parameter]:
+        """Every parameter with its values in this process, also those that only an optimizer knows."""
+        groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
+        return [p for p in dict.fromkeys(chain((self._model or self.module).parameters(), *groups)) if not p.is_meta]
 
-    def average_grads(self) -> None:
-        """Averages the gradients of every stage over the replicas, if there are several."""
-        if self._averages is not None:
-            self._averages.average()
-
-    def _complete_grads(self) -> None:
-        if self._averages is not None:
-            self._averages.complete()
-
-    def _here(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        return tensors_here(self._model or self.module, self.optimizers.optimizers)
-
-    def interleave(
-        self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
-    ) -> Tensor | None:
-        """Runs code once per micro-batch; see :func:`~strategies.pipeline.executor.interleaved.interleave`."""
-        if self.failures.raised:
-            self._start_again()
-        assert self._passes is not None
-        return interleave(self._passes, self._here()[0], codes, weights, scale, context)
-
-    def wait(self) -> None:
-        """Returns when every stage has done what it was told; passes and steps themselves do not wait for all."""
-        for remote, answer in [(remote, remote.start(StageCommands.num_kept)) for remote in self.remotes]:
-            remote.result(answer)
-
-    def finish(self) -> None:
-        """Makes the module whole again and ends the workers; safe at any stage of set-up, and twice.
-
-        The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device.
-
-        Raises:
-            Exception: What went wrong on a worker and has not been raised before, such as in the last step; or, if
-                something was lost, why.
-        """
-        try:
-            if self.state is not None:
-                with self.failures.explained():  # what is lost follows from that
-                    self._fetch()
-        finally:
-            self.abandon()
-        self.failures.raise_untold()
-
-    def _fetch(self) -> None:
-        """Brings back what the workers hold, from as many of them as can still give it."""
-        if self._passes is not None:
-            self._passes.side_outputs.end()
-        lost: Exception | None = None
-        for i, (layers, remote) in enumerate(zip(self.stages, self.remotes, strict=False)):
-            try:
-                if self._passes is not None:
-                    self._passes.mirrors[i].carry_buffers(remote)
-                for number, (model, _, stages, optimizers) in enumerate(self._all()):
-                    move_from_meta(stages[i], model, optimizers, remote.rescue(StageCommands.tensors, number))
-                if self._passes is not None:
-                    self._passes.mirrors[i].take_back(remote.rescue(StageCommands.attributes))
-                if extra := remote.rescue(StageCommands.extra_state):
-                    layers.load_state_dict(extra, strict=False)
-                self.optimizers.fetch(remote)
-            except Exception as error:
-                lost = lost or error
-        if lost is not None:
-            raise lost
-
-    def abandon(self) -> None:
-        """Ends the workers without asking for what they hold, so that their layers stay without values."""
-        if self.state is not None:
-            self.state.end()
-            self.state = None
-        self._copying.close()
-        for holder in self._holders:
-            holder.end()
-        vars(self.module).pop("forward", None)
-        if self._stage is not None:
-            self._stage.close()
-            self._stage = None
-        if self._passes is not None:
-            self._passes.end_announcements()
-            self._passes.side_outputs.end()
-            self._passes.steps.close()
-            self._passes = None
-        self._averages = None
-        self.optimizers.end()
-        for waiting in (self._watch, self._patience):
-            if waiting is not None:
-                waiting.end()
-        self._watch = self._patience = None
-        if self._workers is not None:
-            self._workers.stop(grace_seconds=_END_SECONDS if self.remotes else 0.0)
-            self._workers = None
-        for remote in self.remotes:
-            remote.close()
-        self.remotes.clear()
-        if self._threads_before is not None:
-            torch.set_num_threads(self._threads_before)
-            self._threads_before = None
+    def _buffers_here(self) -> list[Tensor]:
+        """Every buffer with its values in this process."""
+        return [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
 
     def _cargo(self, i: int) -> Cargo:
         owned = owned_parameters(i, self.stages[i], self._ties)
@@ -331,34 +331,90 @@ class Pipeline:
             copies=[stages[i] for _, stages in self._copies],
         )
 
-    def _launch(self, blobs: Sequence[bytes], threads: int) -> Ports:
+    def _launch(self, blobs: Sequence[bytes], threads: int, ending: ExitStack) -> _Workers:
+        """Start the workers, ship their stages, and connect the data plane."""
         stages = [describe(i, layers, sum(self.balance[:i])) for i, layers in enumerate(self.stages[:-1])]
-        workers = self._workers = Workers(stages) if self._world is None else Ranks(self._world)
-        session = workers.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
-        self.remotes.extend(self._ship(i, stages[i], blob, session, workers) for i, blob in enumerate(blobs))
-        self._watch = Watch(self.remotes, session.timeout_seconds)
-        last, device = len(blobs), self._devices[-1]
-        patience = self._patience = Patience(self.failures)
-        unpacked = [remote.start(StageCommands.num_kept) for remote in self.remotes]
+        remotes: list[RemoteStage] = []
+        ending.callback(_close, remotes)
+        processes = Workers(stages) if self._world is None else Ranks(self._world)
+        ending.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if remotes else 0.0))
+        session = processes.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
+        for i, blob in enumerate(blobs):
+            remotes.append(self._ship(i, stages[i], blob, session, processes))
+        watch = Watch(remotes, session.timeout_seconds)
+        ending.callback(watch.end)
+        patience = Patience(self.failures)
+        ending.callback(patience.end)
+        unpacked = [remote.start(StageCommands.num_kept) for remote in remotes]
         with self.failures.explained():
-            group = join_data_plane(session, last, self.failures.raise_untold)
-        for remote, answer in zip(self.remotes, unpacked, strict=True):
+            group = join_data_plane(session, len(blobs), self.failures.raise_untold)
+        for remote, answer in zip(remotes, unpacked, strict=True):
             remote.result(answer)
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        return connected_ports(group, device, self._ties, named, patience)
+        connections = Connections.to_workers(group, self.device, self._ties, named, patience)
+        return _Workers(remotes, connections, processes, patience)
 
-    def _ship(self, i: int, stage: str, blob: bytes, session: Session, workers: Workers | Ranks) -> RemoteStage:
+    def _ship(self, i: int, stage: str, blob: bytes, session: Session, processes: Workers | Ranks) -> RemoteStage:
         name = session.name(i)
         return RemoteStage(
             name,
             rpc.remote(name, host, args=(blob, i, session), timeout=0),
             stage,
-            process=workers.process(i),
-            ended=lambda: workers.ended(i, wait_seconds=0.5),
-            doing=lambda: workers.doing(i),
-            kill=lambda: workers.kill(i),
+            process=processes.process(i),
+            ended=lambda: processes.ended(i, wait_seconds=0.5),
+            doing=lambda: processes.doing(i),
+            kill=lambda: processes.kill(i),
             failures=self.failures,
         )
+
+    # End
+
+    def finish(self) -> None:
+        """Make the module whole again and end the workers; safe at any stage of set-up, and twice.
+
+        The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device.
+
+        Raises:
+            Exception: What went wrong on a worker and has not been raised before, such as in the last step; or, if
+                something was lost, why.
+        """
+        try:
+            if self._running is not None:
+                with self.failures.explained():  # what is lost follows from the failure
+                    self._fetch(self._running)
+        finally:
+            self.abandon()
+        self.failures.raise_untold()
+
+    def _fetch(self, running: _Running) -> None:
+        """Bring back what the workers hold, from as many of them as can still send it."""
+        executor = running.executor
+        executor.side_outputs.end()
+        lost: Exception | None = None
+        for i, (layers, remote) in enumerate(zip(self.stages, executor.remotes, strict=False)):
+            try:
+                executor.mirrors[i].carry_buffers(remote)
+                for number, (model, _, stages, optimizers) in enumerate(self._all()):
+                    move_from_meta(stages[i], model, optimizers, remote.rescue(StageCommands.tensors, number))
+                executor.mirrors[i].take_back(remote.rescue(StageCommands.attributes))
+                if extra := remote.rescue(StageCommands.extra_state):
+                    layers.load_state_dict(extra, strict=False)
+                self.optimizers.fetch(remote)
+            except Exception as error:
+                lost = lost or error
+        if lost is not None:
+            raise lost
+
+    def abandon(self) -> None:
+        """End the workers without asking for what they hold, so that their layers stay without values."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.ending.close()
+
+
+def _close(remotes: Sequence[RemoteStage]) -> None:
+    for remote in remotes:
+        remote.close()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_o
 from strategies.common.trees import tensors_in
 from strategies.optim.restricted import hyperparameters, set_hyperparameters
 from strategies.pipeline.control.calls import failure_of
-from strategies.pipeline.stage.randomness import preserved_random_state
+from strategies.pipeline.stage.layers import preserved_random_state
 
 _TOGETHER = ("make_optimizer", "step", "zero_grad")
 """Commands that run once, when all callers have asked for them."""

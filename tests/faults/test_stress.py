@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import PassContext
 
 NUM_CASES = 6
 WIDTH = 5

@@ -11,7 +11,7 @@ from torch import nn
 from strategies import DDPStrategy, RPCSequentialStrategy
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.stage.layers import Seeds
 
 pytestmark = pytest.mark.gpu
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.randomness import Seeds
+from strategies.pipeline.stage.layers import Seeds
 
 CPU = torch.device("cpu")
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 from strategies.pipeline import Pipe, WithDevice, pop, skippable, stash
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 
 NAP_SECONDS = 0.15
 

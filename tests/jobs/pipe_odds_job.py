@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from strategies.pipeline import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 
 
 def odds() -> dict[str, Any]:

@@ -13,9 +13,9 @@ from torch.distributed import rpc
 
 from strategies.commands.declaration import Call, call_of, declaration_of
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
-from strategies.common.tracing import unrecorded
 from strategies.pipeline.control.calls import Failure, perform, progress
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.transport.channel import unrecorded
 
 _DIAGNOSIS_SECONDS = 2.0
 """How long to look for the cause of a failure that is only the consequence of another one."""

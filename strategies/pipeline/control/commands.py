@@ -16,7 +16,7 @@ from strategies.commands.declaration import command
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.stage import Pass
 
 Attributes = dict[int, dict[str, Any]]

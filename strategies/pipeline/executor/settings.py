@@ -1,4 +1,4 @@
-"""How a pipeline runs, checked."""
+"""The settings of a pipeline, validated."""
 
 import threading
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from strategies.common.names import did_you_mean
 from strategies.launch.session import PATIENCE
 from strategies.pipeline.schedule.tables import SCHEDULES
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a pipeline runs; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` explains each.
+    """How a pipeline runs; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` documents each setting.
 
     Raises:
-        ValueError: If a setting is not possible.
+        ValueError: If a setting is invalid.
     """
 
     microbatches: int = 8
@@ -26,8 +26,13 @@ class Settings:
 
     @property
     def patience_seconds(self) -> float:
-        """How long a process waits for another one that nobody has found to hang."""
+        """How long a process waits for another one that has not been declared hung."""
         return PATIENCE * self.rpc_timeout_sec
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether ``training_step`` runs once per micro-batch, with forward and backward passes in turn."""
+        return self.schedule != "gpipe"
 
     def __post_init__(self) -> None:
         for name, valid in (("checkpoint", RECOMPUTE_MODES), ("schedule", tuple(SCHEDULES))):

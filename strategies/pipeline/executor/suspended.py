@@ -18,8 +18,13 @@ from typing import Any
 
 import torch
 
-from strategies.pipeline.stage.context import PassContext
-from strategies.pipeline.stage.randomness import preserved_random_state, random_state, seed_device, set_random_state
+from strategies.pipeline.stage.layers import (
+    PassContext,
+    preserved_random_state,
+    random_state,
+    seed_device,
+    set_random_state,
+)
 
 
 class Abandoned(BaseException):

@@ -1,4 +1,4 @@
-"""Batches to micro-batches and back: splitting, packing of objects, merging of outputs.
+"""Micro-batches: splitting a batch into them, packing objects, merging outputs.
 
-In: whatever a model is called with. Out: micro-batches, or the merged value. May import ``common``.
+In: whatever a model is called with. Out: one value per micro-batch, or the merged value. May import ``common``.
 """

@@ -1,28 +1,113 @@
-"""Splitting a batch into micro-batches and merging what comes out of them.
+"""Micro-batches: splitting values and batches into them, packing objects, and merging outputs and gradients.
 
-A value is a tensor or any nesting of tuples, lists and dicts of tensors and other objects (a pytree).
+    whole batch  ──split_batch──▶ a batch per micro-batch          for training_step once per micro-batch (``1f1b``)
+    input        ──split──▶ a value per micro-batch ── stages ──▶ merge ──▶ output of the batch       (``gpipe``)
+
+A value is a pytree: tensors in tuples, lists and dicts. Any other object in it (a key-value cache, a dataclass) is a
+leaf that pytrees do not look into. :func:`pack_objects` replaces the object by a node whose children are its tensors:
+
+    (x, Cache(keys=k, values=v, length=3))  ──pack──▶  (x, Packed(k, v; pickled rest))  ──unpack──▶  (x, another Cache)
+
+So these tensors are sent, recomputed from and differentiated like any other tensor of the value. A layer that changes
+the object changes that of one micro-batch only, and starts from the same object when it is recomputed.
 """
 
+import copy
+import io
+import pickle
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from itertools import accumulate, pairwise
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import cloudpickle
 import torch
+from torch import Tensor, nn
 
-from strategies.common.torch_compat import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
-from strategies.pipeline.microbatch.chunks import NoChunk, plain
-from strategies.pipeline.microbatch.packing import Packed
+from strategies.common.torch_compat import (
+    SequenceKey,
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_unflatten,
+    without_torch_function,
+)
+
+
+class NoChunk(Tensor):
+    """Marks a tensor among the inputs of a pipeline that every micro-batch gets whole, such as a mask for all rows.
+
+    Gradients into it are summed over the micro-batches. It is a view of the tensor: where nothing is split (in one
+    process, under DDP) layers use it like the tensor itself.
+
+    Args:
+        tensor: The input.
+
+    Raises:
+        TypeError: If ``tensor`` is not a tensor; other inputs are not split anyway.
+    """
+
+    _tensor: Tensor
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor) -> "NoChunk":
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"NoChunk is for tensors; {type(tensor).__name__} is given to every micro-batch anyway")
+        marked = tensor.as_subclass(cls)
+        marked._tensor = tensor
+        return marked
+
+    @property
+    def tensor(self) -> Tensor:
+        """The input."""
+        return self._tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with without_torch_function():
+            result = func(*args, **(kwargs or {}))
+        converted = getattr(func, "__name__", "") in _CONVERSIONS and isinstance(args[0], NoChunk)
+        return NoChunk(result) if converted and type(result) is Tensor else result
+
+    def __deepcopy__(self, memo: Any) -> "NoChunk":
+        return NoChunk(copy.deepcopy(self.tensor, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return NoChunk, (self.tensor,)
+
+
+_CONVERSIONS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "detach", "clone", "pin_memory")
+"""Methods whose result on a :class:`NoChunk` is one too, such as those by which trainers prepare a batch."""
+
+
+def plain(leaf: Any) -> Any:
+    """Return a leaf of an input without the mark of :class:`NoChunk`."""
+    return leaf.tensor if isinstance(leaf, NoChunk) else leaf
+
+
+# The input of the module
 
 
 def split(value: Any, microbatches: int) -> list[Any]:
-    """Splits every tensor of ``value`` along its first dimension into at most ``microbatches`` parts, nested like it.
+    """Split every tensor of ``value`` along its first dimension into at most ``microbatches`` parts, nested like it.
 
     Sizes differ by at most one row, the larger parts first. A batch of fewer rows than ``microbatches`` gives one part
-    a row; an empty batch gives one empty part. Every part gets the whole of a
-    :class:`~strategies.pipeline.microbatch.chunks.NoChunk`, of a tensor without a dimension and of what is no tensor.
+    per row; an empty batch gives one empty part. Every part gets the whole of a :class:`NoChunk`, of a tensor without
+    dimensions, and of anything that is not a tensor.
 
     Args:
         value: Tensors of shape ``[batch, ...]``, nested in any way.
-        microbatches: How many parts to make at most; at least 1.
+        microbatches: Maximum number of parts; at least 1.
 
     Returns:
         The parts, in order; tensors in them are views of those of ``value``.
@@ -38,7 +123,7 @@ def split(value: Any, microbatches: int) -> list[Any]:
 
 
 def merge(parts: list[Any]) -> Any:
-    """Joins the outputs of the micro-batches: tensors along their first dimension, other objects by being equal.
+    """Join the outputs of the micro-batches: tensors along their first dimension; other objects must be equal.
 
     The inverse of :func:`split`.
 
@@ -53,19 +138,42 @@ def merge(parts: list[Any]) -> Any:
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree_unflatten([_join(list(column)) for column in columns], spec)
+    return tree_unflatten([_merge_leaves(list(column)) for column in columns], spec)
 
 
-def _join(column: list[Any]) -> Any:
+def merge_gradients(grads: Sequence[Tensor | None], original: Tensor, *, is_split: bool) -> Tensor | None:
+    """Join the gradients of one input over the micro-batches; a missing one counts as zero.
+
+    Args:
+        grads: One per micro-batch.
+        original: The input of the whole batch.
+        is_split: Whether each micro-batch got rows of the input, rather than all of it.
+    """
+    known = [grad for grad in grads if grad is not None]
+    if not known:
+        return None
+    if not is_split:
+        return torch.stack(known).sum(0)
+    parts = original.tensor_split(len(grads))
+    filled = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, grads, strict=True)]
+    return torch.cat(filled)
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether :func:`split` divides a leaf; every part gets the whole of other leaves."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and not isinstance(leaf, NoChunk)
+
+
+def _merge_leaves(column: list[Any]) -> Any:
     first = column[0]
     if isinstance(first, Packed):
         objects = [packed.rebuild() for packed in column]
         if any(packed.tensors for packed in column) or any(other != objects[0] for other in objects[1:]):
-            raise _not_joined(objects[0])
+            raise _cannot_be_joined(objects[0])
         return first
-    if not isinstance(first, torch.Tensor):
+    if not isinstance(first, Tensor):
         if any(other is not first and other != first for other in column[1:]):
-            raise _not_joined(first)
+            raise _cannot_be_joined(first)
         return first
     if first.dim() == 0:
         raise ValueError(
@@ -75,17 +183,12 @@ def _join(column: list[Any]) -> Any:
     return torch.cat(column)
 
 
-def _not_joined(output: Any) -> ValueError:
+def _cannot_be_joined(output: Any) -> ValueError:
     return ValueError(
         f"the pipelined module returned a different {type(output).__name__} for each micro-batch, which cannot be "
         "joined: have its last layer return tensors, in tuples, lists or dicts (and call a model of Hugging Face with "
         "use_cache=False)"
     )
-
-
-def has_rows(leaf: Any) -> bool:
-    """Whether :func:`split` divides a leaf; it gives others to every part."""
-    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and not isinstance(leaf, NoChunk)
 
 
 def _num_rows(value: Any, leaves: list[Any]) -> int:
@@ -110,8 +213,248 @@ def _num_rows(value: Any, leaves: list[Any]) -> int:
 
 
 def _names(value: Any, leaves: list[Any]) -> list[str]:
-    """What the input of the module is made of, as Python would name it."""
+    """The leaves of the module's input as Python would name them."""
     try:
         return [f"input{keystr(path)}" for path, _ in tree_flatten_with_path(value)[0]]
-    except ValueError:  # a container of somebody else's, which does not tell the names of what is in it
+    except ValueError:  # a registered container without names for its children
         return [f"tensor or object {number} in the input" for number in range(len(leaves))]
+
+
+# Objects in values
+
+_KEPT = (
+    Tensor,
+    *(bool, int, float, complex, str, bytes, range, type(None), type, Enum),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+    *(FunctionType, BuiltinFunctionType, nn.Module),
+)
+"""Types of leaves that are not packed: tensors, immutable values, and modules, which are not data."""
+
+
+class Packed:
+    """A packed object.
+
+    Args:
+        rest: The pickled object, with numbers in place of its tensors.
+        tensors: The tensors; other leaves where a pytree of something else is made of them.
+    """
+
+    def __init__(self, rest: bytes, tensors: list[Any]) -> None:
+        self.rest, self.tensors = rest, tensors
+
+    def rebuild(self) -> Any:
+        """Make a new object of the parts."""
+        return _Unpickler(self.rest, self.tensors).load()
+
+
+class _Again(int):
+    """Stands for an object that is in the value more than once: the number of its :class:`Packed`."""
+
+
+register_pytree_node(
+    Packed,
+    lambda packed: (packed.tensors, packed.rest),
+    lambda tensors, rest: Packed(rest, list(tensors)),
+    flatten_with_keys_fn=lambda packed: ([(SequenceKey(k), t) for k, t in enumerate(packed.tensors)], packed.rest),
+)
+
+
+def pack_objects(value: Any, mark: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """Replace each object in ``value`` by a :class:`Packed`, unless it cannot be pickled.
+
+    Args:
+        value: Any value; a value without objects is returned itself.
+        mark: Applied to each tensor of an object.
+    """
+    if isinstance(value, Tensor):
+        return value
+    leaves, spec = tree_flatten(value)
+    if all(isinstance(leaf, _KEPT) for leaf in leaves):
+        return value
+    numbers: dict[int, int] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, _KEPT):
+            continue
+        if id(leaf) in numbers:
+            leaves[place] = _Again(numbers[id(leaf)])
+        elif (packed := _pack(leaf, mark)) is not None:
+            numbers[id(leaf)] = len(numbers)
+            leaves[place] = packed
+    return tree_unflatten(leaves, spec)
+
+
+def unpack_objects(value: Any) -> Any:
+    """The inverse of :func:`pack_objects`; containers and objects are new, tensors are not."""
+    if isinstance(value, Tensor):
+        return value
+    leaves, spec = tree_flatten(value, is_leaf=lambda node: isinstance(node, Packed))
+    made: list[Any] = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Packed):
+            leaves[place] = leaf.rebuild()
+            made.append(leaves[place])
+        elif isinstance(leaf, _Again):
+            leaves[place] = made[leaf]
+    return tree_unflatten(leaves, spec)
+
+
+def _pack(leaf: Any, mark: Callable[[Tensor], Tensor]) -> Packed | None:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(leaf)
+    except Exception:  # pickling raises whatever the object's own methods raise
+        return None
+    return Packed(file.getvalue(), [mark(tensor) for tensor in pickler.tensors])
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Collects tensors, each one once, instead of pickling them."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, Tensor):
+            return None
+        if id(obj) not in self._numbers:
+            self._numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self._numbers[id(obj)]
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, rest: bytes, tensors: list[Any]) -> None:
+        super().__init__(io.BytesIO(rest))
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Any:
+        return self._tensors[number]
+
+
+# Whole batches, whatever they are made of
+
+_DEFINE = "define split_batch(self, batch, num_microbatches) on the model, which returns one batch per micro-batch"
+
+
+def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
+    """Split a batch of a data loader into at most ``microbatches`` parts that are built like it.
+
+    Tensors and arrays are split along their first dimension; so are lists and tuples of other things (words, labels)
+    with one entry per row. Lists, tuples, dicts and dataclasses that hold such things are split entry by entry.
+    Everything else, such as a number, a string or a :class:`NoChunk`, is given to every part. Sizes differ by at most
+    one row, the larger parts first; no part is without rows, unless the batch is.
+
+    Args:
+        batch: Tensors of shape ``[batch, ...]`` and other things, in any nesting.
+        microbatches: Maximum number of parts; at least 1.
+
+    Returns:
+        The parts, and the number of rows of each. Tensors in the parts are views of those of ``batch``.
+
+    Raises:
+        ValueError: If it is not clear how many rows there are.
+    """
+    rows = _num_rows_of_batch(batch)
+    parts = max(1, min(microbatches, rows))
+    whole, more = divmod(rows, parts)
+    sizes = [whole + (m < more) for m in range(parts)]
+    bounds = [0, *accumulate(sizes)]
+
+    def part(start: int, stop: int) -> Any:
+        def cut(value: Any, name: str) -> Any:
+            if _is_array_of_rows(value):
+                return value[start:stop]
+            if _is_column(value) and len(value) == rows:
+                if parts > 1:
+                    _check_column(value, name)
+                return value[start:stop]
+            return _rebuilt(value, name, cut)
+
+        return cut(batch, "batch")
+
+    return [part(start, stop) for start, stop in pairwise(bounds)], sizes
+
+
+def _num_rows_of_batch(batch: Any) -> int:
+    sizes = {name: value.shape[0] for name, value in _walk(batch, "batch") if _is_array_of_rows(value)}
+    sizes = sizes or {name: len(value) for name, value in _walk(batch, "batch") if _is_column(value)}
+    if not sizes:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} has nothing with rows (no tensor with a first dimension, no "
+            f"list), so it cannot be split into micro-batches; {_DEFINE}"
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{name} has {number}" for name, number in sizes.items())
+        raise ValueError(
+            f"it is not clear how many rows the batch has: {listed}. Make every tensor's first dimension the batch; "
+            "wrap a tensor that all rows share in NoChunk (from strategies.pipeline import NoChunk), and every "
+            f"micro-batch gets it whole; or {_DEFINE}"
+        )
+    return next(iter(sizes.values()))
+
+
+def _is_array_of_rows(value: Any) -> bool:
+    """Whether a value is a tensor or an array with a first dimension, and is not marked as whole."""
+    return _is_array(value) and bool(value.shape) and not isinstance(value, NoChunk)
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _is_column(value: Any) -> bool:
+    """Whether a value is a list or tuple with one thing per row, rather than one per field."""
+    return (
+        isinstance(value, list | tuple)
+        and not hasattr(value, "_fields")
+        and not any(_is_array(leaf) and leaf.shape for _, leaf in _walk(value, ""))
+    )
+
+
+def _check_column(value: Any, name: str) -> None:
+    if all(isinstance(entry, list | tuple) and len(entry) == len(value) for entry in value):
+        raise ValueError(
+            f"it is not clear how to split {name}: it has {len(value)} entries, one for each row, which have as many "
+            f"entries themselves, as if they were fields; {_DEFINE}"
+        )
+
+
+def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield a value and everything in it, with names; containers come before their contents."""
+    yield name, value
+    for inner_name, inner in _parts(value, name):
+        yield from _walk(inner, inner_name)
+
+
+def _parts(value: Any, name: str) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"{name}[{key!r}]", inner) for key, inner in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f"{name}.{field}", inner) for field, inner in zip(value._fields, value, strict=True)]
+    if isinstance(value, list | tuple):
+        return [(f"{name}[{k}]", inner) for k, inner in enumerate(value)]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [(f"{name}.{field.name}", getattr(value, field.name)) for field in fields(value)]
+    return []
+
+
+def _rebuilt(value: Any, name: str, cut: Callable[[Any, str], Any]) -> Any:
+    """Return a copy of ``value`` with ``cut`` applied to its contents."""
+    new = [cut(inner, inner_name) for inner_name, inner in _parts(value, name)]
+    made: Any = copy.copy(value)
+    if isinstance(value, Mapping):
+        for key, inner in zip(value, new, strict=True):
+            made[key] = inner
+        return made
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*new)
+    if isinstance(value, list | tuple):
+        return type(value)(new)
+    if is_dataclass(value) and not isinstance(value, type):
+        for field, inner in zip(fields(value), new, strict=True):
+            object.__setattr__(made, field.name, inner)  # also of frozen ones
+        return made
+    return value

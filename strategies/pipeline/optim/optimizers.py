@@ -29,7 +29,7 @@ from strategies.optim.restricted import (
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import PassContext
 
 
 class PipelineOptimizers:

@@ -25,9 +25,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from strategies.common.torch_compat import BatchNorm, storage_key, tree_map_only
 from strategies.common.trees import tensors_in
-from strategies.pipeline.microbatch.chunks import NoChunk, has_tensor, plain, scatter
-from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
-from strategies.pipeline.microbatch.split import has_rows, split
+from strategies.pipeline.microbatch.chunks import has_tensor, scatter
+from strategies.pipeline.microbatch.split import NoChunk, has_rows, pack_objects, plain, split, unpack_objects
 from strategies.pipeline.stage.calling import CallLayer, call_layer
 from strategies.pipeline.stage.layers import Carried
 from strategies.pipeline.stage.skip import waiting_skips

@@ -23,8 +23,7 @@ from strategies.pipeline.microbatch.chunks import gather, scatter
 from strategies.pipeline.pipe.local_engine import ForwardPass, LocalEngine
 from strategies.pipeline.pipe.remote_engine import RemoteEngine
 from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
-from strategies.pipeline.stage.context import PassContext
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES, num_recomputed
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES, PassContext, num_recomputed
 from strategies.pipeline.stage.skip import verify_skippables
 
 

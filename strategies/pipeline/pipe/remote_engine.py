@@ -26,25 +26,25 @@ from torch.optim import Optimizer
 
 from strategies.common.activity import Activity
 from strategies.common.autograd import with_backward
-from strategies.common.errors import is_consequence
 from strategies.common.formatting import locate
 from strategies.common.torch_compat import rpc_is_initialized, tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
+from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
-from strategies.pipeline.executor.run import Run
-from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
+from strategies.pipeline.executor.executor import Run, leading
+from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 from strategies.pipeline.pipe.local_engine import ForwardPass, clock_cycles
 from strategies.pipeline.pipe.routing import Inbox, MessageKey, Post, Router, Routes, give_up
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.calling import call_partition
+from strategies.pipeline.stage.layers import Layers
 from strategies.pipeline.stage.skip import Key, skips_of
-from strategies.pipeline.stage.stage import Pass, Stage
+from strategies.pipeline.stage.stage import Pass, Ports, Stage
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.stand_ins import move_to_meta
 from strategies.pipeline.state.state_dict import StateOfStages
@@ -119,11 +119,10 @@ class RemoteEngine(NotCopied):
         run = Run(todo, self)
         with torch.no_grad(), self._explained(number):
             results = self._forward(parts, todo)
-        values = [value for value, _ in results]
-        run.flags = [flags for _, flags in results]
-        wanted = [flag for flags in run.flags for flag in flags]
+        values, required = [value for value, _ in results], [flags for _, flags in results]
+        wanted = [flag for flags in required for flag in flags]
         if any(wanted):
-            values = with_backward(values, wanted, inputs, run.backward)
+            values = with_backward(values, wanted, inputs, partial(_backward, run, required))
         return [unpack_objects(value) for value in values]
 
     def _forward(self, parts: Sequence[Any], this: Pass) -> list[tuple[Any, list[bool]]]:
@@ -144,21 +143,26 @@ class RemoteEngine(NotCopied):
         return [self._own_inbox.take(MessageKey("F", this.number, m, None)) for m in range(num)]
 
     def backward(
-        self, run: "Run[RemoteEngine]", grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+        self,
+        this: Pass,
+        required: Sequence[Sequence[bool]],
+        grads: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
     ) -> list[Tensor | None]:
         """Run the backward part of a pass on every partition, and wait for all.
 
         Args:
-            run: The pass.
+            this: The pass.
+            required: For each micro-batch, whether each of its outputs requires a gradient.
             grads: The gradient of each output of each micro-batch that requires one.
             inputs: Inputs of the first partition that require a gradient.
 
         Returns:
             The gradients of ``inputs``.
         """
-        this, ahead = run.this, iter(grads)
+        ahead = iter(grads)
         with self._explained(this.number):
-            for m, flags in enumerate(run.flags):
+            for m, flags in enumerate(required):
                 if any(flags):
                     part = [next(ahead) for flag in flags if flag]
                     self._post.send(self._last, MessageKey("B", this.number, m, None), part)
@@ -201,20 +205,19 @@ class RemoteEngine(NotCopied):
     def _explained(self, number: int) -> Iterator[None]:
         """Raise the cause of a failure instead of its consequences, and end what is under way of the pass."""
         self._current, failures = number, self._failures
-        try:
-            if failures.any:  # such as in the last step of an optimizer
-                failures.raise_cause()
-            with in_pass(self.remotes.values()):
-                yield
-        except BaseException as error:
-            failures.add(error, consequence=is_consequence(error))
-            self._failures = self._no_failures()  # the next pass starts without failures
-            for i, remote in self.remotes.items():
-                remote.failures = self._failures
-                with suppress(RuntimeError):  # the worker has ended
-                    rpc.rpc_async(self._inboxes[i].owner(), give_up, args=(self._inboxes[i], number), timeout=0)
-            self.forget(number)
+        if failures.any:  # such as in the last step of an optimizer
+            self._fail(number)
             failures.raise_cause()
+        with leading(failures, list(self.remotes.values()), partial(self._fail, number)):
+            yield
+
+    def _fail(self, number: int) -> None:
+        self._failures = self._no_failures()  # the next pass starts with none
+        for i, remote in self.remotes.items():
+            remote.failures = self._failures
+            with suppress(RuntimeError):  # it has gone
+                rpc.rpc_async(self._inboxes[i].owner(), give_up, args=(self._inboxes[i], number), timeout=0)
+        self.forget(number)
 
     def _no_failures(self) -> Failures:
         """Return an empty list of failures for the next passes; the first failure ends waits of this process."""
@@ -231,17 +234,14 @@ class RemoteEngine(NotCopied):
     def _add_local(self, i: int, partition: Partition, routes: Routes, deferred_batch_norm: bool) -> None:
         router = self._routers[i] = Router(routes, partition.place.device)
         wiring = router.wiring()
-        self._stages[i] = Stage(
+        layers = Layers(
             partition.layers,
             partition.first_layer,
             partition.place.device,
-            inputs=wiring.inputs,
-            outputs=wiring.outputs,
-            output_grads=wiring.output_grads,
-            input_grads=wiring.input_grads,
             deferred_batch_norm=deferred_batch_norm,
             call=call_partition,
         )
+        self._stages[i] = Stage(layers, Ports(wiring.inputs, wiring.outputs, wiring.output_grads, wiring.input_grads))
 
     def _remote(self, worker: str, host: Any, description: str) -> RemoteStage:
         return RemoteStage(
@@ -254,6 +254,15 @@ class RemoteEngine(NotCopied):
             kill=lambda: None,  # the process belongs to the user
             failures=self._failures,
         )
+
+
+def _backward(
+    run: Run[RemoteEngine],
+    required: Sequence[Sequence[bool]],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+) -> list[Tensor | None]:
+    return run.spend().backward(run.this, required, grads, inputs)
 
 
 _ADVICE = (

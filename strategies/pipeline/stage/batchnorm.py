@@ -43,7 +43,7 @@ class _Moments:
 class DeferredStatistics:
     """Gathers the statistics of the BatchNorm layers of a stage over the micro-batches of a pass.
 
-    While it gathers, the layers must run under :func:`~strategies.pipeline.stage.recompute.frozen_statistics`.
+    While it gathers, the layers must run under :func:`~strategies.pipeline.stage.layers.Layers.run`.
     """
 
     def __init__(self, layers: nn.Module) -> None:

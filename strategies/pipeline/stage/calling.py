@@ -19,23 +19,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from strategies.common.torch_compat import is_compiled_in_place
-
-Before = Callable[[int, Any], None]
-"""Is told the place of a layer among its neighbours, and what the layer is about to be called with."""
+from strategies.pipeline.stage.layers import Before
 
 CallLayer = Callable[[nn.Module, Any], Any]
-"""Takes a layer, and what the one before it returned; returns what the layer does."""
-
-CallLayers = Callable[[nn.Sequential, Any, Before], Any]
-"""Takes some layers, what the first one is called with, and what to do before each; returns what the last one does."""
-
-
-def call_in_turn(layers: nn.Sequential, x: Any, before: Before) -> Any:
-    """Calls each layer with what the one before it returned, as ``nn.Sequential`` does."""
-    for place, layer in enumerate(layers):
-        before(place, x)
-        x = layer(x)
-    return x
+"""Takes a layer and the output of the layer before it; returns the output of the layer."""
 
 
 def call_with_one(layer: nn.Module, value: Any) -> Any:

@@ -1,51 +1,300 @@
-"""Consecutive layers and how one micro-batch goes through them: random seeds, running statistics, settings of the pass.
+"""Consecutive layers, and how one micro-batch goes through them.
 
-What a micro-batch is made of and how gradients come back is the caller's affair: a :class:`Stage` of the strategy or of
-``Pipe``, or the one autograd graph of a ``Pipe`` in one process.
+:class:`Layers` runs them. What a layer computes depends on more than its input, and all of it is here:
+
+- settings of the calling thread (autocast, default dtype, anomaly detection, ...), which are local to a thread or a
+  process: the driver captures them in a :class:`PassContext`, and every stage applies them;
+- random numbers, seeded by (pass, micro-batch, layer): the same for any number of stages, and for a second run;
+- running statistics, which a second run must not update again;
+- whether it runs for the first or for the second time. With recomputation (activation checkpointing: Chen et al., 2016,
+  https://arxiv.org/abs/1604.06174; in pipelines: GPipe, Huang et al., 2019, https://arxiv.org/abs/1811.06965) only the
+  input of the layers is kept, and they run again before the backward pass.
+
+How micro-batches and gradients travel is up to the caller: a :class:`~strategies.pipeline.stage.stage.Stage`, or the
+single autograd graph of a ``Pipe`` in one process.
 """
 
+import hashlib
+import random
+import struct
+import threading
 import traceback
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
-from strategies.common.torch_compat import BatchNorm, NormBase, tree_flatten, tree_leaves, tree_unflatten
-from strategies.common.tracing import Labels
+from strategies.common.torch_compat import BatchNorm, NormBase, profiler_is_on, tree_leaves
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
-from strategies.pipeline.stage.calling import CallLayers, call_in_turn
-from strategies.pipeline.stage.context import PassContext
-from strategies.pipeline.stage.randomness import layer_seed, seed_device
-from strategies.pipeline.stage.recompute import frozen_statistics, phase
-from strategies.pipeline.stage.skip import Key, waiting_skips
+from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
 
 Carried = tuple[Any, dict[Key, Tensor | None]]
-"""What goes from stage to stage: what the last layer returned, and the skips that wait for a layer further on."""
+"""What travels between stages: the output of the last layer, and the skips that wait for a later layer."""
+
+Before = Callable[[int, Any], None]
+"""Called before each layer with the layer's place among its neighbours and the layer's input."""
+
+CallLayers = Callable[[nn.Sequential, Any, Before], Any]
+"""Takes layers, the input of the first one, and a function to call before each; returns the output of the last one."""
+
+RECOMPUTE_MODES = ("always", "except_last", "never")
+
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-class _Enter(torch.autograd.Function):
-    """The identity from a leaf to a tensor that layers may change in place."""
+# Settings of a pass
 
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor) -> Tensor:
-        return leaf.detach()
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+@dataclass(frozen=True)
+class PassContext:
+    """The driver's settings at the start of a pass; picklable."""
+
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    default_dtype: torch.dtype
+    matmul_precision: str
+    deterministic: bool
+    deterministic_warn_only: bool
+    cudnn_benchmark: bool
+    anomaly: bool
+    anomaly_check_nan: bool
+    inference: bool
+
+    @classmethod
+    def capture(cls, device_type: str) -> "PassContext":
+        """Read the settings of the calling thread, for the CPU and for ``device_type``."""
+        return cls(
+            autocast=tuple(
+                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+                for kind in sorted({"cpu", device_type})
+            ),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            default_dtype=torch.get_default_dtype(),
+            matmul_precision=torch.get_float32_matmul_precision(),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            cudnn_benchmark=torch.backends.cudnn.benchmark,
+            anomaly=torch.is_anomaly_enabled(),
+            anomaly_check_nan=torch.is_anomaly_check_nan_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+        )
+
+    def apply(self) -> None:
+        """Set what is global to a process. Only workers call this: their process runs nothing but the pass."""
+        torch.set_float32_matmul_precision(self.matmul_precision)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
+        torch.backends.cudnn.benchmark = self.cudnn_benchmark
+        torch.autograd.set_detect_anomaly(self.anomaly, self.anomaly_check_nan)
+
+    @contextmanager
+    def entered(self, *, grad: bool) -> Iterator[None]:
+        """Run the body with autocast, inference mode and default dtype of this context.
+
+        Args:
+            grad: Whether autograd records the body.
+        """
+        with ExitStack() as stack:
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self.default_dtype)
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
+            yield
+
+
+# Random numbers
+
+
+class Seeds:
+    """Gives each pass its seed, from two sequences that continue over several runs and over a checkpoint.
+
+    Training passes have a sequence of their own, so the number of validation passes does not change the training.
+
+    Args:
+        base: Determines both sequences.
+    """
+
+    def __init__(self, base: int) -> None:
+        self._base, self._num_training, self._num_others = base, 0, 0
+
+    @classmethod
+    def ahead_of_the_process(cls) -> "Seeds":
+        """Seeds from the number that the process's generator would draw next. The generator is not advanced."""
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        return cls(int(torch.randint(2**62, (), generator=generator)))
+
+    def next(self, training: bool, replica: int = 0) -> int:
+        """Return the seed of the next pass, a different one in each replica."""
+        if training:
+            self._num_training += 1
+            return _hashed(self._base, 1, self._num_training, replica)
+        self._num_others += 1
+        return _hashed(self._base, 0, self._num_others, replica)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the positions in both sequences, as plain numbers."""
+        return {"base": self._base, "num_training": self._num_training, "num_others": self._num_others}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the positions that :meth:`state_dict` returned."""
+        self._base, self._num_training, self._num_others = (
+            int(state[name]) for name in ("base", "num_training", "num_others")
+        )
+
+
+def layer_seed(seed: int, microbatch: int, layer: int) -> int:
+    """The seed of one layer for one micro-batch, in a pass with ``seed``."""
+    return _hashed(seed, microbatch, layer)
+
+
+def seed_device(seed: int, device: torch.device) -> None:
+    """Seed torch on the CPU and on ``device``, and Python's ``random``; not numpy, which takes 0.1 ms to restore."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
+
+
+def random_state(device: torch.device) -> list[Any]:
+    """The state of the generators that :func:`seed_device` seeds."""
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    return [random.getstate(), torch.get_rng_state(), *cuda]
+
+
+def set_random_state(state: list[Any], device: torch.device) -> None:
+    """Restore the state that :func:`random_state` returned."""
+    random.setstate(state[0])
+    torch.set_rng_state(state[1])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state[2], device)
+
+
+@contextmanager
+def preserved_random_state(device: torch.device) -> Iterator[None]:
+    """Restore the process's random state after the body."""
+    state = random_state(device)
+    try:
+        yield
+    finally:
+        set_random_state(state, device)
+
+
+def _hashed(*numbers: int) -> int:
+    """63 bits that depend on every one of ``numbers``; the same in every process and in every session."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+# Recomputation
+
+
+def num_recomputed(mode: str, microbatches: int) -> int:
+    """How many of the first micro-batches of a pass are recomputed.
+
+    Args:
+        mode: One of :data:`RECOMPUTE_MODES`. ``"except_last"`` keeps the last micro-batch, whose backward pass follows
+            its forward pass at once.
+        microbatches: Number of micro-batches.
+    """
+    return {"always": microbatches, "except_last": microbatches - 1, "never": 0}[mode]
+
+
+class _Phase(threading.local):
+    """Why the layers run on this thread."""
+
+    checkpointing = False
+    recomputing = False
+
+
+_here = _Phase()
+
+
+def is_checkpointing() -> bool:
+    """Whether the layer that runs on this thread will run again for the same micro-batch, in the backward pass."""
+    return _here.checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether the layer that runs on this thread has run before for the same micro-batch, in the forward pass."""
+    return _here.recomputing
+
+
+@contextmanager
+def _phase(checkpointing: bool, recomputing: bool) -> Iterator[None]:
+    """Make :func:`is_checkpointing` and :func:`is_recomputing` return these values."""
+    before = _here.checkpointing, _here.recomputing
+    _here.checkpointing, _here.recomputing = checkpointing, recomputing
+    try:
+        yield
+    finally:
+        _here.checkpointing, _here.recomputing = before
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Mode and ``requires_grad`` of some layers, which another pass may change before the layers are recomputed."""
+
+    modes: list[bool]
+    trained: list[bool]
+
+    @classmethod
+    def of(cls, layers: nn.Module) -> "Flags":
+        """Read the flags of ``layers``."""
+        return cls([m.training for m in layers.modules()], [p.requires_grad for p in layers.parameters()])
+
+    @contextmanager
+    def entered(self, layers: nn.Module, now: "Flags | None" = None) -> Iterator[None]:
+        """Give ``layers`` these flags for the duration of the body.
+
+        Args:
+            layers: The layers.
+            now: Their present flags, if known.
+        """
+        now = now or Flags.of(layers)
+        if now is self or now == self:
+            yield
+            return
+        self._set(layers)
+        try:
+            yield
+        finally:
+            now._set(layers)
+
+    def _set(self, layers: nn.Module) -> None:
+        for module, mode in zip(layers.modules(), self.modes, strict=True):
+            module.training = mode
+        for parameter, trained in zip(layers.parameters(), self.trained, strict=True):
+            parameter.requires_grad_(trained)
+
+
+# Layers
+
+
+def call_in_turn(layers: nn.Sequential, x: Any, before: Before) -> Any:
+    """Call each layer with the output of the layer before it, as ``nn.Sequential`` does."""
+    for place, layer in enumerate(layers):
+        before(place, x)
+        x = layer(x)
+    return x
 
 
 class Layers:
     """Runs micro-batches through some layers.
 
     Args:
-        layers: The layers; their names are those of the whole module's children.
-        first_layer: The first one's place in the whole module, which seeds its random numbers.
-        device: Where the layers live.
+        layers: The layers, named as in the whole module.
+        first_layer: Index of the first layer in the whole module; it seeds the layer's random numbers.
+        device: Device of the layers.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
-        call: How the layers are called; one after the other by default.
+        call: How the layers are called; by default one after the other.
     """
 
     def __init__(
@@ -60,11 +309,15 @@ class Layers:
         self.layers, self.first_layer, self.device = layers, first_layer, device
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._call = call
+        self._begin_pass()
 
-    @property
-    def frozen_in_backward(self) -> type[NormBase] | None:
-        """The normalising layers whose statistics a backward pass must leave alone: one may checkpoint itself."""
-        return BatchNorm if self._deferred else None
+    def _begin_pass(self) -> None:
+        """Look once per pass for what :meth:`run` would otherwise look for in every module per micro-batch."""
+        if self._deferred is not None:
+            self._deferred.forget()
+        modules = list(self.layers.modules())
+        self._norms = [module for module in modules if isinstance(module, NormBase)]
+        self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
 
     def run(
         self,
@@ -78,49 +331,60 @@ class Layers:
         recomputing: bool,
         doing: Callable[[str], None] | None = None,
     ) -> Carried:
-        """Takes a micro-batch through the layers.
+        """Run one micro-batch through the layers.
 
         Args:
-            carried: What the first layer takes, and skips; leaves of autograd in it must not be changed in place, see
-                :func:`entered`.
-            microbatch: Its number; with the first one a pass begins.
-            seed: That of the pass.
-            context: The settings of the pass.
-            grad: Whether autograd is to record it.
-            checkpointing: Whether this will be done again in the backward pass.
-            recomputing: Whether this has been done before, so that nothing is counted twice.
-            doing: Told what is done, for error reports.
+            carried: Input of the first layer, and skips. A tensor that a layer may change in place must not be an
+                autograd leaf; see :func:`~strategies.pipeline.stage.stage.entered`.
+            microbatch: Number of the micro-batch; a pass begins with 0.
+            seed: Seed of the pass.
+            context: Settings of the pass.
+            grad: Whether autograd records the layers.
+            checkpointing: Whether the layers will run again for this micro-batch, in the backward pass.
+            recomputing: Whether the layers have run before for this micro-batch.
+            doing: Called with a description before each layer, for error reports.
         """
-        frozen = NormBase if recomputing else self.frozen_in_backward
-        if self._deferred is not None and microbatch == 0 and not recomputing:
-            self._deferred.forget()
+        if microbatch == 0 and not recomputing:
+            self._begin_pass()
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
         given, skips = carried[0], dict(carried[1])
-        del carried  # or a skip would be kept beyond its pop
-        labels = Labels()
+        del carried  # or this frame would keep a skip after its pop
+        labels = _Labels() if profiler_is_on() else None
 
         def before(place: int, value: Any) -> None:
             nonlocal given
             given, layer = value, self.first_layer + place
-            what = f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}"
-            if doing is not None:
-                doing(what)
-            labels.next(what)
+            if doing is not None or labels is not None:
+                what = f"{'recomputing ' if recomputing else ''}F{microbatch}, layer {layer}"
+                if doing is not None:
+                    doing(what)
+                if labels is not None:
+                    labels.next(what)
             seed_device(layer_seed(seed, microbatch, layer), self.device)
 
-        this_run = phase(checkpointing=checkpointing, recomputing=recomputing)
-        with context.entered(grad=grad), frozen_statistics(self.layers, frozen), gathering, this_run:
+        skipping = waiting_skips(skips) if self._has_skips else nullcontext()
+        frozen = self._frozen(NormBase if recomputing else BatchNorm if self._deferred else None)
+        with context.entered(grad=grad), frozen, gathering, _phase(checkpointing, recomputing):
             try:
-                with waiting_skips(skips):
+                with skipping:
                     return self._call(self.layers, given, before), skips
             except ValueError as error:
                 self._explain_single_row(error, given, microbatch)
                 raise
             finally:
-                labels.end()
+                if labels is not None:
+                    labels.end()
+
+    def frozen_in_backward(self) -> AbstractContextManager[None]:
+        """Freeze running statistics that a layer which checkpoints itself would update once more in a backward pass."""
+        return self._frozen(BatchNorm if self._deferred else None)
+
+    def _frozen(self, kind: type[NormBase] | None) -> AbstractContextManager[None]:
+        norms = [norm for norm in self._norms if isinstance(norm, kind) and norm.training] if kind else []
+        return _frozen_statistics(norms) if norms else nullcontext()
 
     def _explain_single_row(self, error: ValueError, x: Any, microbatch: int) -> None:
-        """Raises an error that names the layer and the way out, if one could not normalise a micro-batch of one row."""
+        """Raise an error that names the layer and a remedy, if a layer cannot normalise a micro-batch of one row."""
         if not str(error).startswith("Expected more than 1 value per channel when training"):
             return
         names = {module: name for name, module in self.layers.named_modules()}
@@ -137,18 +401,47 @@ class Layers:
         ) from error
 
     def end_forward(self) -> None:
-        """Notes that the last micro-batch of a pass is through."""
+        """Update deferred statistics, after the last micro-batch of a pass."""
         if self._deferred is not None:
             self._deferred.commit()
 
     def close(self) -> None:
-        """Leaves the layers as they were."""
+        """Remove hooks from the layers."""
         if self._deferred is not None:
             self._deferred.remove()
 
 
-def entered(value: Any) -> Any:
-    """The same value, made of tensors that may be changed in place though those of ``value`` are leaves."""
-    leaves, spec = tree_flatten(value)
-    own = [_Enter.apply(t) if isinstance(t, Tensor) and t.requires_grad else t for t in leaves]
-    return tree_unflatten(own, spec)
+@contextmanager
+def _frozen_statistics(norms: Sequence[NormBase]) -> Iterator[None]:
+    """Run normalising layers in training mode without updating their running statistics.
+
+    The layers work on copies, so autograd saves the same tensors as without this: a layer that checkpoints itself runs
+    once more in the backward pass, and compares.
+    """
+    statistics = [{name: norm._buffers[name] for name in _STATISTICS if name in norm._buffers} for norm in norms]
+    for norm, buffers in zip(norms, statistics, strict=True):
+        norm._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+    try:
+        yield
+    finally:
+        for norm, buffers in zip(norms, statistics, strict=True):
+            norm._buffers.update(buffers)
+
+
+class _Labels:
+    """Consecutive labels in a trace of torch's profiler: each ends where the next one starts."""
+
+    def __init__(self) -> None:
+        self._current: record_function | None = None
+
+    def next(self, label: str) -> None:
+        """End the current label and start another one."""
+        self.end()
+        self._current = record_function(label)
+        self._current.__enter__()
+
+    def end(self) -> None:
+        """End the last label."""
+        if self._current is not None:
+            self._current.__exit__(None, None, None)
+            self._current = None

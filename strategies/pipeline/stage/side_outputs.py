@@ -61,12 +61,17 @@ class SideOutputs:
 
     Args:
         index: The stage's number.
-        layers: Its layers, as they are before their first pass.
+        watched: The modules that may have side outputs, as they are before their first pass.
     """
 
-    def __init__(self, index: int, layers: nn.Module) -> None:
-        self._index = index
-        self._watched = [_Watched(k, vars(module)) for k, module in enumerate(layers.modules()) if _may_have(module)]
+    def __init__(self, index: int, watched: "Sequence[_Watched]") -> None:
+        self._index, self._watched = index, watched
+
+    @classmethod
+    def of(cls, index: int, layers: nn.Module) -> "SideOutputs | None":
+        """Return what finds the side outputs of ``layers``; ``None`` if none of the layers can have any."""
+        watched = [_Watched(k, vars(module)) for k, module in enumerate(layers.modules()) if _may_have(module)]
+        return cls(index, watched) if watched else None
 
     def find(self) -> tuple[Attribute, ...]:
         """The attributes that have become side outputs since the last time."""
@@ -156,7 +161,8 @@ class Marks:
 
     def __init__(self, stages: Sequence[nn.Sequential]) -> None:
         self._stages, self._own = stages, len(stages) - 1
-        self._marks: dict[Attribute, tuple[dict[str, Any], Mark]] = {}
+        self.known: dict[Attribute, tuple[dict[str, Any], Mark]] = {}
+        """The side outputs that stages have found: for each, the attributes of its module, and its mark."""
         self._hidden: dict[Attribute, Any] = {}
         """The values of those of the own stage that have a mark now."""
 
@@ -170,7 +176,7 @@ class Marks:
 
     def show(self, is_right: Callable[[Any], bool]) -> None:
         """Puts the marks in place, but for side outputs of the own stage that are right as they are."""
-        for attribute, (own, mark) in self._marks.items():
+        for attribute, (own, mark) in self.known.items():
             if attribute.stage != self._own:
                 own[attribute.name] = mark
             elif own.get(attribute.name) is not mark and not is_right(own.get(attribute.name)):
@@ -182,7 +188,7 @@ class Marks:
         hidden = list(self._hidden.items())
         self._hidden.clear()
         for attribute, value in hidden:
-            own, mark = self._marks[attribute]
+            own, mark = self.known[attribute]
             if own.get(attribute.name) is mark:  # the user may have set another value
                 _set(own, attribute.name, value)
         try:
@@ -194,7 +200,7 @@ class Marks:
     def reveal(self) -> None:
         """Takes the marks of the own stage away; they come back where values are not right."""
         for attribute, value in self._hidden.items():
-            own, mark = self._marks[attribute]
+            own, mark = self.known[attribute]
             if own.get(attribute.name) is mark:
                 _set(own, attribute.name, value)
         self._hidden.clear()
@@ -204,7 +210,7 @@ class Marks:
         """Whether side outputs of the own stage that can be used have a graph, which a loss may share with outputs."""
         own = [
             values.get(a.name)
-            for a, (values, _) in self._marks.items()
+            for a, (values, _) in self.known.items()
             if a.stage == self._own and a not in self._hidden
         ]
         return any(tensor.requires_grad for tensor in _tensors_in(own))
@@ -212,10 +218,10 @@ class Marks:
     def end(self) -> None:
         """Takes all marks away: layers of other stages have what they had before, the own ones what they left."""
         self.reveal()
-        for attribute, (own, mark) in self._marks.items():
+        for attribute, (own, mark) in self.known.items():
             if own.get(attribute.name) is mark:
                 _set(own, attribute.name, vars(mark)["_before"])
-        self._marks.clear()
+        self.known.clear()
 
     def _add(self, attribute: Attribute) -> None:
         stage = self._stages[attribute.stage]
@@ -234,10 +240,10 @@ class Marks:
             )
         before = _MISSING if attribute.stage == self._own else vars(module).get(attribute.name, _MISSING)
         mark = Mark(f"{message} Return them from the layer (as one more output of the module).", before)
-        self._marks[attribute] = vars(module), mark
+        self.known[attribute] = vars(module), mark
 
     def _hide(self, attribute: Attribute) -> None:
-        own, mark = self._marks[attribute]
+        own, mark = self.known[attribute]
         self._hidden[attribute] = own.get(attribute.name, _MISSING)
         own[attribute.name] = mark
 

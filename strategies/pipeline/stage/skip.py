@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 Layer = TypeVar("Layer", bound=type[nn.Module])
 
-_DECLARED = "_relay_skips"
-"""Where a skippable class keeps which names it stashes and pops."""
+SKIPS = "_relay_skips"
+"""Attribute of a skippable class: the names that it stashes and pops."""
 
 _NAMESPACES = "_relay_namespaces"
-"""Where a skippable layer keeps the namespace of each name."""
+"""Attribute of a skippable layer: the namespace of each name."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
     names = _Names(_names("stash", stash), _names("pop", pop))
 
     def decorated(cls: Layer) -> Layer:
-        if _DECLARED in vars(cls) or cls.__module__.split(".")[0] == "torch":
+        if SKIPS in vars(cls) or cls.__module__.split(".")[0] == "torch":
             raise TypeError(
                 f"skippable changes a class, so it cannot take {cls.__qualname__}: decorate a subclass of it"
             )
@@ -115,7 +115,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
         def carried_out(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return _carry_out(self, names, forward(self, *args, **kwargs))
 
-        for name, value in {_DECLARED: names, "forward": carried_out, "isolate": _isolate}.items():
+        for name, value in {SKIPS: names, "forward": carried_out, "isolate": _isolate}.items():
             setattr(cls, name, value)
         return cls
 
@@ -160,7 +160,7 @@ def skips_of(layer: nn.Module) -> tuple[list[Key], list[Key]]:
 
 def _skippables(module: nn.Module) -> Iterator[tuple[str, nn.Module, _Names]]:
     for path, layer in module.named_modules():
-        names = getattr(type(layer), _DECLARED, None)
+        names = getattr(type(layer), SKIPS, None)
         if names is not None:
             yield path, layer, names
 
@@ -179,7 +179,7 @@ def _key(layer: nn.Module, name: str) -> Key:
 
 def _isolate(self: Any, namespace: Namespace, *, only: Iterable[str] | None = None) -> Any:
     """Puts this layer's skips, or those in ``only``, into a namespace; returns the layer."""
-    names: _Names = getattr(type(self), _DECLARED)
+    names: _Names = getattr(type(self), SKIPS)
     declared = {*names.stashed, *names.popped}
     chosen = declared if only is None else set(_names("only", only))
     if unknown := sorted(chosen - declared):

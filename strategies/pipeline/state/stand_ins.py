@@ -4,9 +4,8 @@ The driver keeps the module objects, so names, shapes, counts and ``requires_gra
 are stand-ins on the ``meta`` device. Parameters keep their identity, because optimizers and users refer to them.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 import torch
@@ -48,13 +47,6 @@ def without_meta_tensors(model: nn.Module) -> Iterator[None]:
             before.update(tensors)
             tensors.clear()
             tensors.update(before)
-
-
-def tensors_here(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """Return the parameters and the buffers with values in this process, including parameters of optimizers only."""
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    parameters = dict.fromkeys(chain(model.parameters(), *groups))
-    return [p for p in parameters if not p.is_meta], [buffer for buffer in model.buffers() if not buffer.is_meta]
 
 
 def move_to_meta(

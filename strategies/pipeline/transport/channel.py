@@ -16,22 +16,32 @@ what is under way is kept alive until it has arrived. The receive of the next he
 import math
 import pickle
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 import torch
 from torch.distributed import ProcessGroup, Work
 
 from strategies.common.errors import PeerFailed, PeerSilent
-from strategies.common.torch_compat import timeout_of, tree_flatten, tree_leaves, tree_map, tree_unflatten
-from strategies.common.tracing import unrecorded
+from strategies.common.torch_compat import (
+    profiler_is_on,
+    record_functions,
+    timeout_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait, wait_here
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 FEED_TAG = 2
 """Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
@@ -81,6 +91,22 @@ def _places(sizes_bytes: Iterable[int]) -> tuple[list[int], int]:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
         end = starts[-1] + size_bytes
     return starts, end
+
+
+def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    """Call a function that starts to send or to receive, without an event of torch's profiler.
+
+    torch gives such work an event that ends when the work does, on whichever thread notices that. The receive of the
+    next message is posted ahead, so it ends after the profiler has collected and freed its events: torch would write
+    the end into freed memory.
+    """
+    if not profiler_is_on():
+        return function(*args, **kwargs)
+    record_functions(False)  # for this thread, and for callbacks that inherit its state
+    try:
+        return function(*args, **kwargs)
+    finally:
+        record_functions(True)
 
 
 class Sender:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.activity import Activity
+from strategies.common.autograd import GatheredGradients
 from strategies.common.formatting import describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX
 from strategies.common.trees import flat, layouts, on_cpu
@@ -19,12 +20,11 @@ from strategies.optim.restricted import (
 )
 from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
-from strategies.pipeline.optim.gathered import GatheredGradients
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import Layers, PassContext
 from strategies.pipeline.stage.side_outputs import SideOutputs
-from strategies.pipeline.stage.stage import Pass, Stage
+from strategies.pipeline.stage.stage import Pass, Ports, Stage
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.transport.ties import TiedParameters
@@ -48,17 +48,16 @@ class HostedStage(HostedOptimizers, StageCommands):
         self._numbers = cargo.numbers
         self._wiring, self._outputs, self._input_grads = wiring, wiring.outputs, wiring.input_grads
         self._stage = Stage(
-            self._layers,
-            cargo.first_layer,
-            device,
-            inputs=wiring.inputs,
-            outputs=wiring.outputs,
-            output_grads=wiring.output_grads,
-            input_grads=wiring.input_grads,
-            deferred_batch_norm=cargo.deferred_batch_norm,
-            call=cargo.call,
+            Layers(
+                self._layers,
+                cargo.first_layer,
+                device,
+                deferred_batch_norm=cargo.deferred_batch_norm,
+                call=cargo.call,
+            ),
+            Ports(wiring.inputs, wiring.outputs, wiring.output_grads, wiring.input_grads),
             activity=activity,
-            side_outputs=SideOutputs(cargo.index, self._layers) if cargo.notes_side_outputs else None,
+            side_outputs=SideOutputs.of(cargo.index, self._layers) if cargo.notes_side_outputs else None,
         )
         self._ties = TiedParameters(
             cargo.index,

@@ -14,7 +14,7 @@ from strategies.optim.calls import MethodCall
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import load_states, parameters_of, part_of, set_hyperparameters
 from strategies.pipeline.optim.replicas import SharedSteps
-from strategies.pipeline.stage.context import PassContext
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.stage import Stage
 
 

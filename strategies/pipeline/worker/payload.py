@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from strategies.common.torch_compat import has_gradient_hooks, is_compiled_in_place
 from strategies.pipeline.optim.replicas import Replicas
-from strategies.pipeline.stage.calling import CallLayers, call_in_turn
+from strategies.pipeline.stage.layers import CallLayers, call_in_turn
 from strategies.pipeline.transport.ties import Tie
 
 

@@ -149,7 +149,7 @@ class Peaks(Callback):
     """How much memory each process takes on top while saving, in MiB: stages 0 and 1, then the driver."""
 
     def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
-        workers = trainer.strategy._pipeline._workers._processes
+        workers = trainer.strategy._pipeline.workers._processes
         pids = [*(process.pid for process in workers), os.getpid()]
         trainer.strategy._pipeline.wait()
         before = []

@@ -110,7 +110,7 @@ class CountDescriptions(Callback):
         self.headers = dict(self.counts)
         self.stages = trainer.num_devices
         if self.stages > 1 and trainer.world_size == 1:
-            ports = vars(model.sequential_module)["forward"].ports
+            ports = trainer.strategy._pipeline._running.executor.connections
             for name in self.counts:
                 port = getattr(ports, name)
                 port._group = Listener(port._group, name, self)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.pipeline import Pipe
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 
 
 def net() -> nn.Sequential:

@@ -14,7 +14,7 @@ from torch import nn
 from strategies.pipeline import Pipe, WithDevice
 from strategies.pipeline.pipe.remote_engine import _routes
 from strategies.pipeline.pipe.with_device import partitions_of
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.skip import Key
 
 pytestmark = pytest.mark.timeout(300)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from strategies.pipeline.microbatch.batch import split_batch
+from strategies.pipeline.microbatch.split import split_batch
 
 
 @given(rows=st.integers(0, 70), microbatches=st.integers(1, 64))

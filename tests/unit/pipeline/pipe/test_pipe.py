@@ -18,7 +18,7 @@ from torch.distributed import rpc
 
 from strategies.pipeline import NoChunk, Pipe, WithDevice, is_checkpointing, is_recomputing
 from strategies.pipeline.stage.calling import call_layer
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 
 pytestmark = pytest.mark.usefixtures("float64")
 

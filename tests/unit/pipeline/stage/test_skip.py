@@ -12,7 +12,7 @@ from skip_nets import Down, u_net
 from torch import Tensor, nn
 
 from strategies.pipeline import Namespace, Pipe, pop, skippable, stash, verify_skippables
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 
 pytestmark = pytest.mark.usefixtures("float64")
 

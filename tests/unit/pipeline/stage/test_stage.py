@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.stage.randomness import Seeds
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import Seeds
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def float64() -> Iterator[None]:
 
 
 def num_kept(pipeline: Pipeline) -> int:
-    assert pipeline._stage is not None
-    return pipeline._stage.num_kept
+    assert pipeline._running is not None
+    return pipeline._running.executor.stage.num_kept
 
 
 def total(value: Any) -> Tensor:

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from strategies.pipeline import NoChunk
-from strategies.pipeline.microbatch.packing import pack_objects, unpack_objects
-from strategies.pipeline.microbatch.split import merge, split
+from strategies.pipeline.microbatch.split import merge, pack_objects, split, unpack_objects
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.context import PassContext
-from strategies.pipeline.stage.recompute import RECOMPUTE_MODES as MODES
-from strategies.pipeline.stage.recompute import num_recomputed
-from strategies.pipeline.stage.stage import Mailbox, Pass, Stage
+from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.layers import Layers, PassContext, num_recomputed
+from strategies.pipeline.stage.stage import Mailbox, Pass, Ports, Stage
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -50,8 +48,7 @@ class Chain:
         self.mode, first = mode, 0
         self.stages = []
         for layers, ports, grads in zip(cut(module, balance), pairwise(forward), pairwise(backward), strict=True):
-            ends = dict(inputs=ports[0], outputs=ports[1], output_grads=grads[1], input_grads=grads[0])
-            self.stages.append(Stage(layers, first, CPU, **ends))
+            self.stages.append(Stage(Layers(layers, first, CPU), Ports(ports[0], ports[1], grads[1], grads[0])))
             first += len(layers)
 
     def run(self, input: Any, number: int) -> tuple[Any, list[Tensor]]:

@@ -1,0 +1,358 @@
+"""Runs rows of actions over the stages of a pipeline, led by the driver, which runs the last stage itself.
+
+    whole_batch.py      one forward and one backward part per batch ──┐
+                                                                      ├──▶ Executor ──▶ stages on workers, own stage
+    per_microbatch.py   both in turn, per micro-batch ────────────────┘
+
+The two front ends decide when an action of the last stage runs and what happens to its output; they share what every
+pass needs: bringing all stages to the same state, feeding stage 0, running the last stage, and raising errors.
+
+Index letters: ``m`` micro-batch, ``i`` stage.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from strategies.common.waiting import Wait
+from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.optim.replicas import Averaging
+from strategies.pipeline.schedule.tables import SCHEDULES, Action
+from strategies.pipeline.stage.layers import PassContext, num_recomputed
+from strategies.pipeline.stage.side_outputs import Marks, Noted
+from strategies.pipeline.stage.stage import Input, Mailbox, Output, Pass, Ports, Stage
+from strategies.pipeline.state.mirror import Mirror
+from strategies.pipeline.transport.channel import FEED_TAG, Receiver, Sender
+from strategies.pipeline.transport.ties import Tie, TiedParameters
+
+
+@dataclass(frozen=True)
+class Connections:
+    """The driver's ends of all channels.
+
+    Attributes:
+        feed: Inputs of micro-batches, to stage 0.
+        fed_back: Gradients of those inputs, from stage 0.
+        inputs: Inputs of the driver's own stage.
+        input_grads: Gradients of those inputs.
+        outputs: Outputs of the own stage.
+        output_grads: Gradients of those outputs.
+        ties: Tied parameters; ``None`` if no two processes share a parameter.
+    """
+
+    feed: Output
+    fed_back: Input
+    inputs: Input
+    input_grads: Output
+    outputs: Mailbox = field(default_factory=Mailbox)
+    output_grads: Mailbox = field(default_factory=Mailbox)
+    ties: TiedParameters | None = None
+
+    @property
+    def ports(self) -> Ports:
+        """The ports of the driver's own stage."""
+        return Ports(self.inputs, self.outputs, self.output_grads, self.input_grads)
+
+    @classmethod
+    def of_one_stage(cls) -> "Connections":
+        """Connections of a driver without workers: the own stage is also stage 0."""
+        inputs, input_grads = Mailbox(copies=True), Mailbox()
+        return cls(feed=inputs, fed_back=input_grads, inputs=inputs, input_grads=input_grads)
+
+    @classmethod
+    def to_workers(
+        cls,
+        group: ProcessGroup,
+        device: torch.device,
+        ties: Sequence[Tie],
+        parameters: Mapping[str, nn.Parameter],
+        wait: Wait,
+    ) -> "Connections":
+        """Connections of a driver with workers.
+
+        Args:
+            group: The data plane; ranks are numbers of stages.
+            device: Where received tensors are put.
+            ties: All ties of the pipeline.
+            parameters: Those of the whole module, by name.
+            wait: Calls a function that waits for a message.
+        """
+        last = group.size() - 1
+
+        def sender(peer: int, tag: int) -> Sender:
+            return Sender(group, peer, tag=tag, wait=wait)
+
+        def receiver(peer: int, tag: int) -> Receiver:
+            return Receiver(group, peer, device=device, tag=tag, wait=wait)
+
+        return cls(
+            feed=sender(0, FEED_TAG),
+            fed_back=receiver(0, FEED_TAG),
+            inputs=receiver(last - 1, 0),
+            input_grads=sender(last - 1, 0),
+            ties=TiedParameters(last, ties, parameters, sender, receiver) if ties else None,
+        )
+
+
+@dataclass(frozen=True)
+class PipelineParts:
+    """What an :class:`Executor` works with.
+
+    Attributes:
+        module: The whole module, whose modes and ``requires_grad`` flags are carried to the stages.
+        stages: The parts of ``module``.
+        stage: The last stage, on this process.
+        connections: The driver's ends of all channels.
+        remotes: The other stages, in order.
+        failures: Failures of all stages.
+        settings: How to run.
+        next_seed: Returns the seed of the next pass, given whether it trains.
+        num_updates: Returns how often parameters may have been changed by optimizers or by user code.
+        averaging: This process's part in averaging gradients; ``None`` if there is one pipeline only.
+    """
+
+    module: nn.Sequential
+    stages: Sequence[nn.Sequential]
+    stage: Stage
+    connections: Connections
+    remotes: Sequence[RemoteStage]
+    failures: Failures
+    settings: Settings
+    next_seed: Callable[[bool], int]
+    num_updates: Callable[[], int]
+    averaging: Averaging | None = None
+
+
+class Executor(NotCopied):
+    """Leads the stages through passes.
+
+    Args:
+        parts: The stages, their connections and the settings.
+    """
+
+    def __init__(self, parts: PipelineParts) -> None:
+        self._parts, self.stage, self.connections, self.remotes = parts, parts.stage, parts.connections, parts.remotes
+        self.module, self.settings = parts.module, parts.settings
+        self.num_stages = len(parts.stages)
+        ends = (self.connections.feed, self.connections.input_grads)
+        self.senders = [port for port in ends if isinstance(port, Sender)]
+        """Channels that carry values of every pass."""
+        self.mirrors = [
+            Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
+        ]
+        """For each worker, what it was last told about modes, flags and attributes of its layers."""
+        self.side_outputs = Marks(parts.stages)
+        """What stands in place of tensors that layers leave in their attributes."""
+        self.has_failed = False
+        """Whether this process has told its neighbours that it sends nothing more."""
+        self._children = list(parts.module._modules.values())
+        self._num_passes = self._num_backward = self._num_averaged = 0
+        self._shared = self._state_of_ties()
+
+    def begin(self, microbatches: int, *, grad: bool, context: PassContext | None = None) -> Pass:
+        """Start a pass, and queue for every stage the changes since the last one.
+
+        Args:
+            microbatches: Number of micro-batches.
+            grad: Whether a backward part may follow.
+            context: Settings that forward passes run under; by default those of the calling thread.
+        """
+        if list(self.module._modules.values()) != self._children:
+            raise RuntimeError(
+                "the pipelined module has got other layers since the pipeline started, which cannot change it in "
+                "mid-run. Change the model before fit, or in configure_model."
+            )
+        for sender in self.senders:
+            sender.flush()  # what earlier passes sent has arrived: their results are here
+        number, self._num_passes = self._num_passes, self._num_passes + 1
+        this = Pass(
+            number=number,
+            microbatches=microbatches,
+            grad=grad,
+            recomputed=num_recomputed(self.settings.checkpoint, microbatches) if grad else 0,
+            at_once=not self.settings.pipelined_backward,
+            seed=self._parts.next_seed(grad),
+            context=context or PassContext.capture(self.stage.device.type),
+        )
+        self._share_ties(number)
+        self.carry_changes()
+        return this
+
+    def note_backward(self) -> None:
+        """Count a pass whose gradients are not averaged yet."""
+        self._num_backward += 1
+
+    def rows(self, this: Pass) -> list[list[Action]]:
+        """The actions of a whole pass, one row per stage."""
+        return _rows(self.settings.schedule, self.num_stages, this.microbatches)
+
+    def parts_of_rows(self, this: Pass) -> list[tuple[list[Action], list[Action]]]:
+        """The forward and the backward actions of a pass, per stage."""
+        return _parts_of_rows(self.settings.schedule, self.num_stages, this.microbatches)
+
+    def feed(self, part: Any, this: Pass, m: int, requires_grad: list[bool]) -> None:
+        """Send a micro-batch to stage 0. No skip waits before the first layer."""
+        self.connections.feed.send((part, {}), this.number, m, requires_grad=requires_grad)
+
+    def run(self, actions: Iterable[Action], this: Pass) -> None:
+        """Run actions of the last stage."""
+        with self.side_outputs.hidden_from_layers() if self.side_outputs.known else nullcontext():
+            self.stage.run(actions, this)
+
+    def output(self, this: Pass, m: int) -> Any:
+        """Return the output of the last layer for a micro-batch, with packed objects. Every skip has been popped."""
+        value = self.connections.outputs.receive(this.number, m)
+        if isinstance(value, Noted):
+            value = self.side_outputs.taken(value)
+        return value[0]
+
+    def move_tied_gradients(self, this: Pass) -> None:
+        """Move the gradients of tied parameters to the process that owns them."""
+        if self.connections.ties is not None:
+            self.connections.ties.move_gradients(this.number)
+
+    def carry_changes(self) -> None:
+        """Queue for every worker what has changed on the driver's copies of its layers."""
+        for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
+            mirror.carry(remote)
+
+    def _share_ties(self, number: int) -> None:
+        """Update copies of tied parameters, if values may have changed since the last time."""
+        if self.connections.ties is None:
+            return
+        before, self._shared = self._shared, self._state_of_ties()
+        if self._shared != before:
+            for remote in self.remotes:
+                remote.queue(StageCommands.share_values, number)
+            self.connections.ties.share_values(number)
+
+    def _state_of_ties(self) -> tuple[int, list[int]] | None:
+        """Changes whenever the value of a tied parameter may have changed."""
+        ties = self.connections.ties
+        return None if ties is None else (self._parts.num_updates(), ties.versions)
+
+    def average_gradients(self) -> None:
+        """Average the gradients of every stage over the replicas, if there are several.
+
+        Every stage starts when its own backward passes are done.
+        """
+        if self._parts.averaging is None:
+            return
+        self._num_averaged = self._num_backward
+        for remote in self.remotes:
+            remote.start(StageCommands.average_grads)
+        with self.explained():
+            self._parts.averaging.average()
+
+    def complete_gradients(self) -> None:
+        """Average what backward passes have computed since the last average."""
+        if self._num_backward > self._num_averaged:
+            self.average_gradients()
+
+    def forget(self, number: int) -> None:
+        """Make every stage forget a pass whose backward part can no longer come."""
+        self.stage.discard(number)
+        for remote in self.remotes:
+            remote.queue(StageCommands.discard, number)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise the cause of a failure rather than its consequences, and let no neighbour wait for this process."""
+        with leading(self._parts.failures, self.remotes, self._fail):
+            yield
+
+    def _fail(self) -> None:
+        self.has_failed = True
+        ties = self.connections.ties
+        for sender in (*self.senders, *(ties.senders if ties is not None else ())):
+            sender.fail()
+
+
+@contextmanager
+def leading(failures: Failures, remotes: Iterable[RemoteStage], fail: Callable[[], None]) -> Iterator[None]:
+    """Lead micro-batches through stages: user code cannot read their values meanwhile, and errors get their cause.
+
+    Args:
+        failures: Failures of the stages. One that is known before the body runs is raised instead.
+        remotes: The stages on workers.
+        fail: Called if the body raises, Ctrl-C included, so that no stage waits for this process.
+
+    Raises:
+        Exception: The first failure of any process that is not a consequence of another one.
+    """
+    if failures.any:
+        failures.raise_cause()
+    with failures.explained(), in_pass(remotes):
+        try:
+            yield
+        except BaseException:
+            fail()
+            raise
+
+
+class Leader(Protocol):
+    """Leads stages through passes."""
+
+    def forget(self, number: int) -> None: ...
+
+
+AnyLeader = TypeVar("AnyLeader", bound=Leader)
+
+
+class Run(Generic[AnyLeader]):
+    """A pass from its forward part until its backward part has run or can no longer come.
+
+    An output of the pipeline refers to this object, so the object refers to the pipeline weakly: an output that the
+    user keeps does not keep the pipeline.
+
+    Args:
+        this: The pass.
+        leader: Told to forget the pass if its backward part can no longer come.
+    """
+
+    def __init__(self, this: Pass, leader: AnyLeader) -> None:
+        self.this = this
+        self._leader = weakref.ref(leader)
+        self._is_spent = False
+
+    def spend(self) -> AnyLeader:
+        """Start the backward part, for which nothing is kept any more afterwards; return the leader.
+
+        Raises:
+            RuntimeError: If the backward part has run before, or the pipeline has ended.
+        """
+        leader = self._leader()
+        if leader is None:
+            raise RuntimeError("the pipeline that computed this has ended, so it has no backward pass any more")
+        if self._is_spent:
+            raise RuntimeError(
+                "the backward pass of this batch has already run through the pipeline, whose stages keep nothing for "
+                "a second one (retain_graph=True has no effect on them); add the losses up and call backward once"
+            )
+        self._is_spent = True
+        return leader
+
+    def __del__(self) -> None:
+        leader = self._leader()
+        if leader is not None and self.this.grad and not self._is_spent:
+            leader.forget(self.this.number)
+
+
+@cache
+def _rows(schedule: str, stages: int, microbatches: int) -> list[list[Action]]:
+    return SCHEDULES[schedule](stages, microbatches)
+
+
+@cache
+def _parts_of_rows(schedule: str, stages: int, microbatches: int) -> list[tuple[list[Action], list[Action]]]:
+    rows = _rows(schedule, stages, microbatches)
+    return [([a for a in row if a.kind == "F"], [a for a in row if a.kind == "B"]) for row in rows]

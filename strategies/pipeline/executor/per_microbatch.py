@@ -1,0 +1,204 @@
+"""Runs one micro-batch after the other, forward and backward in turn (``1f1b``).
+
+The user's code runs once per micro-batch and is suspended where it calls the module (:mod:`.suspended`). On three
+stages, with ``b`` for the code before the call, ``a`` for the code after it (the loss), and the driver as the last
+stage:
+
+    stage 0     F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    stage 1     .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    driver   b0 b1 b2 b3 F0 a0 B0 F1 a1 B1 F2 a2 B2 F3 a3 B3
+
+Gradients are kept apart from ``.grad`` until the backward pass of the returned loss releases them.
+
+Index letters: ``m`` micro-batch, ``i`` stage.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.autograd import GatheredGradients, with_backward
+from strategies.common.torch_compat import tree_leaves, tree_map_only
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.executor.executor import Executor, Run
+from strategies.pipeline.executor.suspended import Step, Steps
+from strategies.pipeline.microbatch.split import pack_objects, plain, unpack_objects
+from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.layers import PassContext, layer_seed
+from strategies.pipeline.stage.side_outputs import is_fresh
+from strategies.pipeline.stage.stage import GradientSlot, Pass, entered
+
+Code = Callable[[], Tensor | None]
+"""The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
+
+
+class PerMicrobatch:
+    """Runs user code once per micro-batch.
+
+    Args:
+        executor: Leads the stages.
+        parameters: Returns the parameters that have their values in this process.
+    """
+
+    def __init__(self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._executor, self._parameters = executor, parameters
+        self.steps = Steps(executor.num_stages + 1, executor.stage.device)
+        """The suspended runs of user code."""
+
+    def run(
+        self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
+    ) -> Tensor | None:
+        """Run the forward and backward pass of every micro-batch.
+
+        Args:
+            codes: What to run for each micro-batch.
+            weights: The share of each micro-batch in the loss.
+            context: Settings of forward passes; backward passes run under those of the caller.
+            scale: Factor on the loss in the backward passes, so that small gradients survive in float16.
+
+        Returns:
+            The weighted sum of the losses, whose backward pass gives every parameter its gradient; ``None`` if no code
+            returned a loss.
+        """
+        executor = self._executor
+        with torch.no_grad(), executor.explained():
+            this = executor.begin(len(codes), grad=True, context=context)
+            run = Run(this, executor)
+            for remote, row in zip(executor.remotes, executor.rows(this), strict=False):
+                remote.start(StageCommands.interleave, this, row)
+            gathered = GatheredGradients(self._parameters())
+            pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
+            with gathered.gathering():
+                losses = pass_.run()
+                if not pass_.learns and any(loss is not None for loss in losses):
+                    raise RuntimeError(
+                        "the loss that training_step returns does not depend on anything that is trained"
+                    )
+                executor.move_tied_gradients(this)
+        known = [(weight, loss) for weight, loss in zip(weights, losses, strict=True) if loss is not None]
+        if not known:
+            return None
+        total = torch.stack([weight * loss for weight, loss in known]).sum()
+        return with_backward(total, [True], [], partial(_release, run, gathered, scale))
+
+    def close(self) -> None:
+        """End the threads."""
+        self.steps.close()
+
+
+def _release(
+    run: Run[Executor], gathered: GatheredGradients, scale: float, grads: Sequence[Tensor | None], _: Any
+) -> list[Tensor | None]:
+    """Add the gradients of a pass, times that of its loss, to ``.grad`` on every stage."""
+    executor = run.spend()
+    executor.note_backward()
+    factor = 0.0 if grads[0] is None else grads[0].item() / scale
+    with executor.explained():
+        for remote in executor.remotes:
+            remote.start(StageCommands.release, run.this.number, factor)
+        gathered.release(factor)
+    return []
+
+
+class _Pass:
+    """One pass, as the driver leads it."""
+
+    def __init__(
+        self, executor: Executor, steps: Steps, this: Pass, codes: Sequence[Code], weights: Sequence[float]
+    ) -> None:
+        self._executor, self._connections, self._side_outputs = executor, executor.connections, executor.side_outputs
+        self._threads, self._this, self._codes, self._weights = steps, this, codes, weights
+        self.learns = False
+        """Whether the loss of any micro-batch requires a backward pass."""
+        self._steps: list[Step] = []
+        self._inputs: list[list[Tensor]] = []
+        """Per micro-batch, the tensors in the module's input that require a gradient."""
+        self._num_answered = 0
+
+    def run(self) -> list[Tensor | None]:
+        """Return the loss of each micro-batch, detached."""
+        stages, num = self._executor.num_stages, len(self._codes)
+        try:
+            losses = []
+            for m in range(num):
+                while len(self._steps) < min(m + stages + 1, num):
+                    # What stage 0 answers a period ago is there: this bounds what waits, and makes nobody wait.
+                    self._answer(len(self._steps) - 2 * stages)
+                    self._begin(len(self._steps))
+                losses.append(self._forward_and_backward(m))
+                for sender in self._executor.senders:
+                    sender.flush(keep=stages + 2)
+            self._answer(num)
+            return losses
+        except BaseException:
+            for step in self._steps:
+                step.abandon()
+            raise
+
+    def _begin(self, m: int) -> None:
+        """Run the user's code until it calls the module, and send the module's input to stage 0."""
+        this = self._this
+        step = self._threads.begin(partial(self._in_context, self._codes[m]), layer_seed(this.seed, m, -1))
+        self._steps.append(step)
+        if not step.has_called:
+            raise RuntimeError(
+                "training_step did not call the pipelined module for one of its micro-batches; schedule='1f1b' runs it "
+                "once per micro-batch, with one call in each. Use schedule='gpipe'."
+            )
+        if step.context != this.context:
+            raise RuntimeError(
+                "training_step called the pipelined module under autocast or other settings of its own, but "
+                "schedule='1f1b' runs its layers under those of the precision plug-in. Use schedule='gpipe'."
+            )
+        input, step.input = step.input, None
+        # Code that runs meanwhile may reuse the memory of this input for that of its next micro-batch.
+        input = pack_objects(input)
+        sent = tree_map_only(Tensor, lambda tensor: plain(tensor).detach().clone(), input)
+        tensors = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
+        self._executor.feed(sent, this, m, [t.requires_grad for t in tensors])
+        self._inputs.append([t for t in tensors if t.requires_grad])
+
+    def _in_context(self, code: Code) -> Any:
+        with self._this.context.entered(grad=True):
+            return code()
+
+    def _forward_and_backward(self, m: int) -> Tensor | None:
+        executor, this, step = self._executor, self._this, self._steps[m]
+        last = executor.num_stages - 1
+        if self._side_outputs.known:
+            self._side_outputs.reveal()
+        executor.run([Action("F", m, last)], this)
+        leaves = executor.output(this, m)
+        if self._side_outputs.known:
+            self._side_outputs.show(lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value)))
+        slots = [GradientSlot() for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        with torch.enable_grad():
+            output = unpack_objects(entered(leaves, slots))
+        step.resume(output)
+        del output
+        loss, step.result = step.result, None
+        if loss is not None and loss.numel() != 1:
+            raise RuntimeError(f"training_step returned a loss of shape {list(loss.shape)}; it must be a single number")
+        if loss is not None and loss.requires_grad:
+            self.learns = True
+            # The loss may also depend on the input directly; _answer goes through that part of the graph again. If it
+            # depends on side outputs of the own stage, the backward action goes through the stage's graph again.
+            keep = bool(self._inputs[m]) or (bool(self._side_outputs.known) and self._side_outputs.have_graphs)
+            loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
+        if slots:
+            self._connections.output_grads.send([slot.value for slot in slots], this.number, m)
+        executor.run([Action("B", m, last)], this)
+        return None if loss is None else loss.detach()
+
+    def _answer(self, limit: int) -> None:
+        """Differentiate the code before the call, for the micro-batches below ``limit``."""
+        for m in range(self._num_answered, limit):
+            inputs, self._inputs[m] = self._inputs[m], []
+            if inputs:
+                grads = self._connections.fed_back.receive(self._this.number, m)
+                known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]
+                torch.autograd.backward([t for t, _ in known], [grad for _, grad in known])
+            self._num_answered = m + 1

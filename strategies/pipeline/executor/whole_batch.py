@@ -1,0 +1,209 @@
+"""Runs a whole batch through the pipeline: fill, then drain (``gpipe``), or forward only.
+
+    driver   split ─▶ F0 F1 F2 F3 ─▶ merge ─▶ output ─▶ the user's loss ─▶ backward() ─▶ B3 B2 B1 B0
+                      └──────── WholeBatch.__call__ ────┘                └── WholeBatch.backward ──┘
+
+The output is one autograd node. When the loss differentiates it, every stage runs its backward part. The driver runs
+its own part inside the node and does not wait for the others, whose work overlaps with what the driver does next.
+
+Index letters: ``m`` micro-batch, ``i`` stage.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.common.autograd import with_backward
+from strategies.common.torch_compat import tree_leaves
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.executor.executor import Executor, Run
+from strategies.pipeline.microbatch.split import (
+    NoChunk,
+    has_rows,
+    merge,
+    merge_gradients,
+    pack_objects,
+    plain,
+    split,
+    unpack_objects,
+)
+from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.side_outputs import with_graph
+from strategies.pipeline.stage.stage import Pass
+from strategies.pipeline.transport.channel import Announcement, Sender
+
+
+@dataclass(frozen=True)
+class _Gradients:
+    """How gradients of a batch and of its micro-batches belong together.
+
+    Attributes:
+        rows: For each output that requires a gradient, the number of rows per micro-batch.
+        required: For each such output, whether that of each micro-batch requires one; a guess for recomputed ones.
+        inputs_split: For each input that requires a gradient, whether micro-batches got rows of it or all of it.
+    """
+
+    rows: list[list[int]]
+    required: list[list[bool]]
+    inputs_split: list[bool]
+
+
+class WholeBatch:
+    """Stands for the forward function of the pipelined module.
+
+    Args:
+        executor: Leads the stages.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._evaluates = False
+        """Whether the last pass had no backward part."""
+        self._announcing: PassContext | None = None
+        """Settings of passes that are announced on the data plane; ``None`` if stages wait for commands."""
+
+    def __call__(self, input: Any) -> Any:
+        """Take and return what the module's own forward function does."""
+        input = pack_objects(input, NoChunk)
+        given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
+        grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in given) or any(p.requires_grad for p in self._executor.module.parameters())
+        )
+        inputs = [t for t in given if grad and t.requires_grad]
+        with torch.no_grad(), self._executor.explained():
+            parts = split(input, self._executor.settings.microbatches)
+            this = self._executor.begin(len(parts), grad=grad)
+            results = self._forward(parts, this, [grad and t.requires_grad for t in given])
+            output = merge(results)
+        columns = [*zip(*([leaf for leaf in tree_leaves(r) if isinstance(leaf, Tensor)] for r in results), strict=True)]
+        required = [[t.requires_grad for t in column] for column in columns]
+        run = Run(this, self)
+        if not any(any(flags) for flags in required):
+            return unpack_objects(output)
+        gradients = _Gradients(
+            rows=[[t.shape[0] for t in column] for column, flags in zip(columns, required, strict=True) if any(flags)],
+            required=[flags for flags in required if any(flags)],
+            inputs_split=[has_rows(t) for t in inputs],
+        )
+        wanted = [any(flags) for flags in required]
+        output = with_backward(output, wanted, [plain(t) for t in inputs], partial(_backward, run, gradients))
+        return unpack_objects(output)
+
+    def _forward(self, parts: Sequence[Any], this: Pass, requires_grad: list[bool]) -> list[Any]:
+        """Run the forward part of a pass, and return the output of each micro-batch."""
+        executor = self._executor
+        self._tell(this)
+        if executor.side_outputs.known:
+            executor.side_outputs.reveal()
+        results: list[Any] = []
+        actions = executor.parts_of_rows(this)[-1][0]
+
+        def fed() -> Iterator[Action]:
+            """The forward actions of the last stage; stage 0 gets its inputs a bounded number ahead of them."""
+            num_fed = 0
+            for action in actions:
+                while num_fed < min(len(parts), action.microbatch + 2 * executor.num_stages):
+                    executor.feed(parts[num_fed], this, num_fed, requires_grad)
+                    num_fed += 1
+                yield action
+                results.append(executor.output(this, action.microbatch))
+
+        executor.run(fed(), this)
+        if isinstance(executor.connections.feed, Sender):
+            executor.connections.feed.release()  # the outputs were computed from all of it
+        if executor.side_outputs.known:
+            executor.side_outputs.show(partial(_is_of_whole_batch, this))
+        return results
+
+    def _tell(self, this: Pass) -> None:
+        """Tell the stages on workers to run the forward part of a pass.
+
+        Normally by one command per stage, over the control plane. Where passes without a backward part follow each
+        other, one command makes the stages take such passes from the data plane, each announced ahead of its inputs,
+        until there is another command for any of them.
+        """
+        remotes = self._executor.remotes
+        follows_another, self._evaluates = self._evaluates, not this.grad
+        if this.grad or not follows_another or not remotes:
+            for remote, (forward, backward) in zip(remotes, self._executor.parts_of_rows(this), strict=False):
+                remote.start(StageCommands.forward, this, forward, backward)
+            return
+        if self._announcing != this.context or any(remote.has_queued for remote in remotes):
+            for remote in remotes:
+                remote.start_until(self.end_announcements, StageCommands.evaluate, this.context)
+            self._announcing = this.context
+        for remote in remotes:
+            remote.version += 1
+        assert isinstance(self._executor.connections.feed, Sender)
+        self._executor.connections.feed.announce(Announcement(this.number, this.microbatches, this.seed))
+
+    def end_announcements(self) -> None:
+        """Make the stages on workers take commands again."""
+        if self._announcing is not None:
+            self._announcing = None
+            if not self._executor.has_failed:  # or stages take no more passes anyway
+                assert isinstance(self._executor.connections.feed, Sender)
+                self._executor.connections.feed.end_passes()
+
+    def backward(
+        self, this: Pass, gradients: _Gradients, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Run the backward part of a pass on every stage.
+
+        Args:
+            this: The pass.
+            gradients: How gradients of the batch and of micro-batches belong together.
+            grads: The gradient of each output that requires one; ``None`` where the loss did not use it.
+            inputs: The pipeline's inputs that require a gradient.
+
+        Returns:
+            The gradients of ``inputs``.
+        """
+        executor, connections = self._executor, self._executor.connections
+        executor.note_backward()
+        with executor.explained():
+            columns = [
+                [None] * this.microbatches if grad is None else grad.split(rows)
+                for grad, rows in zip(grads, gradients.rows, strict=True)
+            ]
+            for m in range(this.microbatches):
+                parts = [column[m] for column, flags in zip(columns, gradients.required, strict=True) if flags[m]]
+                connections.output_grads.send(parts, this.number, m)
+            executor.carry_changes()  # autograd computes no gradient for what requires none by now
+            for remote in executor.remotes:
+                remote.start(StageCommands.backward, this.number)
+            actions = executor.parts_of_rows(this)[-1][1]
+            executor.run(actions, this)
+            executor.move_tied_gradients(this)
+            if not inputs:
+                return []
+            received = {a.microbatch: connections.fed_back.receive(this.number, a.microbatch) for a in actions}
+        return [
+            merge_gradients([received[m][k] for m in range(this.microbatches)], original, is_split=is_split)
+            for k, (original, is_split) in enumerate(zip(inputs, gradients.inputs_split, strict=True))
+        ]
+
+    def forget(self, number: int) -> None:
+        """Make every stage forget a pass whose backward part can no longer come."""
+        self._executor.forget(number)
+
+    def close(self) -> None:
+        """Make the stages take commands again, and take the marks of side outputs away."""
+        self.end_announcements()
+        self._executor.side_outputs.end()
+
+
+def _backward(
+    run: Run[WholeBatch], gradients: _Gradients, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    return run.spend().backward(run.this, gradients, grads, inputs)
+
+
+def _is_of_whole_batch(this: Pass, value: Any) -> bool:
+    """Whether a side output is that of one process, and no gradient flows through it."""
+    return this.microbatches == 1 and not (this.grad and (this.recomputed or with_graph(value)))
