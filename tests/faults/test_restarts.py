@@ -265,5 +265,5 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "2")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(MisconfigurationException, match="these have been started from outside"):
+    with pytest.raises(MisconfigurationException, match="these were started from outside"):
         Trainer(accelerator="cpu", devices=2, strategy=RPCSequentialStrategy(max_restarts=1), logger=False)
