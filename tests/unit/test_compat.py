@@ -352,16 +352,11 @@ def _private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             if not _is_of_self(node):
                 yield node.attr, node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "getattr",
-            "setattr",
-            "hasattr",
-            "delattr",
-            "replaced",
-        ):
-            names = [
-                arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)
-            ]
+        elif isinstance(node, ast.Call):
+            function = ast.unparse(node.func)
+            named = node.args[1:2] if function in ("getattr", "setattr", "hasattr", "delattr", "replaced") else []
+            named = node.args if function == "attrgetter" else named
+            names = [arg.value for arg in named if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
             yield from ((name, node.lineno) for name in names if _is_private(name))
 
 
