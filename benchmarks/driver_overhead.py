@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from benchmarks.plots import lines, plot
 from benchmarks.report import Effort, Section, Table, quartiles, spread
 from benchmarks.stage_memory import step as passes_of
+from strategies.commands.host import progress
 from strategies.pipeline.control import client
-from strategies.pipeline.control.calls import progress
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 

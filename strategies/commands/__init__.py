@@ -1,7 +1,8 @@
-"""Typed commands between processes: how a command is declared, and how a call of it is written on the wire.
+"""Typed commands to an object on another process: their declaration, the host that runs them, failures on the way back.
 
-A set of commands is a ``Protocol``. The caller names a command by the method of that class, so that mypy checks its
-arguments and its result; an object on another process implements the ``Protocol``.
+A set of commands is a ``Protocol``. The caller names a command by the method of that class, so mypy checks its
+arguments and its result. The object on the other process implements the ``Protocol``; a host runs its commands one at a
+time on one thread. Instead of a result the caller may get a ``Failure``.
 
 May import ``common``.
 """

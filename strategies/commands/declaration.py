@@ -30,22 +30,26 @@ class Declaration:
     Attributes:
         changes_values: Whether parameters, buffers or gradients may be others afterwards.
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
+        collective: Whether the command runs once for all callers, when each of them has called it, with the arguments
+            of the last one.
     """
 
     changes_values: bool
     doing: str
+    collective: bool
 
 
-def command(*, changes_values: bool = True, doing: str = "") -> Callable[[F], F]:
+def command(*, changes_values: bool = True, doing: str = "", collective: bool = False) -> Callable[[F], F]:
     """Declare a method of a ``Protocol`` as a command. Classes that implement the ``Protocol`` must define it.
 
     Args:
         changes_values: Whether parameters, buffers or gradients may be others afterwards.
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
+        collective: Whether the command runs once for all callers, when each of them has called it.
     """
 
     def declare(method: F) -> F:
-        vars(method)[_ATTRIBUTE] = Declaration(changes_values, doing)
+        vars(method)[_ATTRIBUTE] = Declaration(changes_values, doing, collective)
         vars(method)["__isabstractmethod__"] = True
         return method
 

@@ -26,8 +26,9 @@ from strategies.launch.session import Session, join_data_plane
 from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.control.client import Failures, NotCopied, Patience, RemoteStage
+from strategies.pipeline.control.client import NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.failures import Failures, InterruptibleWait
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Connections, Executor, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch
@@ -43,7 +44,7 @@ from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
-from strategies.pipeline.worker.payload import Cargo, pickled
+from strategies.pipeline.worker.payload import Payload, pickled
 from strategies.pipeline.worker.process import host
 
 _END_SECONDS = 5.0
@@ -87,7 +88,7 @@ class _Workers:
     wait: Wait = wait_here
 
 
-class Pipeline(NotCopied):
+class Pipeline(NotCopyable):
     """Runs an ``nn.Sequential`` over several processes, the last stage in this one.
 
     Args:
@@ -224,11 +225,11 @@ class Pipeline(NotCopied):
         for optimizer in self.optimizers.optimizers:
             here = [p for p in parameters_of(optimizer) if id(p) not in elsewhere]
             check_divisible(optimizer, [*owned, here])
-        cargos = [self._cargo(i) for i in range(len(self.stages) - 1)]
-        blobs = [pickled(cargo, cargo.layers, self._model) for cargo in cargos]
+        payloads = [self._payload(i) for i in range(len(self.stages) - 1)]
+        blobs = [pickled(payload, payload.layers, self._model) for payload in payloads]
         self.failures = Failures()
         with ExitStack() as ending:
-            self._running = self._start(blobs, [cargo.numbers for cargo in cargos], ending)
+            self._running = self._start(blobs, [payload.numbers for payload in payloads], ending)
 
     def _start(self, blobs: Sequence[bytes], numbers: list[list[list[int]]], ending: ExitStack) -> _Running:
         """Start everything; what has been started is ended by ``ending`` if an error occurs."""
@@ -315,9 +316,9 @@ class Pipeline(NotCopied):
         """Every buffer with its values in this process."""
         return [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
 
-    def _cargo(self, i: int) -> Cargo:
+    def _payload(self, i: int) -> Payload:
         owned = owned_parameters(i, self.stages[i], self._ties)
-        return Cargo(
+        return Payload(
             index=i,
             layers=self.stages[i],
             first_layer=sum(self.balance[:i]),
@@ -343,29 +344,27 @@ class Pipeline(NotCopied):
             remotes.append(self._ship(i, stages[i], blob, session, processes))
         watch = Watch(remotes, session.timeout_seconds)
         ending.callback(watch.end)
-        patience = Patience(self.failures)
-        ending.callback(patience.end)
+        wait = InterruptibleWait(self.failures)
+        ending.callback(wait.end)
         unpacked = [remote.start(StageCommands.num_kept) for remote in remotes]
         with self.failures.explained():
             group = join_data_plane(session, len(blobs), self.failures.raise_untold)
         for remote, answer in zip(remotes, unpacked, strict=True):
             remote.result(answer)
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        connections = Connections.to_workers(group, self.device, self._ties, named, patience)
-        return _Workers(remotes, connections, processes, patience)
+        connections = Connections.to_workers(group, self.device, self._ties, named, wait)
+        return _Workers(remotes, connections, processes, wait)
 
     def _ship(self, i: int, stage: str, blob: bytes, session: Session, processes: Workers | Ranks) -> RemoteStage:
         name = session.name(i)
-        return RemoteStage(
-            name,
-            rpc.remote(name, host, args=(blob, i, session), timeout=0),
-            stage,
-            process=processes.process(i),
+        process = StageProcess(
+            processes.process(i),
             ended=lambda: processes.ended(i, wait_seconds=0.5),
             doing=lambda: processes.doing(i),
             kill=lambda: processes.kill(i),
-            failures=self.failures,
         )
+        hosted = rpc.remote(name, host, args=(blob, i, session), timeout=0)
+        return RemoteStage(name, hosted, stage, process, self.failures)
 
     # End
 

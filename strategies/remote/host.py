@@ -1,167 +1,75 @@
-"""The owner's half of :mod:`strategies.remote.module`: the module, and what its callers may ask of it.
-
-What travels when a model is trained: the caller sends
-
-    forward(args, wanted)     the owner runs the module, keeps its graph under a number, returns outputs and number
-    backward(number, grads)   it goes back through that graph, adds to .grad of the parameters, returns those of inputs
-    step(optimizer, values)   it steps with the hyperparameters that the caller has now
-"""
+"""The owner's end of a module on another process: it hosts the module and implements the commands of the callers."""
 
 import random
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
 from typing import Any, ClassVar
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 from torch.distributed import rpc
-from torch.futures import Future
 from torch.optim import Optimizer
 
+from strategies.commands.host import Host
+from strategies.common.activity import Activity
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from strategies.common.trees import tensors_in
 from strategies.optim.restricted import hyperparameters, set_hyperparameters
-from strategies.pipeline.control.calls import failure_of
 from strategies.pipeline.stage.layers import preserved_random_state
-
-_TOGETHER = ("make_optimizer", "step", "zero_grad")
-"""Commands that run once, when all callers have asked for them."""
+from strategies.remote.commands import ModuleCommands
 
 
-class Host:
-    """Holds a module on the process that owns it, and runs one command at a time, on a thread of its own.
+class HostedModule(ModuleCommands):
+    """A module and its optimizers; see :class:`~strategies.remote.commands.ModuleCommands` for what it does.
 
     Args:
-        device: Where the module is, or is to be.
-        num_callers: How many processes use it at the same time.
-        module: The module; left out, :meth:`build` makes it.
+        module: The module.
+        device: The device of the module.
+        num_callers: The number of processes that train the module.
     """
 
-    _of_module: ClassVar["weakref.WeakValueDictionary[int, Host]"] = weakref.WeakValueDictionary()
+    hosts: ClassVar["weakref.WeakValueDictionary[int, Host[HostedModule]]"] = weakref.WeakValueDictionary()
     """The host of each module that has one, by the module's ``id``: a host keeps its module."""
 
-    def __init__(self, device: str, num_callers: int, module: nn.Module | None = None) -> None:
-        self._device, self._num_callers = device, num_callers
-        self._module = nn.Module() if module is None else module
-        self._of_module[id(self._module)] = self
+    def __init__(self, module: nn.Module, device: str, num_callers: int) -> None:
+        self.module, self._device, self._num_callers = module, device, num_callers
         self._optimizers: list[Optimizer] = []
         # Not behind an RRef, which can only be sent from a thread of RPC.
         self._graphs: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         self._num_calls = 0
-        self._waiting: dict[str, list[Future[Any]]] = {}
-        self._lock = Lock()
-        # Handlers of RPC run on a pool of threads, each with its own malloc arena, which makes computing slower.
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="relay-remote-module")
 
-    @classmethod
-    def of(cls, module: nn.Module, device: str, num_callers: int) -> "Host":
-        """Return the host of a module of this process; creates it if there is none."""
-        return cls._of_module.get(id(module)) or cls(device, num_callers, module)
+    def describe(self) -> str:
+        return type(self.module).__name__
 
-    @property
-    def module(self) -> nn.Module:
-        """The module."""
-        return self._module
+    def announce_failure(self) -> None:
+        """Do nothing: each caller waits for its own commands only."""
 
-    def submit(self, command: str, arguments: tuple[Any, ...]) -> Future[Any]:
-        """Queues a command; the future gets its result, or a :class:`~strategies.pipeline.control.calls.Failure`."""
-        done: Future[Any] = Future()
-        asked = [done]
-        if command in _TOGETHER:
-            with self._lock:
-                asked = self._waiting.setdefault(command, [])
-                asked.append(done)
-                if len(asked) < self._num_callers:
-                    return done
-                del self._waiting[command]
-        self._compute.submit(self._run, command, arguments, asked)
-        return done
-
-    def num_graphs(self) -> int:
-        """Return the number of calls that wait for their backward pass."""
-        return len(self._graphs)
-
-    def _run(self, command: str, arguments: tuple[Any, ...], asked: list[Future[Any]]) -> None:
-        try:
-            result = getattr(self, command)(*arguments)
-        except BaseException as error:  # a module may even exit; the caller must hear of it
-            result = failure_of(error, type(self._module).__name__, command)
-        for done in asked:
-            done.set_result(result)
-
-    def build(self, packed: bytes) -> None:
-        """Create the module. The constructor of this class does not, because its errors would lose their type.
-
-        Args:
-            packed: A class or function, arguments and keyword arguments, pickled by cloudpickle.
-
-        Raises:
-            TypeError: If the result is not a module.
-        """
-        make, args, kwargs = cloudpickle.loads(packed)
-        module = make(*args, **kwargs)
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"expected an nn.Module of {make!r}, got {type(module).__name__}")
-        del self._of_module[id(self._module)]
-        self._module = module.to(self._device)
-        self._of_module[id(module)] = self
-
-    def describe(self) -> tuple[str, int]:
-        """Return the name of the module's class, and the number of callers."""
-        return type(self._module).__name__, self._num_callers
+    def facts(self) -> tuple[str, int]:
+        return type(self.module).__name__, self._num_callers
 
     def check(self, device: str) -> None:
-        """Check the module that another process has given as being on ``device``.
-
-        Raises:
-            TypeError: If it is not a module.
-            ValueError: If it is on another device.
-        """
-        if not isinstance(self._module, nn.Module):
-            raise TypeError(f"module_rref refers to a {type(self._module).__name__}, not to an nn.Module")
+        if not isinstance(self.module, nn.Module):
+            raise TypeError(f"module_rref refers to a {type(self.module).__name__}, not to an nn.Module")
         named = torch.empty(0, device=device).device  # "cuda" is the current one
-        for tensor in (*self._module.parameters(), *self._module.buffers()):
+        for tensor in (*self.module.parameters(), *self.module.buffers()):
             if tensor.device != named:
                 raise ValueError(f"the module is on {tensor.device}, but remote_device says {device}")
 
     def apply(self, packed: bytes, state: tuple[Any, Tensor]) -> tuple[tuple[Any, Tensor], bool]:
-        """Call a function with each submodule and the module.
-
-        Args:
-            packed: The function, pickled by cloudpickle.
-            state: The caller's random states, of ``random`` and of torch on the CPU.
-
-        Returns:
-            The random states afterwards, and whether the function has changed an object that it refers to.
-        """
         function = cloudpickle.loads(packed)
         before = cloudpickle.dumps(function)
         with preserved_random_state(torch.device("cpu")):
             random.setstate(state[0])
             torch.set_rng_state(state[1])
-            self._module.apply(function)
+            self.module.apply(function)
             state = random.getstate(), torch.get_rng_state()
         return state, cloudpickle.dumps(function) != before
 
     def forward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: list[bool], grad: bool
     ) -> tuple[Any, list[bool], int | None]:
-        """Call the module.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            wanted: For each leaf of both, whether its gradient will be requested.
-            grad: Whether a backward pass may follow.
-
-        Returns:
-            The output, for each tensor in it whether it requires a gradient, and the number for the backward pass if
-            any does.
-        """
         leaves, spec = tree_flatten((args, kwargs))
         leaves = [leaf.to(self._device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         inputs = [leaf.requires_grad_() for leaf, flag in zip(leaves, wanted, strict=True) if flag]
@@ -169,7 +77,7 @@ class Host:
             # A leaf of autograd could not be changed in place.
             passed = [leaf.clone() if flag else leaf for leaf, flag in zip(leaves, wanted, strict=True)]
             args, kwargs = tree_unflatten(passed, spec)
-            output = self._module(*args, **kwargs)
+            output = self.module(*args, **kwargs)
         refuse_hidden_tensors(tree_leaves(output))
         tensors = tensors_in(output)
         flags = [tensor.requires_grad for tensor in tensors]
@@ -181,25 +89,15 @@ class Host:
         return sent, flags, self._num_calls
 
     def call_recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the module within distributed autograd, which records the call."""
+        """Call the module and leave its backward pass to distributed autograd. RPC calls this, it is not a command."""
         args, kwargs = tree_map_only(Tensor, lambda tensor: tensor.to(self._device), (args, kwargs))
-        output = self._module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
         return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
 
     def forget(self, number: int) -> None:
-        """Free the graph of a call whose backward pass will not come."""
         self._graphs.pop(number, None)
 
     def backward(self, number: int, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Add the mean over the callers to the gradients of the parameters, and return the gradients of the inputs.
-
-        Args:
-            number: The number that :meth:`forward` returned.
-            grads: The gradient of each output that requires one, or ``None``.
-
-        Raises:
-            RuntimeError: If there has been a backward pass through this call.
-        """
         if number not in self._graphs:
             raise RuntimeError(
                 "a second backward pass through one call of a remote module: the first one has freed what it needs, "
@@ -211,92 +109,97 @@ class Host:
         torch.autograd.backward([out for out, _ in pairs], [grad.to(self._device) / share for _, grad in pairs])
         return [None if tensor.grad is None else tensor.grad.cpu() * share for tensor in inputs]
 
+    def num_graphs(self) -> int:
+        return len(self._graphs)
+
     def parameters(self) -> list[tuple[str, Tensor, Tensor | None, bool]]:
-        """Return name, value, gradient and ``requires_grad`` of each parameter."""
         return [
             (name, _copy(p), None if p.grad is None else _copy(p.grad), p.requires_grad)
-            for name, p in self._module.named_parameters()
+            for name, p in self.module.named_parameters()
         ]
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Return name and value of each buffer."""
-        return [(name, _copy(buffer)) for name, buffer in self._module.named_buffers()]
+        return [(name, _copy(buffer)) for name, buffer in self.module.named_buffers()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the module's state dict with copies of its tensors."""
-        return tree_map_only(Tensor, _copy, dict(self._module.state_dict()))
+        return tree_map_only(Tensor, _copy, dict(self.module.state_dict()))
 
     def load_state_dict(self, state: dict[str, Any]) -> tuple[list[str], list[str], list[str]]:
-        """Load the entries that fit.
-
-        Returns:
-            Missing keys, unexpected keys, and messages about other errors.
-        """
         try:
-            keys = self._module.load_state_dict(OrderedDict(state), strict=False)
+            keys = self.module.load_state_dict(OrderedDict(state), strict=False)
         except RuntimeError as error:  # other shapes
             return [], [], [str(error)]
         return keys.missing_keys, keys.unexpected_keys, []
 
     def train(self, mode: bool) -> None:
-        """Set the mode."""
-        self._module.train(mode)
+        self.module.train(mode)
 
     def to(self, dtype: torch.dtype) -> None:
-        """Convert floating-point parameters and buffers."""
-        self._module.to(dtype)
+        self.module.to(dtype)
 
     def requires_grad_(self, flag: bool) -> None:
-        """Freeze or thaw all parameters."""
-        self._module.requires_grad_(flag)
+        self.module.requires_grad_(flag)
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear the gradients."""
-        self._module.zero_grad(set_to_none)
+        self.module.zero_grad(set_to_none)
 
     def make_optimizer(self, packed: bytes) -> tuple[int, list[torch.Size], dict[str, Any]]:
-        """Create an optimizer of all parameters.
-
-        Returns:
-            Its number, the shapes of its parameters, and its hyperparameters.
-        """
         cls, options = cloudpickle.loads(packed)
-        optimizer = cls(self._module.parameters(), **options)
+        optimizer = cls(self.module.parameters(), **options)
         self._optimizers.append(optimizer)
         shapes = [parameter.shape for parameter in optimizer.param_groups[0]["params"]]
         return len(self._optimizers) - 1, shapes, hyperparameters(optimizer)[0]
 
     def step(self, number: int, values: list[dict[str, Any]]) -> None:
-        """Step an optimizer with the hyperparameters that its callers have now."""
         set_hyperparameters(self._optimizers[number], values)
         self._optimizers[number].step()
 
     def optimizer_state_dict(self, number: int) -> dict[str, Any]:
-        """Return the state dict of an optimizer with copies of its tensors."""
         return tree_map_only(Tensor, _copy, self._optimizers[number].state_dict())
 
     def load_optimizer_state_dict(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Load the state dict of an optimizer; returns the hyperparameters in it."""
         self._optimizers[number].load_state_dict(state)
         return hyperparameters(self._optimizers[number])[0]
 
 
-@rpc.functions.async_execution
-def ask(host: Any, forgotten: list[int], command: str, *arguments: Any) -> Future[Any]:
-    """Runs a command on the host behind the ``RRef``; see :meth:`Host.submit` and :meth:`Host.forget`."""
-    for number in forgotten:
-        host.local_value().submit("forget", (number,))
-    return host.local_value().submit(command, arguments)
+def host_new_module(packed: bytes, device: str, num_callers: int) -> Host[HostedModule]:
+    """Host a module that does not exist yet; the first command creates it, and reports an exception of its class.
+
+    Args:
+        packed: A class or a function that returns a module, positional and keyword arguments, by cloudpickle.
+        device: The device of the module.
+        num_callers: The number of processes that train the module.
+    """
+    activity = Activity()
+
+    def create() -> HostedModule:
+        activity.doing = "build"
+        make, args, kwargs = cloudpickle.loads(packed)
+        module = make(*args, **kwargs)
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"expected an nn.Module of {make!r}, got {type(module).__name__}")
+        hosted = HostedModule(module.to(device), device, num_callers)
+        if (host := own()) is not None:
+            HostedModule.hosts[id(hosted.module)] = host
+        return hosted
+
+    host = Host(create, ModuleCommands, name="Module", activity=activity, num_callers=num_callers)
+    own = weakref.ref(host)  # the thread of a host must not keep it
+    return host.start()
 
 
-def host_of(module: Any, device: str, num_callers: int) -> Host:
-    """Return the host of the module behind the ``RRef``; see :meth:`Host.of`."""
-    return Host.of(module.local_value(), device, num_callers)
+def host_existing_module(module: Any, device: str, num_callers: int) -> Host[HostedModule]:
+    """Host the object behind the ``RRef``, or return the host that it has already."""
+    value = module.local_value()
+    hosted = HostedModule(value, device, num_callers)
+    new = Host(lambda: hosted, ModuleCommands, name=hosted.describe(), activity=Activity(), num_callers=num_callers)
+    host = HostedModule.hosts.setdefault(id(value), new)
+    return host.start() if host is new else host
 
 
 def module_of(host: Any) -> nn.Module:
     """Return the module of the host behind the ``RRef``."""
-    module: nn.Module = host.local_value().module
+    module: nn.Module = host.local_value().hosted.module
     return module
 
 
@@ -306,15 +209,15 @@ def parameters_of(host: Any, recurse: bool) -> list[Any]:
 
 
 def call_module(host: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the module on a thread of RPC, within the caller's context of distributed autograd."""
-    return host.local_value().call_recorded(args, kwargs)
+    """Call the module within the caller's context of distributed autograd, on the thread of RPC for that context."""
+    return host.local_value().hosted.call_recorded(args, kwargs)
 
 
 def refuse_hidden_tensors(leaves: Iterable[Any]) -> None:
-    """Check that no gradient would be lost in an object that only its own class can take apart.
+    """Check that no tensor with a gradient is an attribute of an object, where the gradient would be lost.
 
     Raises:
-        TypeError: If such an object holds a tensor that requires a gradient.
+        TypeError: If an object has such an attribute.
     """
     for leaf in leaves:
         held = () if isinstance(leaf, Tensor) else getattr(leaf, "__dict__", {}).values()

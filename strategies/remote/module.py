@@ -7,7 +7,6 @@ nothing outside of a distributed autograd context, and ``loss.backward()`` fails
 
 import random
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -30,9 +29,16 @@ from strategies.common.torch_compat import (
     tree_map_only,
     tree_unflatten,
 )
-from strategies.pipeline.control.calls import Failure
-from strategies.pipeline.control.client import rebuilt
-from strategies.remote.host import Host, ask, call_module, host_of, module_of, parameters_of, refuse_hidden_tensors
+from strategies.remote.client import ModuleClient
+from strategies.remote.commands import ModuleCommands
+from strategies.remote.host import (
+    call_module,
+    host_existing_module,
+    host_new_module,
+    module_of,
+    parameters_of,
+    refuse_hidden_tensors,
+)
 from strategies.remote.optimizer import RemoteOptimizer
 
 
@@ -82,7 +88,9 @@ class RemoteModule(nn.Module):
             (module_cls, tuple(args or ()), dict(kwargs or {})),
             "Make there what cannot travel: give a function that returns the module.",
         )
-        self._connect(rpc.remote(worker, Host, args=(device, num_callers)), "build", make)
+        self._connect(
+            ModuleClient(rpc.remote(worker, host_new_module, args=(make, device, num_callers)), self._address)
+        )
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: Any, *, num_callers: int = 1) -> "RemoteModule":
@@ -110,17 +118,17 @@ class RemoteModule(nn.Module):
         remote = cls.__new__(cls)
         nn.Module.__init__(remote)
         remote._address = f"{worker.name}/{device}"
-        remote._connect(rpc.remote(worker, host_of, args=(module_rref, device, num_callers)), "check", device)
+        host = rpc.remote(worker, host_existing_module, args=(module_rref, device, num_callers))
+        client = ModuleClient(host, remote._address)
+        client.call(ModuleCommands.check, device)
+        remote._connect(client)
         return remote
 
-    def _connect(self, host: Any, *command: Any) -> None:
-        """Connect this object to the host of the module; the host runs a command first."""
-        self._host = host
-        self._forgotten: deque[int] = deque()  # the garbage collector may append from any thread
-        self._num_callers = 1
-        self._call(*command)
-        self._class_name, self._num_callers = self._call("describe")
-        self.module_rref = rpc.remote(host.owner(), module_of, args=(host,))
+    def _connect(self, client: ModuleClient) -> None:
+        """Connect this object to the host of the module."""
+        self._class_name, num_callers = client.call(ModuleCommands.facts)
+        self._client = ModuleClient(client.host, client.address, num_callers)
+        self.module_rref = rpc.remote(client.host.owner(), module_of, args=(client.host,))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module and waits for what it returns.
@@ -147,7 +155,7 @@ class RemoteModule(nn.Module):
         ``DistributedOptimizer`` over :meth:`remote_parameters`, and nothing is added to ``.grad``.
         """
         if in_distributed_autograd():
-            return rpc.rpc_async(self._host.owner(), call_module, args=(self._host, args, kwargs))
+            return rpc.rpc_async(self._client.host.owner(), call_module, args=(self._client.host, args, kwargs))
         leaves, spec = tree_flatten((args, kwargs))
         refuse_hidden_tensors(leaves)
         grad = torch.is_grad_enabled()
@@ -156,17 +164,18 @@ class RemoteModule(nn.Module):
         device = next((leaf.device for leaf in leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
         sent = [leaf.detach().cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         done: Future[Any] = Future()
-        reply = self._start("forward", *tree_unflatten(sent, spec), wanted, grad)
+        args, kwargs = tree_unflatten(sent, spec)
+        reply = self._client.start(ModuleCommands.forward, args, kwargs, wanted, grad)
         reply.add_done_callback(partial(self._settle, done, inputs, device))
         return done
 
     def _settle(self, done: Future[Any], inputs: list[Tensor], device: torch.device, reply: Future[Any]) -> None:
         try:
-            output, flags, number = self._answer(reply)
+            output, flags, number = self._client.answer(reply)
             output = tree_map_only(Tensor, lambda tensor: tensor.to(device), output)
             if number is not None:
                 backward = partial(self._backward, number)
-                weakref.finalize(backward, self._forgotten.append, number).atexit = False
+                weakref.finalize(backward, self._client.forget, number).atexit = False
                 with torch.enable_grad():  # of this thread, which is RPC's
                     output = with_backward(output, flags, inputs, backward)
             done.set_result(output)
@@ -174,7 +183,9 @@ class RemoteModule(nn.Module):
             done.set_exception(error)
 
     def _backward(self, number: int, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        given = self._call("backward", number, [None if grad is None else grad.cpu() for grad in grads])
+        given = self._client.call(
+            ModuleCommands.backward, number, [None if grad is None else grad.cpu() for grad in grads]
+        )
         return [None if g is None else g.to(tensor.device) for g, tensor in zip(given, inputs, strict=True)]
 
     def named_parameters(
@@ -185,7 +196,7 @@ class RemoteModule(nn.Module):
         The copies are for reading: an optimizer over them, or clipping their gradients, raises an error. Without
         ``recurse`` there are none: DDP and the like ask each module for its own, and would take them for local ones.
         """
-        for name, value, grad, requires_grad in self._call("parameters") if recurse else ():
+        for name, value, grad, requires_grad in self._client.call(ModuleCommands.parameters) if recurse else ():
             with torch.inference_mode():  # inference tensors cannot be changed outside of inference mode
                 parameter = ParameterCopy(value.clone(), requires_grad)
                 parameter.grad = None if grad is None else grad.clone()
@@ -195,23 +206,23 @@ class RemoteModule(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
         """Names of the buffers, and copies of what they are now, on the CPU; without ``recurse`` none."""
-        for name, value in self._call("buffers") if recurse else ():
+        for name, value in self._client.call(ModuleCommands.buffers) if recurse else ():
             yield f"{prefix}.{name}" if prefix else name, value
 
     def train(self, mode: bool = True) -> "RemoteModule":
         """Set the mode of the module."""
         super().train(mode)
-        self._call("train", mode)
+        self._client.call(ModuleCommands.train, mode)
         return self
 
     def requires_grad_(self, requires_grad: bool = True) -> "RemoteModule":
         """Freeze or thaw all parameters."""
-        self._call("requires_grad_", requires_grad)
+        self._client.call(ModuleCommands.requires_grad_, requires_grad)
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, once all callers have asked for it."""
-        self._call("zero_grad", set_to_none)
+        self._client.call(ModuleCommands.zero_grad, set_to_none)
 
     def optimizer(self, cls: Callable[..., Optimizer], **options: Any) -> RemoteOptimizer:
         """Create an optimizer of all parameters on the process of the module; all callers create it together.
@@ -221,7 +232,9 @@ class RemoteModule(nn.Module):
             options: Arguments of the class, except the parameters.
         """
         advice = "Give a class or a function that can be imported, and arguments that can be pickled."
-        return RemoteOptimizer(self._call, *self._call("make_optimizer", self._packed(cls, (cls, options), advice)))
+        return RemoteOptimizer(
+            self._client, *self._client.call(ModuleCommands.make_optimizer, self._packed(cls, (cls, options), advice))
+        )
 
     def apply(self, fn: Callable[[nn.Module], Any]) -> "RemoteModule":
         """Calls ``fn`` with each submodule and with the module itself, on the process where they are.
@@ -246,7 +259,7 @@ class RemoteModule(nn.Module):
             f"apply() sends the function to the process of the module: instead of {name}, give a function (or a "
             "functools.partial of one) that does not hold this model, or initialise the module in its constructor.",
         )
-        state, changed = self._call("apply", packed, (random.getstate(), torch.get_rng_state()))
+        state, changed = self._client.call(ModuleCommands.apply, packed, (random.getstate(), torch.get_rng_state()))
         random.setstate(state[0])
         torch.set_rng_state(state[1])
         if changed:
@@ -275,7 +288,9 @@ class RemoteModule(nn.Module):
         Args:
             recurse: Also those of submodules.
         """
-        references: list[Any] = rpc.rpc_sync(self._host.owner(), parameters_of, args=(self._host, recurse))
+        references: list[Any] = rpc.rpc_sync(
+            self._client.host.owner(), parameters_of, args=(self._client.host, recurse)
+        )
         return references
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> NoReturn:
@@ -316,11 +331,13 @@ class RemoteModule(nn.Module):
         """Has ``double``, ``to(dtype)`` and the like done there; the device is that of the address."""
         dtypes = {fn(torch.empty(0, dtype=dtype)).dtype for dtype in (torch.float32, torch.float64)}
         if len(dtypes) == 1:
-            self._call("to", dtypes.pop())
+            self._client.call(ModuleCommands.to, dtypes.pop())
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: value for name, value in self._call("state_dict").items()})
+        destination.update(
+            {prefix + name: value for name, value in self._client.call(ModuleCommands.state_dict).items()}
+        )
 
     def _load_from_state_dict(
         self,
@@ -333,7 +350,7 @@ class RemoteModule(nn.Module):
         error_msgs: list[str],
     ) -> None:
         own = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
-        missing, unexpected, errors = self._call("load_state_dict", own)
+        missing, unexpected, errors = self._client.call(ModuleCommands.load_state_dict, own)
         missing_keys += [prefix + name for name in missing]
         unexpected_keys += [prefix + name for name in unexpected]
         error_msgs += errors
@@ -346,25 +363,6 @@ class RemoteModule(nn.Module):
             raise TypeError(
                 f"{name} cannot be sent to {self._address}, as it or its arguments cannot be pickled: {error}. {advice}"
             ) from error
-
-    def _start(self, command: str, *arguments: Any) -> Future[Any]:
-        forgotten = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        return rpc.rpc_async(self._host.owner(), ask, args=(self._host, forgotten, command, *arguments))
-
-    def _answer(self, reply: Future[Any]) -> Any:
-        try:
-            value = reply.wait()
-        except RuntimeError as error:  # an error of RPC; errors of the module are in the reply
-            others = f" (optimizer, zero_grad and step wait for all {self._num_callers} callers)"
-            raise RuntimeError(
-                f"the remote module on {self._address} did not answer: {error}{others if self._num_callers > 1 else ''}"
-            ) from error
-        if isinstance(value, Failure):
-            raise rebuilt(value)
-        return value
-
-    def _call(self, command: str, *arguments: Any) -> Any:
-        return self._answer(self._start(command, *arguments))
 
 
 def _not_supported(name: str) -> ValueError:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from strategies.optim.restricted import hyperparameters
+from strategies.remote.client import ModuleClient
+from strategies.remote.commands import ModuleCommands
 
 
 class RemoteOptimizer(Optimizer):
@@ -17,16 +19,14 @@ class RemoteOptimizer(Optimizer):
     parameters without values. With several callers a step happens once, when all have asked for it.
 
     Args:
-        call: Runs a command of :class:`~strategies.remote.host.Host` and returns its result.
+        client: The client of the module.
         number: The optimizer's among those of the module.
         shapes: Those of its parameters.
         options: Its hyperparameters.
     """
 
-    def __init__(
-        self, call: Callable[..., Any], number: int, shapes: list[torch.Size], options: dict[str, Any]
-    ) -> None:
-        self._call, self._number = call, number
+    def __init__(self, client: ModuleClient, number: int, shapes: list[torch.Size], options: dict[str, Any]) -> None:
+        self._client, self._number = client, number
         super().__init__([nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes], options)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -35,20 +35,22 @@ class RemoteOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._call("step", self._number, hyperparameters(self))
+        self._client.call(ModuleCommands.step, self._number, hyperparameters(self))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the module, once all callers have asked for it."""
-        self._call("zero_grad", set_to_none)
+        self._client.call(ModuleCommands.zero_grad, set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict from the process of the module, with the hyperparameters of this process."""
-        state = self._call("optimizer_state_dict", self._number)
+        state = self._client.call(ModuleCommands.optimizer_state_dict, self._number)
         for group, own in zip(state["param_groups"], hyperparameters(self), strict=True):
             group.update(own)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of :meth:`state_dict`, or of an optimizer of the same parameters in one process."""
-        self.param_groups[0].update(self._call("load_optimizer_state_dict", self._number, state_dict))
+        self.param_groups[0].update(
+            self._client.call(ModuleCommands.load_optimizer_state_dict, self._number, state_dict)
+        )

@@ -2,14 +2,11 @@
 
 import logging
 import os
-import pickle
 import signal
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
-from strategies.common.errors import PeerFailed
-from strategies.pipeline.control.calls import Failure
-from strategies.pipeline.control.client import Failures, RemoteTraceback, rebuilt
-from strategies.pipeline.worker.process import Host
+from strategies.commands.failure import RemoteTraceback
 from trainer import Trainer
 
 NUM_BATCHES, ROWS, MICROBATCHES = 5, 6, 3
@@ -257,65 +251,3 @@ def test_after_all_of_them(reports: dict[str, Any]) -> None:
     assert reports["good"]["type"] == "NoneType"
     assert len(reports["good"]["losses"]) == NUM_BATCHES
     assert_trained(reports["good"], reports["reference"])
-
-
-# In this process: what is reported, and which failure counts
-
-
-class Picky(Exception):
-    """Cannot be unpickled: its constructor takes more than its message."""
-
-    def __init__(self, number: int, *, unit: str) -> None:
-        super().__init__(f"{number} {unit}")
-
-
-def reported(error: BaseException) -> Failure:
-    """What a worker would send to the driver."""
-    stage = SimpleNamespace(describe=lambda: "stage 1 (layers 3 to 4: A, B)")
-    host: Any = SimpleNamespace(_stage=stage, _activity=SimpleNamespace(doing="B2"))
-    try:
-        raise error
-    except BaseException as raised:
-        failure: Failure = pickle.loads(pickle.dumps(Host._failure(host, raised)))
-        return failure
-
-
-def test_an_exception_keeps_its_type_and_gets_its_origin() -> None:
-    error = rebuilt(reported(ZeroDivisionError("nought")))
-    assert type(error) is ZeroDivisionError and str(error) == "nought"
-    assert isinstance(error.__cause__, RemoteTraceback)
-    assert str(error.__cause__).startswith(f"stage 1 (layers 3 to 4: A, B), process {os.getpid()} on ")
-    assert "in B2\n" in str(error.__cause__) and "ZeroDivisionError: nought" in str(error.__cause__)
-
-
-def test_an_exception_that_cannot_travel_is_told() -> None:
-    class Holding(Exception):
-        pass
-
-    for error in (Picky(3, unit="apples"), Holding("holds", threading.Lock()), SystemExit("a layer exits")):
-        came = rebuilt(reported(error))
-        assert type(came) is RuntimeError
-        assert str(came).startswith("stage 1 (layers 3 to 4: A, B), process ")
-        assert type(error).__name__ in str(came) and str(error.args[0]) in str(came)
-        assert "Traceback" in str(came.__cause__)
-
-
-def test_the_first_cause_is_raised_not_its_consequences() -> None:
-    failures = Failures()
-    assert not failures.any
-    failures.add(PeerFailed("rank 0 failed"), consequence=True)
-    failures.add(KeyError("cause"), consequence=False)
-    failures.add(ValueError("later"), consequence=False)
-    assert failures.any
-    for _ in range(2):
-        with pytest.raises(KeyError, match="cause"):
-            failures.raise_cause()
-
-
-def test_a_consequence_alone_is_raised_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.pipeline.control.client._DIAGNOSIS_SECONDS", 0.1)
-    failures = Failures()
-    failures.add(PeerFailed("rank 0 of the pipeline failed"), consequence=True)
-    with pytest.raises(PeerFailed, match="rank 0 of the pipeline failed"):
-        failures.raise_cause()
-    assert reported(PeerFailed("x")).consequence and not reported(KeyError("x")).consequence

@@ -24,6 +24,7 @@ from torch.multiprocessing import ProcessExitedException
 
 import strategies
 from examples.distributed_basics.launch import launch, remote_procedure_calls
+from strategies.remote.commands import ModuleCommands
 
 STEPS = 6
 
@@ -196,7 +197,7 @@ def graphs(Remote: Any) -> list[int]:
 
     def count() -> None:
         gc.collect()
-        numbers.append(linear._call("num_graphs"))
+        numbers.append(linear._client.call(ModuleCommands.num_graphs))
 
     with torch.no_grad():
         linear(torch.ones(1, 2))
@@ -307,7 +308,7 @@ def like_torchs(Remote: Any) -> dict[str, Any]:
         "in words": repr(twin),
     }
     shared = Remote("owner", nn.Linear, args=(1, 1), num_callers=2)
-    seen["twin"]["num_callers"] = Remote.init_from_module_rref("owner", shared.module_rref)._num_callers
+    seen["twin"]["num_callers"] = Remote.init_from_module_rref("owner", shared.module_rref)._client.num_callers
     foreign = Remote.init_from_module_rref("rank:1", rpc.remote("owner", nn.Linear, args=(3, 1)))
     seen["foreign"] = list(foreign.train(False)(x).shape)
     names: list[str] = []

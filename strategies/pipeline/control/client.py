@@ -1,136 +1,31 @@
-"""The driver's end of the control plane: numbered commands to the stages, and the first failure of any of them."""
+"""The driver's client of a stage: it sends numbered calls of commands and records what fails."""
 
-import pickle
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
-from queue import SimpleQueue
+from dataclasses import dataclass
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+from torch import futures
 from torch.distributed import rpc
 
 from strategies.commands.declaration import Call, call_of, declaration_of
-from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
-from strategies.pipeline.control.calls import Failure, perform, progress
+from strategies.commands.failure import Failure
+from strategies.commands.host import perform, progress
+from strategies.common.errors import WorkerLost, is_consequence
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.failures import Failures
 from strategies.pipeline.transport.channel import unrecorded
-
-_DIAGNOSIS_SECONDS = 2.0
-"""How long to look for the cause of a failure that is only the consequence of another one."""
-
 
 P = ParamSpec("P")
 R = TypeVar("R")
 StageCommand = Callable[Concatenate[StageCommands, P], R]
-"""A method of :class:`StageCommands`, not yet bound to a stage."""
+"""A method of :class:`StageCommands`, such as ``StageCommands.backward``."""
 
 
-class RemoteTraceback(Exception):
-    """The cause of an exception that came from a worker: where it happened, and the traceback there."""
-
-    def __init__(self, where: str, text: str) -> None:
-        super().__init__(f"{where}\n\n{text}")
-
-
-class Failures:
-    """Collects what goes wrong on any process, from whichever thread notices it first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._found: list[tuple[BaseException, bool]] = []
-        self.first: Future[None] = Future()
-        self._cause: Future[None] = Future()
-        self.raised = False
-        """Whether the user has been told."""
-
-    def add(self, error: BaseException, *, consequence: bool) -> None:
-        """Notes a failure; a ``consequence`` of another failure gives way to that one."""
-        with self._lock:
-            self._found.append((error, consequence))
-            if not self.first.done():
-                self.first.set_result(None)
-            if not consequence and not self._cause.done():
-                self._cause.set_result(None)
-
-    @property
-    def any(self) -> bool:
-        """Whether anything has gone wrong."""
-        return self.first.done()
-
-    def raise_untold(self) -> None:
-        """Raises what has gone wrong, unless the user has been told or all went well."""
-        if self.any and not self.raised:
-            self.raise_cause()
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raises the cause of what goes wrong within, which may be another process's."""
-        try:
-            yield
-        except BaseException as error:  # Ctrl-C as well
-            self.add(error, consequence=is_consequence(error))
-            self.raise_cause()
-
-    def raise_cause(self) -> NoReturn:
-        """Raises the first failure that is no mere consequence, or the first one of all if there is none."""
-        wait([self._cause], _DIAGNOSIS_SECONDS)
-        with self._lock:
-            self.raised = True
-            causes = [error for error, consequence in self._found if not consequence]
-            # A stage that did not answer has a name, which is more than a neighbour knows of it.
-            consequences = sorted((error for error, _ in self._found), key=lambda e: isinstance(e, PeerFailed))
-            raise (causes or consequences)[0]
-
-
-class Patience:
-    """Waits for messages, either way, on a thread of its own, so that Ctrl-C or a failure anywhere ends it at once."""
-
-    def __init__(self, failures: Failures) -> None:
-        self._failures = failures
-        self._waits: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
-        self._ended: SimpleQueue[tuple[Callable[[], Any] | None, BaseException | None]] = SimpleQueue()
-        self._has_ended = False
-        failures.first.add_done_callback(self._wake)
-        threading.Thread(target=self._work, name="relay-wait", daemon=True).start()
-
-    def __call__(self, wait_for_message: Callable[[], Any]) -> None:
-        if self._has_ended:
-            raise RuntimeError("the pipeline has ended, so nothing more can arrive from its stages")
-        if self._failures.any:
-            self._failures.raise_cause()
-        self._waits.put(wait_for_message)
-        while True:
-            which, error = self._ended.get()
-            if which is None:
-                self._failures.raise_cause()
-            if which is wait_for_message:
-                break
-        if error is not None:
-            raise error
-
-    def end(self) -> None:
-        """Lets the thread end, when what it may still wait for has come or the connection is closed."""
-        self._has_ended = True
-        self._waits.put(None)
-
-    def _wake(self, _: Any) -> None:
-        self._ended.put((None, None))
-
-    def _work(self) -> None:
-        while (wait_for_message := self._waits.get()) is not None:
-            error: BaseException | None = None
-            try:
-                wait_for_message()
-            except BaseException as caught:
-                error = caught
-            self._ended.put((wait_for_message, error))
-            wait_for_message = error = None
-
-
-class NotCopied:
-    """What holds connections to other processes, which a copy of the module that holds it could not share."""
+class NotCopyable:
+    """An object with connections to other processes, which a copy of the module that holds it could not share."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise RuntimeError(
@@ -139,76 +34,88 @@ class NotCopied:
         )
 
 
-class RemoteStage(NotCopied):
-    """Sends commands to one stage. Each call is one RPC, whatever the number of commands it carries.
+@dataclass(frozen=True)
+class StageProcess:
+    """The process of a stage, as the driver reaches it without RPC.
 
-    A call has no time limit: how long a stage computes is the model's affair. A stage that hangs is found by
-    :class:`~strategies.pipeline.control.watch.Watch`.
+    Attributes:
+        description: The process in words.
+        ended: Returns how the process ended, or ``None`` while it runs.
+        doing: Returns what the process does or did last, in words.
+        kill: Ends the process.
+    """
+
+    description: str
+    ended: Callable[[], str | None]
+    doing: Callable[[], str]
+    kill: Callable[[], None]
+
+
+class RemoteStage(NotCopyable):
+    """Sends commands to a stage on a worker.
+
+    A command is a method of :class:`~strategies.pipeline.control.commands.StageCommands`, followed by its arguments:
+
+        remote.start(StageCommands.backward, number)     send it, do not wait
+        remote.queue(StageCommands.discard, number)      send it with the next call
+        remote.call(StageCommands.grads)                 send it and wait for the result
+        remote.read(StageCommands.value, "0.weight")     the same for user code; refused while a pass runs
+        remote.rescue(StageCommands.tensors)             the same, even if another stage has failed
+
+    Each call is one RPC, whatever the number of commands it carries, and has no time limit: how long a stage computes
+    depends on the model. :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs.
 
     Args:
         name: The RPC name of the worker.
-        stage: The ``RRef`` to its :class:`~strategies.pipeline.worker.process.Host`.
+        host: The ``RRef`` to the :class:`~strategies.commands.host.Host` of the stage.
         description: The stage in words.
-        process: Its process in words.
-        ended: Tells how that process ended, or ``None``.
-        doing: Tells what that process does or did last.
-        kill: Ends that process.
-        failures: Where failures go.
+        process: The process of the stage.
+        failures: Where failures of the stage are recorded.
     """
 
-    def __init__(
-        self,
-        name: str,
-        stage: Any,
-        description: str,
-        *,
-        process: str,
-        ended: Callable[[], str | None],
-        doing: Callable[[], str],
-        kill: Callable[[], None],
-        failures: Failures,
-    ) -> None:
-        self._name, self._stage, self.description, self._process = name, stage, description, process
-        self._ended, self._doing, self._kill, self.failures = ended, doing, kill, failures
+    def __init__(self, name: str, host: Any, description: str, process: StageProcess, failures: Failures) -> None:
+        self._name, self._host, self.description, self.process = name, host, description, process
+        self.failures = failures
         self._number = 0
         self._lost: Future[None] = Future()
         self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
         self._end: Callable[[], None] | None = None
         self.version = 0
-        """Another number whenever the stage may have changed a parameter, a buffer or a gradient."""
+        """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
         self.in_pass = False
-        """Whether the driver leads micro-batches through the stages, which may wait for it."""
+        """Whether micro-batches go through the pipeline, so that the stage may wait for the driver."""
         self.has_closed = False
         """Whether the pipeline has ended."""
 
     def close(self) -> None:
-        """Ends reading, with the pipeline.
+        """Refuse reading from now on, because the pipeline has ended.
 
-        Stand-ins may outlive the pipeline, and refer to this. They must not keep what it failed with: tracebacks refer
-        to stand-ins in turn, and a tensor that autograd refers to is in no cycle that Python's garbage collector frees.
+        Stand-ins of tensors may outlive the pipeline and refer to this client, which then must not refer to failures:
+        tracebacks refer to stand-ins in turn, and Python's garbage collector does not free a cycle that contains a
+        tensor to which autograd refers.
         """
         self.has_closed, self.failures = True, Failures()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the worker's process is gone, and its layers with it."""
-        return self._ended() is not None
+        """Whether the process of the stage has ended, and the values of its layers are lost."""
+        return self.process.ended() is not None
 
     @property
     def is_lost(self) -> bool:
-        """Whether the stage has been given up."""
+        """Whether :meth:`give_up` has been called."""
         return self._lost.done()
 
     def give_up(self, why: str) -> None:
-        """Ends the stage's process, which is beyond help, and notes that as a failure."""
-        error = WorkerLost(f"{self.description}, {self._process}, {why}")
+        """Kill the process of the stage, and record that as a failure."""
+        error = WorkerLost(f"{self.description}, {self.process.description}, {why}")
         self.failures.add(error, consequence=self.failures.raised)
         self._lost.set_result(None)
-        self._kill()
+        self.process.kill()
 
     def doing(self) -> str:
-        """What the stage does or did last, in words, as far as that is known without asking it."""
-        return self._doing()
+        """Return what the stage does or did last, in words, without asking its process."""
+        return self.process.doing()
 
     @property
     def has_queued(self) -> bool:
@@ -231,7 +138,7 @@ class RemoteStage(NotCopied):
             self.queue(StageCommands.zero_grads, [name], set_to_none, module)
 
     def start(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
-        """Run a command after those before it, without waiting.
+        """Send a command, with the queued ones ahead of it, without waiting for it.
 
         Failures are recorded as soon as they are known; see :meth:`result`.
         """
@@ -242,7 +149,7 @@ class RemoteStage(NotCopied):
         done: Future[R] = Future()
         calls = [self._queued.popleft() for _ in range(len(self._queued))]
         calls.append(call_of(command, *args, **kwargs))
-        arguments = (self._stage, self._number, calls)
+        arguments = (self._host, calls, self._number)
         reply: Any = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
         self._number += 1
         failures = self.failures  # those of now: who leads the stages may have others by the time of the reply
@@ -256,24 +163,33 @@ class RemoteStage(NotCopied):
         self.start(command, *args, **kwargs)
         self._end = end
 
-    def beside(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls ``function(stage, *arguments)`` on the worker while the stage goes on with its commands.
+    def beside(
+        self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> "futures.Future[R]":
+        """Call ``function(host, ...)`` in the process of the stage, on a thread of RPC, while commands run.
+
+        Args:
+            function: A function whose first argument is the ``RRef`` to the host.
+            args: Its other positional arguments.
+            kwargs: Its keyword arguments.
 
         Returns:
-            What waits for the result: its ``wait`` raises what went wrong, which is no failure of the stage.
+            A future whose ``wait`` returns the result, or raises an exception, which is no failure of the stage.
         """
-        return unrecorded(rpc.rpc_async, self._name, function, args=(self._stage, *arguments), timeout=0)
+        arguments = (self._host, *args)
+        reply: Any = unrecorded(rpc.rpc_async, self._name, function, args=arguments, kwargs=kwargs, timeout=0)
+        return reply
 
     def ask_for_progress(self) -> Any:
-        """Asks how far the stage is; the answer will be a :class:`~strategies.common.activity.Progress`."""
+        """Ask what the stage does; the answer is a :class:`~strategies.common.activity.Progress`."""
         return self.beside(progress)
 
     def result(self, started: "Future[R]") -> R:
-        """Waits for what :meth:`start` began.
+        """Wait for the result of a command that :meth:`start` has sent.
 
         Raises:
-            Exception: The first failure of any stage, with the type that it had there. Once that has been raised, only
-                a failure of this command: what can still be saved from a broken pipeline is.
+            Exception: The first failure of any stage, with the type that it had there. After that has been raised, only
+                a failure of this command, so that what a broken pipeline still holds can be fetched.
         """
         if not self.failures.raised:
             _wait_for_any(started, self.failures.first)
@@ -286,7 +202,7 @@ class RemoteStage(NotCopied):
         return self.result(self.start(command, *args, **kwargs))
 
     def read(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs a command that only reads, for user code, which may ask at any time.
+        """Run a command that only reads, on behalf of user code, which may ask at any time.
 
         Raises:
             RuntimeError: If the stage cannot answer now.
@@ -307,10 +223,10 @@ class RemoteStage(NotCopied):
         return self.call(command, *args, **kwargs)
 
     def rescue(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Like :meth:`call`, but goes on if another stage has failed.
+        """Run a command and wait for its result, even if another stage has failed.
 
         Raises:
-            WorkerLost: If this one has been given up.
+            WorkerLost: If this stage has been given up.
         """
         return self._rescued(self.start(command, *args, **kwargs))
 
@@ -320,22 +236,23 @@ class RemoteStage(NotCopied):
     def _rescued(self, started: "Future[R]") -> R:
         _wait_for_any(started, self._lost)
         if self.is_lost and not started.done():
-            raise WorkerLost(f"{self.description}, {self._process}, has been given up")
+            raise WorkerLost(f"{self.description}, {self.process.description}, has been given up")
         return started.result()
 
     def _settle(self, reply: Any, done: "Future[Any]", failures: Failures) -> None:
-        """Runs on a thread of RPC as soon as the reply is there."""
+        """Pass on the reply to a call; runs on a thread of RPC."""
         try:
             value = reply.value()
         except Exception as error:
-            ended = self._ended()
-            lost = WorkerLost(f"{self.description}, {self._process}, {ended or f'did not answer: {error}'}")
+            ended = self.process.ended()
+            what = f"{self.description}, {self.process.description}"
+            lost = WorkerLost(f"{what}, {ended or f'did not answer: {error}'}")
             killed_by_us = self.is_lost or (ended is None and is_consequence(error))
             failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
             return
         if isinstance(value, Failure):
-            failed = rebuilt(value)
+            failed = value.exception()
             failures.add(failed, consequence=value.consequence)
             done.set_exception(failed)
         else:
@@ -348,7 +265,7 @@ def _wait_for_any(*futures: Future[Any]) -> None:
 
 @contextmanager
 def in_pass(remotes: Iterable[RemoteStage]) -> Iterator[None]:
-    """Within this, micro-batches go through the stages."""
+    """Mark that micro-batches go through the stages; may be nested."""
     outermost = [remote for remote in remotes if not remote.in_pass]
     for remote in outermost:
         remote.in_pass = True
@@ -357,14 +274,3 @@ def in_pass(remotes: Iterable[RemoteStage]) -> Iterator[None]:
     finally:
         for remote in outermost:
             remote.in_pass = False
-
-
-def rebuilt(failure: Failure) -> BaseException:
-    """The exception of another process, with the traceback there as its cause."""
-    try:
-        error = pickle.loads(failure.pickled)
-        assert isinstance(error, BaseException)
-    except Exception:  # not picklable, or only where it was raised; its traceback tells all the same
-        error = RuntimeError(f"{failure.where} failed: {failure.traceback.strip().splitlines()[-1]}")
-    error.__cause__ = RemoteTraceback(failure.where, failure.traceback)
-    return error

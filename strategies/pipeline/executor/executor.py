@@ -22,8 +22,9 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from strategies.common.waiting import Wait
-from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage, in_pass
+from strategies.pipeline.control.client import NotCopyable, RemoteStage, in_pass
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.failures import Failures
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.tables import SCHEDULES, Action
@@ -132,7 +133,7 @@ class PipelineParts:
     averaging: Averaging | None = None
 
 
-class Executor(NotCopied):
+class Executor(NotCopyable):
     """Leads the stages through passes.
 
     Args:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
+from strategies.commands.host import Host, close
 from strategies.common.activity import Activity
 from strategies.common.autograd import with_backward
 from strategies.common.formatting import locate
@@ -31,8 +32,9 @@ from strategies.common.torch_compat import rpc_is_initialized, tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.control.client import Failures, NotCopied, RemoteStage
+from strategies.pipeline.control.client import NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.failures import Failures
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Run, leading
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
@@ -48,13 +50,12 @@ from strategies.pipeline.stage.stage import Pass, Ports, Stage
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.stand_ins import move_to_meta
 from strategies.pipeline.state.state_dict import StateOfStages
-from strategies.pipeline.worker.hosted import unpack
-from strategies.pipeline.worker.payload import Cargo, pickled
-from strategies.pipeline.worker.process import Host
+from strategies.pipeline.worker.hosted import HostedStage, unpack
+from strategies.pipeline.worker.payload import Payload, pickled
 from strategies.pipeline.worker.wiring import Wiring
 
 
-class RemoteEngine(NotCopied):
+class RemoteEngine(NotCopyable):
     """Leads the partitions through passes.
 
     Args:
@@ -244,16 +245,13 @@ class RemoteEngine(NotCopied):
         self._stages[i] = Stage(layers, Ports(wiring.inputs, wiring.outputs, wiring.output_grads, wiring.input_grads))
 
     def _remote(self, worker: str, host: Any, description: str) -> RemoteStage:
-        return RemoteStage(
-            worker,
-            host,
-            description,
-            process=f"RPC worker {worker}",
+        process = StageProcess(
+            f"RPC worker {worker}",
             ended=lambda: None,
             doing=lambda: "",
-            kill=lambda: None,  # the process belongs to the user
-            failures=self._failures,
+            kill=lambda: None,  # the user has started it
         )
+        return RemoteStage(worker, host, description, process, self._failures)
 
 
 def _backward(
@@ -320,19 +318,15 @@ def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
     return cloudpickle.dumps((cls, attributes)), numbers_of(optimizer, owned)
 
 
-def host_partition(blob: bytes, routes: Routes) -> Host:
+def host_partition(blob: bytes, routes: Routes) -> Host[HostedStage]:
     """Receive a partition; ``rpc.remote`` calls this on the worker of the partition."""
     activity = Activity()
 
-    def wire(cargo: Cargo) -> Wiring:
-        return Router(routes, torch.device(cargo.device), activity.wait).wiring()
+    def wire(payload: Payload) -> Wiring:
+        return Router(routes, torch.device(payload.device), activity.wait).wiring()
 
-    return Host(partial(unpack, blob, wire), routes.description, activity)
-
-
-def close(host: Any) -> None:
-    """End the thread of the host behind the ``RRef``."""
-    host.local_value().close()
+    create = partial(unpack, blob, wire, activity)
+    return Host(create, StageCommands, name=routes.description, activity=activity).start()
 
 
 def _close(hosts: Sequence[Any]) -> None:
@@ -345,7 +339,7 @@ def _close(hosts: Sequence[Any]) -> None:
 def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
     if partition.place.worker is None:
         return b""
-    cargo = Cargo(
+    payload = Payload(
         index=i,
         layers=partition.layers,
         first_layer=partition.first_layer,
@@ -353,7 +347,7 @@ def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
         deferred_batch_norm=deferred_batch_norm,
         call=call_partition,
     )
-    return pickled(cargo, partition.layers, None)
+    return pickled(payload, partition.layers, None)
 
 
 def _routes(

@@ -1,4 +1,8 @@
-"""The worker's process: it hosts one stage, its part of the optimizers, and runs the driver's commands.
+"""The worker's process: it hosts one stage and runs the commands of the driver.
 
-May import every room of the engine that is not the driver's (``partition``, ``executor``, ``pipe``).
+In come the payload of the driver (layers, its part of the optimizers) and commands; the stage computes and answers.
+``process`` sets the process up, ``serve`` does so for a rank that somebody else has started, ``hosted`` is the stage
+with its commands, ``wiring`` connects it to its neighbours.
+
+May import every room of the engine but those of the driver (``partition``, ``executor``, ``pipe``).
 """

@@ -1,4 +1,4 @@
-"""What is shipped to a worker: the layers of a stage, and its part of the optimizers."""
+"""The payload of a worker: the layers of a stage and its part of the optimizers, and how the driver pickles them."""
 
 import io
 import warnings
@@ -16,21 +16,21 @@ from strategies.pipeline.transport.ties import Tie
 
 
 @dataclass
-class Cargo:
-    """What is shipped to a worker, pickled as one object so that what is shared stays shared.
+class Payload:
+    """What the driver sends to a worker, pickled as one object so that shared objects stay shared.
 
     Attributes:
-        index: The stage's number.
-        layers: The stage's layers, named as in the whole module.
-        first_layer: The first one's place in the whole module.
-        device: Where they are to live.
+        index: The number of the stage.
+        layers: The layers of the stage, named as in the whole module.
+        first_layer: The place of the first layer in the whole module.
+        device: The device of the layers.
         deferred_batch_norm: See :class:`~strategies.pipeline.stage.stage.Stage`.
         optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
         numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
         ties: The parameters that several stages share.
         replicas: The other pipelines, if there are several.
         call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
-        notes_side_outputs: Whether the stage says which layers have side outputs.
+        notes_side_outputs: Whether the stage reports which layers have side outputs.
         copies: The same layers of copies of the model, such as averages, with values of their own.
     """
 
@@ -49,7 +49,7 @@ class Cargo:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Refuses to take the user's whole model along with a layer that refers to it."""
+    """Refuses to pickle the whole model with a layer that refers to it."""
 
     def __init__(self, file: io.BytesIO, forbidden: Any) -> None:
         super().__init__(file)
@@ -65,16 +65,16 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
-def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
-    """Pickles what goes to a worker, with classes and functions of scripts and notebooks.
+def pickled(payload: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
+    """Pickle the payload of a worker, including classes and functions that a script or notebook defines.
 
     Args:
-        cargo: What to pickle.
-        layers: The layers in it, for a message that names the one that cannot be pickled.
-        forbidden: The model as a whole, which must not travel along.
+        payload: The object to pickle.
+        layers: The layers in it; the error message names the one that cannot be pickled.
+        forbidden: The whole model, which must not become part of the payload.
 
     Raises:
-        ValueError: If something cannot be pickled, or refers to ``forbidden``.
+        ValueError: If an object cannot be pickled, or refers to ``forbidden``.
     """
     hooked = [name for name, p in layers.named_parameters() if has_gradient_hooks(p)]
     if hooked:
@@ -92,7 +92,7 @@ def pickled(cargo: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
             )
     file = io.BytesIO()
     try:
-        _Pickler(file, forbidden).dump(cargo)
+        _Pickler(file, forbidden).dump(payload)
     except ValueError:
         raise
     except Exception as error:  # pickling raises whatever the objects' own methods raise

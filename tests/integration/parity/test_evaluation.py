@@ -126,7 +126,7 @@ def killed() -> list[Any]:
         for _ in range(3):
             module(torch.ones(2, 4))
         began = time.monotonic()
-        pipeline.remotes[0]._kill()
+        pipeline.remotes[0].process.kill()
         try:
             while time.monotonic() < began + 10:
                 module(torch.ones(2, 4))

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from strategies.common.activity import Activity, Progress, noted
-from strategies.pipeline.control.client import Failures, RemoteStage
+from strategies.pipeline.control.client import RemoteStage, StageProcess
+from strategies.pipeline.control.failures import Failures
 from strategies.pipeline.control.watch import Watch
 
 TIMEOUT = 0.4
@@ -23,16 +24,10 @@ class Answers:
     def __init__(self, answer: Callable[[int], Progress | None]) -> None:
         self.asked, self.killed = 0, threading.Event()
         self.failures = Failures()
-        self.remote = RemoteStage(
-            "name",
-            None,
-            "stage 1 (layers 1 to 1: Linear)",
-            process="process 7 on here",
-            ended=lambda: None,
-            doing=lambda: "in F2, layer 1",
-            kill=self.killed.set,
-            failures=self.failures,
+        process = StageProcess(
+            "process 7 on here", ended=lambda: None, doing=lambda: "in F2, layer 1", kill=self.killed.set
         )
+        self.remote = RemoteStage("name", None, "stage 1 (layers 1 to 1: Linear)", process, self.failures)
         self._answer = answer
         vars(self.remote)["ask_for_progress"] = self.ask
 

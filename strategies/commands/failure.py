@@ -1,0 +1,66 @@
+"""How an exception of a command reaches the caller, with its type, its origin and its traceback."""
+
+import os
+import pickle
+import socket
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+
+import cloudpickle
+
+from strategies.common.errors import is_consequence
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that another process raised: where that process raised it, and the traceback there."""
+
+    def __init__(self, where: str, text: str) -> None:
+        super().__init__(f"{where}\n\n{text}")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a host returns instead of a result.
+
+    Attributes:
+        where: The object, its process and host, and what the object was doing.
+        pickled: The exception, by cloudpickle; empty if it cannot be pickled.
+        traceback: The formatted traceback.
+        consequence: Whether the exception results from a failure of another process.
+    """
+
+    where: str
+    pickled: bytes
+    traceback: str
+    consequence: bool
+
+    @classmethod
+    def of(cls, error: BaseException, what: str, doing: str) -> "Failure":
+        """Describe an exception to the caller of a command.
+
+        Args:
+            error: The exception, which is included if it can be pickled.
+            what: The object whose command raised it.
+            doing: What the object was doing.
+        """
+        pickled = b""
+        if isinstance(error, Exception):  # an exit, raised again, would end the process of the caller
+            with suppress(Exception):  # attributes of a user's exception may not be picklable
+                pickled = cloudpickle.dumps(error)
+        where = f"{what}, process {os.getpid()} on {socket.gethostname()}, in {doing}"
+        return cls(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
+
+    def exception(self) -> BaseException:
+        """Return the exception, whose cause is the traceback of the other process.
+
+        Returns:
+            The exception itself if it can be unpickled here, otherwise a ``RuntimeError`` that quotes it.
+        """
+        try:
+            error = pickle.loads(self.pickled)
+            assert isinstance(error, BaseException)
+        except Exception:  # unpickling runs code of the exception's class
+            error = RuntimeError(f"{self.where} failed: {self.traceback.strip().splitlines()[-1]}")
+        error.__cause__ = RemoteTraceback(self.where, self.traceback)
+        return error

@@ -1,0 +1,155 @@
+"""A host runs commands one at a time, in order, on one thread; failures and results go to the callers."""
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import pytest
+
+from strategies.commands.declaration import call_of, command
+from strategies.commands.failure import Failure
+from strategies.commands.host import Host
+from strategies.common.activity import Activity
+
+
+class Commands(Protocol):
+    @command(doing="appending")
+    def append(self, value: int) -> list[int]: ...
+
+    @command(collective=True)
+    def sum(self) -> int: ...
+
+    @command()
+    def fail(self, error: BaseException) -> None: ...
+
+    @command()
+    def thread(self) -> str: ...
+
+    @command()
+    def take(self, value: object) -> None: ...
+
+
+class Numbers(Commands):
+    def __init__(self) -> None:
+        self.values: list[int] = []
+        self.num_announced = 0
+
+    def describe(self) -> str:
+        return f"numbers {self.values}"
+
+    def announce_failure(self) -> None:
+        self.num_announced += 1
+
+    def append(self, value: int) -> list[int]:
+        self.values.append(value)
+        return list(self.values)
+
+    def sum(self) -> int:
+        return sum(self.values)
+
+    def fail(self, error: BaseException) -> None:
+        raise error
+
+    def thread(self) -> str:
+        return threading.current_thread().name
+
+    def take(self, value: object) -> None:
+        pass
+
+
+def host(create: Any = Numbers, num_callers: int = 1) -> Host[Numbers]:
+    return Host(create, Commands, name="no numbers yet", activity=Activity(), num_callers=num_callers).start()
+
+
+def test_calls_run_in_the_order_of_their_numbers() -> None:
+    own = host()
+    futures = {k: own.submit([call_of(Commands.append, k)], k) for k in (2, 1, 3, 0)}
+    assert {k: future.wait() for k, future in futures.items()} == {k: list(range(k + 1)) for k in range(4)}
+    assert own.submit([call_of(Commands.append, 4), call_of(Commands.thread)], 4).wait() == "compute"
+    assert own.hosted.values == [0, 1, 2, 3, 4]
+    own.close()
+
+
+def test_without_numbers_calls_run_as_they_arrive() -> None:
+    own = host()
+    assert [own.submit([call_of(Commands.append, k)]).wait() for k in (5, 3)] == [[5], [5, 3]]
+    progress = own.progress()
+    assert progress.doing == "appending" and progress.num_done == 2
+    own.close()
+
+
+def test_a_failure_is_the_result_and_the_host_goes_on() -> None:
+    own = host()
+    for error in (ZeroDivisionError("nought"), SystemExit("a layer exits")):
+        failure = own.submit([call_of(Commands.append, 1), call_of(Commands.fail, error)]).wait()
+        assert (
+            isinstance(failure, Failure) and failure.where.startswith("numbers [1") and "in appending" in failure.where
+        )
+    assert own.submit([call_of(Commands.append, 2)]).wait() == [1, 1, 2] and own.hosted.num_announced == 2
+    own.close()
+
+
+def test_the_first_call_reports_that_creating_failed_and_the_next_one_tries_again() -> None:
+    attempts: list[int] = []
+
+    def create() -> Numbers:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise KeyError("no such table")
+        return Numbers()
+
+    own = host(create)
+    failure = own.submit([call_of(Commands.append, 1)]).wait()
+    assert isinstance(failure.exception(), KeyError) and failure.where.startswith("no numbers yet, process ")
+    assert own.submit([call_of(Commands.append, 1)]).wait() == [1]
+    own.close()
+
+
+def test_a_collective_command_runs_once_when_all_callers_have_called_it() -> None:
+    own = host(num_callers=3)
+    futures = [own.submit([call_of(Commands.append, k), call_of(Commands.sum)]) for k in (1, 2)]
+    assert own.submit([call_of(Commands.append, 10)]).wait() == [10]  # others do not wait for them
+    assert not any(future.done() for future in futures)
+    futures.append(own.submit([call_of(Commands.append, 4), call_of(Commands.sum)]))
+    assert [future.wait() for future in futures] == [17] * 3 and own.hosted.values == [10, 1, 2, 4]
+    own.close()
+
+
+def test_an_unknown_command_is_a_failure() -> None:
+    own = host()
+    failure = own.submit([("__class__", (), {})]).wait()
+    assert isinstance(failure.exception(), KeyError)
+    own.close()
+
+
+def test_arguments_are_not_kept_while_the_host_waits() -> None:
+    own, value = host(), Numbers()
+    kept = weakref.ref(value)
+    own.submit([call_of(Commands.take, value)], 0).wait()
+    del value
+    assert holds_within_seconds(lambda: kept() is None)
+    own.close()
+
+
+@pytest.mark.parametrize("how", ["close", "collect"])
+def test_the_thread_ends(how: str) -> None:
+    before = set(threading.enumerate())
+    own = host()
+    own.submit([call_of(Commands.append, 1)]).wait()
+    [thread] = set(threading.enumerate()) - before
+    if how == "close":
+        own.close()
+    else:
+        del own
+        gc.collect()
+    assert holds_within_seconds(lambda: not thread.is_alive())
+
+
+def holds_within_seconds(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()

@@ -1,0 +1,123 @@
+"""What the driver's client sends to a stage, and what it makes of the answers. RPC is replaced by a list."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from strategies.commands.failure import Failure
+from strategies.common.errors import WorkerLost
+from strategies.pipeline.control import client
+from strategies.pipeline.control.client import RemoteStage, StageProcess, in_pass
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.failures import Failures
+
+STAGE = "stage 0 (layers 0 to 1: Linear, ReLU)"
+
+
+class Wire:
+    """Records what is sent; answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+        self.replies: list[torch.futures.Future[Any]] = []
+
+    def rpc_async(self, name: str, function: Any, args: Any = (), kwargs: Any = None, timeout: float = -1) -> Any:
+        assert timeout == 0
+        self.sent.append(args[1:])
+        self.replies.append(torch.futures.Future())
+        return self.replies[-1]
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    wire = Wire()
+    monkeypatch.setattr(client.rpc, "rpc_async", wire.rpc_async)
+    return wire
+
+
+def remote_stage(ended: str | None = None) -> RemoteStage:
+    process = StageProcess("process 7 on here", ended=lambda: ended, doing=lambda: "in F2", kill=lambda: None)
+    return RemoteStage("worker", None, STAGE, process, Failures())
+
+
+def test_queued_commands_travel_ahead_of_the_next_call(wire: Wire) -> None:
+    remote = remote_stage()
+    remote.queue(StageCommands.discard, 3)
+    for name in ("0.weight", "0.bias"):
+        remote.queue_zero_grad(name, True)
+    remote.queue_zero_grad("0.weight", False)
+    assert remote.has_queued and not wire.sent
+    remote.start(StageCommands.backward, 4)
+    remote.start(StageCommands.module_state, module=1)
+    cleared = ["zero_grads", (["0.weight", "0.bias"], True, 0), {}], ["zero_grads", (["0.weight"], False, 0), {}]
+    first = [("discard", (3,), {}), *map(tuple, cleared), ("backward", (4,), {})]
+    assert wire.sent == [(first, 0), ([("module_state", (), {"module": 1})], 1)] and not remote.has_queued
+
+
+def test_a_command_without_an_end_is_ended_before_the_next_one(wire: Wire) -> None:
+    remote, ended = remote_stage(), []
+    remote.start_until(lambda: ended.append(len(wire.sent)), StageCommands.num_kept)
+    assert not ended
+    remote.start(StageCommands.num_kept)
+    remote.start(StageCommands.num_kept)
+    assert ended == [1]
+
+
+def test_the_version_changes_with_commands_that_may_change_values(wire: Wire) -> None:
+    remote = remote_stage()
+    remote.queue(StageCommands.free_value, 1)
+    remote.start(StageCommands.grads)
+    assert remote.version == 0
+    remote.queue(StageCommands.zero_grad, 0, True)
+    remote.start(StageCommands.backward, 0)
+    assert remote.version == 2
+
+
+def test_results_and_failures_come_back(wire: Wire) -> None:
+    remote = remote_stage()
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[0].set_result(2)
+    assert remote.result(started) == 2
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[1].set_result(Failure.of(KeyError("there"), STAGE, "B2"))
+    with pytest.raises(KeyError, match="there"):
+        remote.result(started)
+    assert remote.failures.raised
+
+
+@pytest.mark.parametrize("ended", [None, "was killed by signal 9"])
+def test_a_stage_that_does_not_answer(wire: Wire, ended: str | None) -> None:
+    remote = remote_stage(ended)
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[0].set_exception(RuntimeError("broken pipe"))
+    why = ended or "did not answer: .*broken pipe"
+    with pytest.raises(WorkerLost, match=rf"^stage 0 \(.*\), process 7 on here, {why}"):
+        remote.result(started)
+
+
+def test_after_a_failure_was_raised_other_stages_can_be_rescued(wire: Wire) -> None:
+    remote = remote_stage()
+    remote.failures.add(KeyError("elsewhere"), consequence=False)
+    with pytest.raises(KeyError, match="elsewhere"):
+        remote.call(StageCommands.num_kept)
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[1].set_result(1)
+    assert remote.result(started) == 1
+    started = remote.start(StageCommands.num_kept)
+    remote.give_up("hangs")
+    with pytest.raises(WorkerLost, match="process 7 on here, has been given up"):
+        remote.result(started)
+
+
+def test_reading_is_refused_within_a_pass_and_after_the_end(wire: Wire) -> None:
+    remote = remote_stage()
+    with in_pass([remote]), in_pass([remote]):
+        assert remote.in_pass
+        with pytest.raises(RuntimeError, match=r"values of stage 0 .* cannot be read while micro-batches go through"):
+            remote.read(StageCommands.value, "0.weight")
+    assert not remote.in_pass
+    remote.close()
+    with pytest.raises(RuntimeError, match="the pipeline has ended, and stage 0"):
+        remote.read(StageCommands.value, "0.weight")
+    assert not wire.sent
