@@ -262,7 +262,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo = [
             *show_stages(trainer, pipeline.module, balance),
             *follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
-            after_backward(self.precision_plugin, self._after_backward),
+            *([after_backward(self.precision_plugin, self._after_backward)] if self.world_size > 1 else []),
             *follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers)),
             *self._stage_states.check_before_loading(),
             *average_on_stages(trainer),
@@ -296,7 +296,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._has_warned_of_batch_norm = checks.warn_of_batch_norm(model, self._batch_norms, self._settings)
         if self._settings.schedule == "gpipe":
             return super().training_step(*args, **kwargs)
-        checks.check_automatic_optimization(model, self._settings.schedule)
+        if not model.automatic_optimization:  # switched off since the start
+            checks.check_automatic_optimization(model, self._settings.schedule)
         batch, *rest = (*args, *kwargs.values())
         return training_step_per_microbatch(
             model, self._running(), self.precision_plugin, self._settings.microbatches, batch, rest
@@ -323,7 +324,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Send new values to the other replicas, if they divide the steps; workers have stepped already."""
         if self._pipeline is not None:
             self._pipeline.optimizers.after_step(optimizer)
-        if self._stage_states is not None:
+        if self._stage_states is not None and self._stage_states.has_gathered:
             self._stage_states.forget()
 
     def _clipping(self) -> Callable[[Optimizer, float, float], Tensor]:

@@ -48,12 +48,14 @@ class StageStates:
         self._pipeline, self._model, self._path = pipeline, model, path
         self._weights: dict[str, Tensor] = {}
         self._states: dict[Optimizer, dict[Any, Any]] = {}
+        self.has_gathered = False
+        """Whether there is anything to :meth:`forget`."""
 
     # Gathering on the driver
 
     def weights(self, *, values: bool) -> dict[str, Any]:
         """The model's ``state_dict``; without ``values``, tensors of other stages are on the ``meta`` device."""
-        state = self._pipeline.state
+        state, self.has_gathered = self._pipeline.state, True
         with state.without_values() if state is not None and not values else nullcontext():
             gathered: dict[str, Any] = self._model.state_dict()
         if state is not None:
@@ -69,6 +71,7 @@ class StageStates:
         """The state dict of an optimizer; without ``values``, tensors of other stages are on the ``meta`` device."""
         state = self._pipeline.optimizers.state_dict(optimizer, values=values)
         self._states[optimizer] = _states_elsewhere(optimizer, state)
+        self.has_gathered = True
         return state
 
     def gathered_tensors(self) -> list[Tensor]:
@@ -90,7 +93,7 @@ class StageStates:
 
     def forget(self) -> None:
         """Release what has been gathered."""
-        self._weights, self._states = {}, {}
+        self._weights, self._states, self.has_gathered = {}, {}, False
 
     # Sharded checkpoints
 

@@ -1,4 +1,5 @@
-"""The driver's way of a batch: settings, passes over the stages, and their backward parts.
+"""How the driver leads a batch through the stages.
 
-In: a batch. Out: the merged output or the loss, a node of autograd. May import every room but ``pipe``.
+In: a batch, or code for each of its micro-batches. Out: the merged output or the loss, as a node of autograd. May import
+every room but ``pipe``.
 """
