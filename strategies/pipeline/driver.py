@@ -136,9 +136,8 @@ class Pipeline(NotCopyable):
 
     def _forward(self, input: Any) -> Any:
         """The module's forward function while the pipeline runs."""
-        running = self._running
-        assert running is not None
-        if running.per_microbatch is not None and (step := running.per_microbatch.steps.current) is not None:
+        steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
+        if steps is not None and (step := steps.current) is not None:
             return step.call(input)
         return self._usable().whole_batch(input)
 
@@ -157,11 +156,13 @@ class Pipeline(NotCopyable):
         """Return the running pipeline; after an error that the user has caught, a new one with the same state.
 
         Raises:
+            RuntimeError: If the pipeline has ended.
             Exception: That error once more, if a worker has died and its layers with it, or if there are other
                 replicas, which have not failed.
         """
         running = self._running
-        assert running is not None
+        if running is None:
+            raise RuntimeError("the pipeline has ended, so this forward function of its module can no longer be called")
         if not self.failures.raised:
             return running
         remotes = running.executor.remotes

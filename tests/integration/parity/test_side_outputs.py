@@ -28,7 +28,8 @@ def test_what_is_found() -> None:
     layers = nn.Sequential(nn.Tanh(), Leaves(), nn.Linear(WIDTH, WIDTH), nn.GELU())
     hooked = layers[2]
     hooked.register_forward_hook(lambda module, inputs, output: setattr(module, "seen", [output]))
-    outputs = SideOutputs(1, layers)
+    outputs = SideOutputs.of(1, layers)
+    assert outputs is not None
     assert outputs.find() == ()
     layers(torch.rand(3, WIDTH))
     new = outputs.find()
@@ -45,12 +46,13 @@ def test_what_is_found() -> None:
 
 def test_layers_of_torch_are_not_looked_at() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.TransformerEncoderLayer(2, 1, 2), nn.BatchNorm1d(2))
-    assert SideOutputs(0, layers)._watched == []
+    assert SideOutputs.of(0, layers) is None
 
 
 def test_an_optimizer_changes_no_side_output() -> None:
     layer = Leaves()
-    outputs = SideOutputs(0, layer)
+    outputs = SideOutputs.of(0, layer)
+    assert outputs is not None
     with torch.no_grad():
         layer.weight.mul_(2)
     assert outputs.find() == ()
