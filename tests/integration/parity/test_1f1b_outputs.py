@@ -72,7 +72,6 @@ def logged() -> list[dict[str, float]]:
     return [outcome.metrics for outcome in check(Logs, strategy=STRATEGY, train=data, val=data, **arguments)]
 
 
-@pytest.mark.slow
 def test_everything_logged_and_returned() -> None:
     single, *_ = run(logged, timeout_seconds=150)
     steps_and_epochs = {f"{name}_{when}" for name in ("loss", "explicit", "accuracy") for when in ("step", "epoch")}
@@ -127,7 +126,6 @@ def splits() -> list[Any]:
     return [outcome.model.seen for outcome in (*plain, decided[1])]
 
 
-@pytest.mark.slow
 def test_batches_of_any_structure_and_the_model_s_own_way_to_split_them() -> None:
     single, plain, decided = run(splits)
     rows = [tuple(f"row {k}" for k in range(n)) for n in (4, 3)]
@@ -159,7 +157,6 @@ def mixed() -> tuple[list[float], dict[str, float]]:
     return outcome.losses, outcome.metrics
 
 
-@pytest.mark.slow
 def test_micro_batches_that_return_different_things() -> None:
     losses, metrics = run(mixed)
     assert metrics == {"kind 0": 0.0, "kind 1": 1.0, "kind 2": 2.0}
@@ -226,7 +223,6 @@ MESSAGES = {
 }
 
 
-@pytest.mark.slow
 def test_what_cannot_be_done_is_said() -> None:
     found = run(ways)
     assert found.keys() == MESSAGES.keys()

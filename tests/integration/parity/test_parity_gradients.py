@@ -108,7 +108,6 @@ def clipped_by_value() -> tuple[Seen, Seen]:
     return outcomes[-1].model.computed, outcomes[-1].model.stepped
 
 
-@pytest.mark.slow
 def test_clipping_by_value_with_backward_in_one_call_and_anomaly_detection() -> None:
     computed, stepped = run(clipped_by_value, timeout_seconds=170)
     assert len(computed) == 8 and len(stepped) == 10
@@ -161,7 +160,6 @@ def clipped_by_the_user() -> tuple[list[list[float]], Seen]:
     return [outcome.model.totals for outcome in outcomes], several[-1].model.stepped
 
 
-@pytest.mark.slow
 def test_own_clipping_and_several_losses() -> None:
     (single, *pipelines), stepped = run(clipped_by_the_user, timeout_seconds=170)
     assert len(single) == 10
@@ -190,7 +188,6 @@ def poisoned() -> list[str]:
     return messages
 
 
-@pytest.mark.slow
 def test_anomaly_on_a_worker() -> None:
     messages = run(poisoned, timeout_seconds=55)  # rpc_timeout_sec is 60: nobody waited for the failed stage
     assert messages == ["Function 'SqrtBackward0' returned nan values in its 0th output."] * 3
@@ -202,7 +199,6 @@ def clipped_nan() -> list[str]:
     return [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
 
 
-@pytest.mark.slow
 def test_a_norm_that_is_not_finite_names_the_stage() -> None:
     where = r"parameter 0.{} of stage 0 \(layers 0 to 1: Linear, NanGradient\)"
     (message,) = run(clipped_nan)

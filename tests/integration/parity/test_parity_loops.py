@@ -172,7 +172,6 @@ def found() -> Any:
     return run(everything, timeout_seconds=170)
 
 
-@pytest.mark.slow
 def test_every_loop(found: Any) -> None:
     """Also: layers built in ``configure_model`` at a nested path, and their modes as each stage saw them."""
     single, pipeline = found["loops"]
@@ -189,7 +188,6 @@ def test_every_loop(found: Any) -> None:
     assert any(line.startswith("on_sanity_check_start") for line in single["fit"]["diary"])
 
 
-@pytest.mark.slow
 def test_shortened_loops(found: Any) -> None:
     runs = found["short loops"]
     for single, pipeline in runs:
@@ -198,7 +196,6 @@ def test_shortened_loops(found: Any) -> None:
     assert [sum("on_validation_start" in line for line in single["run"]["diary"]) for single, _ in runs] == [1, 3, 3]
 
 
-@pytest.mark.slow
 def test_several_runs_and_trainers(found: Any) -> None:
     single, pipeline = found["several runs"]
     alike(pipeline, single)

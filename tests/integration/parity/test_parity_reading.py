@@ -211,7 +211,6 @@ def found() -> Any:
     return run(everything, allow=("port",), timeout_seconds=170)
 
 
-@pytest.mark.slow
 def test_hooks_that_read_parameters_and_gradients(found: Any) -> None:
     """At any time, in mid-fit too, and whatever they make of them: norms, copies, files, averages."""
     single, pipeline = found[0]
@@ -221,7 +220,6 @@ def test_hooks_that_read_parameters_and_gradients(found: Any) -> None:
         alike(pipeline[what], single[what])
 
 
-@pytest.mark.slow
 def test_parameters_watched_by_weights_and_biases(found: Any) -> None:
     single, pipeline = found[2]
     assert len(single["parameters"]) == 2 * 8 and single["hook"] is None
@@ -229,7 +227,6 @@ def test_parameters_watched_by_weights_and_biases(found: Any) -> None:
     assert re.search(r"`register_hook` on parameter 0.weight .* stage 0 .*on_before_optimizer_step", pipeline["hook"])
 
 
-@pytest.mark.slow
 def test_what_would_leave_stages_out_is_refused(found: Any) -> None:
     refused = found[3]
     assert re.search(r"`mul_` on the gradient of parameter .*strategy.clip_grad_norm_\(", refused["clipped"])
@@ -237,20 +234,17 @@ def test_what_would_leave_stages_out_is_refused(found: Any) -> None:
     assert refused["gpipe"] is None
 
 
-@pytest.mark.slow
 def test_a_model_that_keeps_a_graph_is_collected(found: Any) -> None:
     single, pipeline = found[1]
     assert single["collected"] and pipeline["collected"]
 
 
-@pytest.mark.slow
 def test_histograms_of_parameters_and_gradients(found: Any) -> None:
     single, pipeline = (each["histograms"] for each in found[1])
     assert len(single) == 3 * 8
     assert pipeline == pytest.approx(single, rel=1e-6)
 
 
-@pytest.mark.slow
 def test_the_graph_of_the_model_in_tensorboard(found: Any) -> None:
     single, pipeline = found[1]
     assert single["graph"] is None

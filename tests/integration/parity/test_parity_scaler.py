@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from harness import run
 from parity import Fresh, Small, check, compare, fit
@@ -53,7 +52,6 @@ def exactly() -> list[list[float]]:
     return [check(model, **plugins, **arguments)[0].losses for model, arguments in rows]
 
 
-@pytest.mark.slow
 def test_one_decision_over_all_stages() -> None:
     automatic, fused, _ = run(exactly)
     scales = [1024.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0, 1024.0]
@@ -80,6 +78,5 @@ def in_float16() -> None:
     compare(one, single, 5e-3)  # float16 has 11 bits; gradients of micro-batches are rounded, then added
 
 
-@pytest.mark.slow
 def test_float16() -> None:
     run(in_float16)

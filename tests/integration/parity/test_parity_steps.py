@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from harness import run
 from parity import Fresh, Small, batches, check, compare, fit
@@ -245,7 +244,6 @@ def cleared() -> dict[str, list[str]]:
     return calls
 
 
-@pytest.mark.slow
 def test_ways_to_clear_gradients() -> None:
     calls = run(cleared, timeout_seconds=170)
     assert calls["gpipe"] == calls["1f1b"] == calls["one process"]

@@ -218,7 +218,6 @@ def everything() -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
 def test_side_outputs_in_training() -> None:
     found = run(everything, timeout_seconds=175)
     for case, (seen, after) in found.items():

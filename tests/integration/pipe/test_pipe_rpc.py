@@ -39,27 +39,23 @@ def assert_same(one: Any, other: Any, tolerance: float) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_trains_as_one_process(found, mode):
     """Losses, norms, gradients of inputs, all parameters and optimizer states of a U-Net."""
     assert_same(found["parity"][mode], found["parity"]["plain"], 1e-9)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_and_batch_norm_are_those_of_one_process(found, mode):
     assert_same(found["parity"][f"random, {mode}"], found["parity"]["random, here"], 1e-9)
 
 
-@pytest.mark.slow
 def test_micro_batches_overlap(found):
     """Of 4 micro-batches in 3 places; one after the other they would take 12, at best 6."""
     assert found["overlap"]["forward"] < 9
     assert found["overlap"]["backward"] < 9
 
 
-@pytest.mark.slow
 def test_errors(found):
     got = found["errors"]
     for places in (("w1", "w2", None), (None, "w1", "w2"), ("w2", None, "w1")):
@@ -75,7 +71,6 @@ def test_errors(found):
         assert got[f"back, {place}, again"]["type"] == "nothing"
 
 
-@pytest.mark.slow
 def test_skips_are_freed(found):
     """On the worker that stashes and on the one that pops; after the forward pass, and after the backward pass."""
     assert found["freed"]["never"] == [0, 0, 0, 0]
@@ -83,7 +78,6 @@ def test_skips_are_freed(found):
     assert found["freed"]["always"][2:] == [0, 0]
 
 
-@pytest.mark.slow
 def test_out_of_the_ordinary(found):
     odds = found["odds"]
     assert odds["eval"] == (pytest.approx(0), False)
@@ -99,13 +93,11 @@ def test_out_of_the_ordinary(found):
     assert odds["followed twice"]["message"] == "the Pipe follows this SGD already"
 
 
-@pytest.mark.slow
 def test_values_of_all_kinds(found):
     assert [name for name, same in found["mixed"].items() if not same] == []
     assert len(found["mixed"]) == 11 * len(MODES)
 
 
-@pytest.mark.slow
 def test_partitions_here_and_elsewhere(found):
     got = found["partitions"]
     assert got["loaded"] == [True, True]
@@ -114,7 +106,6 @@ def test_partitions_here_and_elsewhere(found):
     assert "has got another layer, parameter, buffer or hook" in got["hook elsewhere"]["message"]
 
 
-@pytest.mark.slow
 def test_refusals(found):
     messages = {name: got["message"] for name, got in found["refusals"].items()}
     for name in ("step of one that is not followed", "zero_grad of one that is not followed", "torch's clipping"):
