@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.mutation.measure import ROOT, SECONDS, lines_with_contexts, test_files
+from tests.mutation.measure import DATA, ROOT, SECONDS, lines_with_contexts, test_files
 from tests.mutation.mutants import Mutant, draw
 from tests.mutation.report import markdown
 from tests.mutation.runner import Checkout, Verdict, order
@@ -31,6 +31,8 @@ def main() -> None:
     options = parser.parse_args()
     folder = ROOT / f"build/mutation/seed-{options.seed}-count-{options.count}"
     (folder / "verdicts").mkdir(parents=True, exist_ok=True)
+    if not (DATA.exists() and SECONDS.exists()):
+        raise SystemExit("no test has been measured yet; run make coverage first")
     lines = lines_with_contexts()
     mutants = _drawn(folder / "mutants.json", lines, options.seed, options.count)
     if options.draw_only:
