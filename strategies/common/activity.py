@@ -5,17 +5,18 @@ compute thread ── doing = "F2, layer 1" ──▶ Activity ──▶ a call 
 """
 
 import mmap
-import os
 import resource
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _NOTE_BYTES = 256
 
@@ -115,13 +116,12 @@ class Activity:
     def _busy_seconds(self) -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = time.process_time() + children.ru_utime + children.ru_stime
-        if self._thread is None or sys.platform != "linux":
-            return seconds
-        with suppress(OSError):  # where the kernel does not tell
-            # Its second number is the time for which the thread would have run if a core had been free.
-            waited = Path(f"/proc/self/task/{self._thread.native_id}/schedstat").read_text().split()[1]
+        with suppress(OSError):  # the system is not Linux, or its kernel does not tell
+            # psutil does not have this: the second number is the time for which the thread waited for a free core.
+            thread = self._thread.native_id if self._thread is not None else 0
+            waited = Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[1]
             seconds += int(waited) / 1e9
-        return seconds + sum(_seconds_of(pid) for pid in _descendants(os.getpid()))
+        return seconds + _seconds_of_descendants()
 
 
 def noted(note: Path | None) -> str:
@@ -132,18 +132,11 @@ def noted(note: Path | None) -> str:
     return text.decode(errors="replace") or "while it started"
 
 
-def _descendants(pid: int) -> Iterator[int]:
-    """The processes that this one, or one of them, has started (compilers, for instance)."""
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # has ended
-            for child in map(int, task.read_text().split()):
-                yield child
-                yield from _descendants(child)
-
-
-def _seconds_of(pid: int) -> float:
-    try:  # the command may hold spaces and brackets; after it come user and system time, and those of its dead children
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+def _seconds_of_descendants() -> float:
+    """The CPU time of the processes (compilers, for instance) that this one, or one of them, has started."""
+    seconds = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended
+            times = process.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds

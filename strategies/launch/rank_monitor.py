@@ -18,13 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
-from pytorch_lightning.strategies import Strategy
 
 from strategies.common.activity import Note, noted
 from strategies.common.errors import is_consequence
 from strategies.common.formatting import ending
 from strategies.common.torch_compat import forget_group_names, has_excepthook_of_groups
-from strategies.launch.phases import note_phases
 from strategies.launch.session import set_variables
 from strategies.launch.workers import see_end
 
@@ -210,19 +208,17 @@ class Member:
         self.note.write("in set-up")
 
     @contextmanager
-    def call(self, strategy: Strategy) -> Iterator[None]:
-        """Around a call of the Trainer, whose phases are noted."""
+    def call(self) -> Iterator[None]:
+        """Around a call of the Trainer."""
         # It may begin a call, or even end it by an error, while rank 0 still asks whether it has left the one before.
         self.note.write(f"{after_call(self.calls)}, in set-up" if self.calls else "in set-up")
-        undo, how = note_phases(strategy, self.note), ""
+        how = ""
         try:
             yield
         except BaseException as error:
             how = f", which raised {type(error).__name__}"
             raise
         finally:
-            for end in undo:
-                end()
             self.note.write(after_call(self.calls) + how)
 
 

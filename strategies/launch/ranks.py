@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -268,8 +269,6 @@ def appear(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
 
 def _runs(pid: int) -> bool:
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False
-    status = Path(f"/proc/{pid}/stat")  # it may have ended, and nobody asked how
-    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")

@@ -6,21 +6,17 @@ relay://node0:29500/relay-1f0c     where ranks have been started from outside: k
 
 import os
 import socket
-import struct
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
+import psutil
 from torch import distributed as dist
 
 LOOPBACK = "127.0.0.1"
 _LOOK_SECONDS = 0.005
-_SIOCGIFADDR = 0x8915
-"""From ``linux/sockios.h``: asks for the address of an interface."""
 
 
 def store_at(url: str, size: int) -> dist.Store:
@@ -103,16 +99,10 @@ def interface_towards(address: str) -> tuple[str, str]:
 
 
 def _interfaces() -> Iterator[tuple[str, str]]:
-    """Name and IPv4 address of each interface, where the system tells."""
-    if sys.platform != "linux":
-        return
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # has no address
-                answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                yield name, socket.inet_ntoa(answer[20:24])
+    """Name and IPv4 address of each interface that has one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if own := [address.address for address in addresses if address.family == socket.AF_INET]:
+            yield name, own[0]
 
 
 class WatchedTCPStore(WatchedStore):

@@ -12,6 +12,7 @@ from strategies.launch.rendezvous import WatchedTCPStore
 from strategies.launch.session import environment_variables
 from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, set_num_threads_if_needed
 from strategies.lightning.loopback import PARENT, LoopbackEnvironment
+from strategies.lightning.phases import noting_phases
 
 _NOTES = "RELAY_NOTES"
 """Tells the other ranks where each of them notes what it does."""
@@ -51,7 +52,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return self._lead(side, function, *args, **kwargs)
         if side is None or trainer is None:
             return function(*args, **kwargs)
-        with side.call(trainer.strategy):
+        with side.call(), noting_phases(trainer.strategy, side.note):
             return function(*args, **kwargs)
 
     def watched(self, store: dist.TCPStore, timeout_seconds: float) -> dist.Store:

@@ -1,6 +1,7 @@
-"""What a rank does, noted as Lightning calls the strategy, for the error of rank 0 should this rank be killed."""
+"""The phase of training that a rank is in, for the error message of rank 0 if that rank is killed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,12 @@ _PHASES = {
     "lightning_module_state_dict": "saving a checkpoint",
     "teardown": "teardown",
 }
-"""What begins when Lightning calls this method of a strategy."""
+"""The phase that begins when Lightning calls a method of the strategy, by the name of the method."""
 
 
-def note_phases(strategy: Strategy, note: Note) -> list[Callable[[], None]]:
-    """Notes what begins, whenever Lightning calls the strategy.
-
-    Returns:
-        Functions that end this.
-    """
+@contextmanager
+def noting_phases(strategy: Strategy, note: Note) -> Iterator[None]:
+    """Writes to ``note`` which phase begins, whenever Lightning calls the strategy."""
 
     def begin(what: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         note.write(f"in {what}")
@@ -42,5 +40,8 @@ def note_phases(strategy: Strategy, note: Note) -> list[Callable[[], None]]:
 
         return step(optimizer, passes, *args, **kwargs)
 
-    undo = [replaced(strategy, name, partial(begin, what, getattr(strategy, name))) for name, what in _PHASES.items()]
-    return [*undo, replaced(strategy, "optimizer_step", partial(step_after_passes, strategy.optimizer_step))]
+    with ExitStack() as undo:
+        for name, what in _PHASES.items():
+            undo.callback(replaced(strategy, name, partial(begin, what, getattr(strategy, name))))
+        undo.callback(replaced(strategy, "optimizer_step", partial(step_after_passes, strategy.optimizer_step)))
+        yield

@@ -1,0 +1,232 @@
+"""Forks of the fork server are as good as fresh processes, and none of them, nor the server, outlives its driver."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import procfs
+import psutil
+import pytest
+from harness import OWN_SERVER, run
+
+from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, RunningForkServer, server_for
+from strategies.launch.workers import Workers
+
+
+def describe_process(file: str) -> None:
+    """Called in a fork: notes what it has, on the file and on standard output."""
+    import resource
+    import threading
+
+    import numpy as np
+
+    seen = {
+        "environment": {name: value for name, value in os.environ.items() if name.startswith("RELAY_TEST_")},
+        "path": sys.path,
+        "directory": os.getcwd(),
+        "umask": os.umask(0),
+        "limit": resource.getrlimit(resource.RLIMIT_CORE),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "threads": threading.active_count(),
+        "random": np.random.rand(),
+        "descriptors": sorted(map(int, os.listdir("/proc/self/fd")))[:-1],
+        "input": sys.stdin.read(),
+    }
+    Path(file).write_text(json.dumps(seen))
+    print("printed")
+
+
+def exit_with(how: str) -> int:
+    if how == "raise":
+        raise LookupError("no such thing")
+    if how.startswith("signal"):
+        os.kill(os.getpid(), int(how.split()[1]))
+    if how == "sleep":
+        time.sleep(60)
+    return int(how)
+
+
+def fork(server: Any, function: str, *arguments: Any, **more: Any) -> ForkedProcess:
+    environment = {**os.environ, "RELAY_TEST_NOW": "1"}
+    options = {"environment": environment, "paths": sys.path, "timeout_seconds": 100, **more}
+    process: ForkedProcess = server.fork(f"{__name__}:{function}", arguments, **options)
+    return process
+
+
+def own_server() -> OwnForkServer:
+    return OwnForkServer(["numpy"], environment=dict(os.environ), paths=sys.path)
+
+
+def what_a_fork_has() -> dict[str, Any]:
+    import resource
+
+    server = own_server()
+    first = fork(server, "describe_process", str(Path("before").resolve()))
+    assert first.wait(60) == 0
+    os.mkdir("elsewhere")
+    os.chdir("elsewhere")
+    os.umask(0o077)
+    os.nice(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with open("output", "wb") as output:
+        second = fork(
+            server, "describe_process", "after", stdin=subprocess.PIPE, output=output.fileno(), name="relay-test"
+        )
+        assert second.stdin is not None
+        while (name := psutil.Process(second.pid).name()) != "relay-test":  # which it gets a little later
+            time.sleep(0.01)
+        second.stdin.write(b"sent")
+        second.stdin.close()
+        assert second.wait(60) == 0 and second.poll() == 0 and second.returncode == 0
+    before, after = json.loads(Path("../before").read_text()), json.loads(Path("after").read_text())
+    own = {
+        "environment": {"RELAY_TEST_NOW": "1"},
+        "path": sys.path,
+        "directory": os.getcwd(),
+        "umask": 0o077,
+        "limit": [0, 0],
+        "cores": sorted(os.sched_getaffinity(0)),
+        "niceness": os.getpriority(os.PRIO_PROCESS, 0),
+        "interrupt": True,
+        "threads": 1,
+        "descriptors": [0, 1, 2],
+        "input": "sent",
+    }
+    differs = {key: (after[key], value) for key, value in own.items() if after[key] != value}
+    drawn = (before["random"], after["random"])
+    server.end()
+    return {"differs": differs, "drawn": drawn, "printed": Path("output").read_text(), "name": name}
+
+
+def test_a_fork_is_as_good_as_a_fresh_process() -> None:
+    seen = run(what_a_fork_has, env=OWN_SERVER)
+    assert not seen["differs"]
+    assert seen["drawn"][0] != seen["drawn"][1]
+    assert seen["printed"] == "printed\n" and seen["name"] == "relay-test"
+
+
+def how_forks_end() -> dict[str, Any]:
+    server = own_server()
+    statuses = {how: fork(server, "exit_with", how).wait(60) for how in ("0", "3", "raise", "signal 11")}
+    sleeping = fork(server, "exit_with", "sleep")
+    with pytest.raises(subprocess.TimeoutExpired):
+        sleeping.wait(0.1)
+    assert sleeping.poll() is None
+    sleeping.kill()
+    statuses["killed"] = sleeping.wait(60)
+    sleeping.kill()
+    orphan = fork(server, "exit_with", "sleep")
+    os.kill(server.pid, signal.SIGKILL)
+    statuses["with its server"] = orphan.wait(60)
+    with pytest.raises(OSError):
+        fork(server, "exit_with", "0")
+    server.end()
+    return {"statuses": statuses, "left": procfs.is_alive(orphan.pid)}
+
+
+def test_the_exit_status_is_known() -> None:
+    seen = run(how_forks_end, env=OWN_SERVER)
+    assert seen["statuses"] == {
+        **{"0": 0, "3": 3, "raise": 1, "signal 11": -signal.SIGSEGV},
+        **{"killed": -signal.SIGKILL, "with its server": -signal.SIGKILL},
+    }
+    assert not seen["left"]
+
+
+def start_and_stop() -> tuple[list[type], list[int], int]:
+    """The kinds of the workers of a session, and their ids with their parent's."""
+    workers = Workers(["stage 0"])
+    workers.start(timeout_seconds=60.0, threads=1)
+    kinds = [type(process) for process in workers._processes]
+    pids = [process.pid for process in workers._processes]
+    parent = psutil.Process(pids[0]).ppid()
+    workers.stop(grace_seconds=5.0)
+    return kinds, pids, parent
+
+
+def sessions(changes: list[Mapping[str, str]]) -> list[int]:
+    """The process ids of the servers of successive sessions."""
+    servers = []
+    for change in changes:
+        os.environ.update(change)
+        kinds, _, server = start_and_stop()
+        assert kinds == [ForkedProcess] and psutil.Process(server).ppid() == os.getpid()
+        servers.append(server)
+    return servers
+
+
+def test_a_driver_keeps_its_server() -> None:
+    """Unless a variable has changed that is read when a program is loaded."""
+    changes: list[Mapping[str, str]] = [{}, {"RELAY_TEST_ANY": "1"}, {"MKL_VERBOSE": "0"}]
+    one, same, other = run(sessions, changes, env=OWN_SERVER, allow=["env"])
+    assert one == same and one != other
+
+
+def with_the_servers_of_others(directory: str) -> list[str]:
+    """What happens where ``RELAY_FORK_SERVER`` names directories that are not right."""
+    seen = []
+    for folder, mode in ((directory, None), ("open", 0o755), ("absent", None)):
+        if mode is not None:
+            os.mkdir(folder)
+            os.chmod(folder, mode)
+        os.environ[VARIABLE] = folder
+        try:
+            seen.append(type(server_for(["os"], [], dict(os.environ), sys.path)).__name__)
+        except PermissionError as error:
+            seen.append(str(error))
+    del os.environ[VARIABLE]
+    return seen
+
+
+def test_a_server_of_others_must_be_of_this_user_only() -> None:
+    named = run(os.environ.get, VARIABLE)
+    seen = run(with_the_servers_of_others, named, env=OWN_SERVER)
+    assert seen[0] in (RunningForkServer.__name__, OwnForkServer.__name__)
+    assert seen[1:] == [f"{VARIABLE} names open, which is not a directory of this user only", OwnForkServer.__name__]
+
+
+DRIVER = """
+import os, sys, time
+from strategies.launch.workers import Workers
+workers = Workers(["stage 0"])
+workers.start(timeout_seconds=60.0, threads=1)
+if os.fork() == 0:  # as a data loader's process, which holds the driver's pipes and sockets open
+    time.sleep(3)
+    os._exit(0)
+print(workers._processes[0].pid, os.getppid(), flush=True)
+time.sleep(60)
+"""
+
+
+def kill_the_driver() -> tuple[float, list[str]]:
+    """For how long the worker and the server outlive it, and what they leave."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], env=environment, stdout=subprocess.PIPE, text=True)
+    assert driver.stdout is not None
+    worker = int(driver.stdout.readline().split()[0])
+    server = psutil.Process(worker).ppid()
+    assert psutil.Process(server).ppid() == driver.pid
+    driver.kill()
+    killed = time.monotonic()
+    driver.wait()
+    while procfs.is_alive(worker) or procfs.is_alive(server):
+        assert time.monotonic() < killed + 20
+        time.sleep(0.01)
+    seconds = time.monotonic() - killed
+    driver.stdout.close()
+    return seconds, os.listdir(os.environ["TMPDIR"])
+
+
+def test_nothing_outlives_a_driver_that_is_killed() -> None:
+    seconds, left = run(kill_the_driver, env=OWN_SERVER)
+    assert not left
+    assert seconds < 5.0  # the limit for workers; the forked process sleeps for less
