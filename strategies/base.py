@@ -38,12 +38,12 @@ from torch.utils.hooks import RemovableHandle
 from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
 from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
-from strategies.launch.lifeline import Lifeline
+from strategies.launch.rank_monitor import Rank0Watch
 from strategies.lightning.arguments import check_backend, checked
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
 from strategies.lightning.compat import WrappingCheckpointIO, given_backend_of, is_stand_in, start_method_of, unwrapped
 from strategies.lightning.loopback import LoopbackEnvironment, connect, on_loopback
-from strategies.lightning.script_launcher import in_place_of, met
+from strategies.lightning.script_launcher import in_place_of, mark_entered
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 
 
@@ -68,7 +68,7 @@ class StrategyPlugin(Strategy):
     _timeout: timedelta | None = None
     """Time limit of operations of the process group."""
     _step_handles: tuple[RemovableHandle, ...] = ()
-    _lifeline: Lifeline | None = None
+    _rank_0_watch: Rank0Watch | None = None
     _undo_waiting: Sequence[Callable[[], None]] = ()
     _on_loopback: ExitStack | None = None
 
@@ -96,8 +96,8 @@ class StrategyPlugin(Strategy):
             self._on_loopback = connect(ranks, self._timeout or default_pg_timeout)
         super().setup_environment()
         if ranks.world_size > 1:
-            self._lifeline = Lifeline(ranks.broadcast(f"relay/lifeline/{uuid4().hex}"))
-        met(self.launcher)
+            self._rank_0_watch = Rank0Watch(ranks.broadcast(f"relay/rank-0/{uuid4().hex}"))
+        mark_entered(self.launcher)
         if self._async_save:
             self._writer = BackgroundWriter()
         if trainer is not None:
@@ -168,9 +168,9 @@ class StrategyPlugin(Strategy):
         that the user sees the first one.
         """
         self._remove_step_hooks()
-        if self._lifeline is not None:
-            self._lifeline.end()
-            self._lifeline = None
+        if self._rank_0_watch is not None:
+            self._rank_0_watch.end()
+            self._rank_0_watch = None
         for undo in self._undo_waiting:
             undo()
         self._undo_waiting = ()

@@ -113,8 +113,12 @@ class ForkedProcess:
                     return None
                 except ConnectionError:
                     message = b""
-                # A server that is gone reports nothing; the kernel has killed its forks then.
+                # A server that has been killed reports nothing, and a moment later the kernel kills its forks.
                 self.returncode = int(message) if message else -signal.SIGKILL
+                if not message:
+                    selector = selectors.PollSelector()
+                    selector.register(self._pidfd, selectors.EVENT_READ)
+                    selector.select(_END_SECONDS)
                 self._connection.close()
                 os.close(self._pidfd)
             return self.returncode

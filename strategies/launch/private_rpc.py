@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch.distributed import rpc
 
 from strategies.common.torch_compat import rpc_is_initialized, rpc_options, set_autograd_number, start_rpc_alone
-from strategies.launch.rendezvous import LOOPBACK, interface_towards
+from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables, leave_rpc
 
 
@@ -41,7 +41,7 @@ class PrivateRpc:
     def __init__(self) -> None:
         # Not by init_rpc: that counts sessions, and processes whose counts differ would wait for each other for ever.
         options = rpc_options(num_threads=1)
-        _, interface = interface_towards(LOOPBACK)
+        _, interface = interface_to(LOOPBACK)
         interfaces = {"TP_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}
         with environment_variables(**interfaces), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend")  # RPC's own use of gloo

@@ -1,7 +1,7 @@
 """The ranks that rank 0 has started on its host: whether they live, what they do, and their common end.
 
 rank 0   main thread     in a call of the Trainer ──▶ a connection is lost, or ◀┐ ──▶ asks why ──▶ one error, for all
-         crew's thread   looks at the processes ──▶ one has failed ── 2 s later ┴─ interrupts it ── 7 s: ends rank 0
+         monitor         looks at the processes ──▶ one has failed ── 2 s later ┴─ interrupts it ── 7 s: ends rank 0
                                  ▲
 rank > 0                 note what they do, in memory of rank 0's
 """
@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from strategies.common.activity import Note, noted
 from strategies.common.errors import is_consequence
 from strategies.common.formatting import ending
-from strategies.common.torch_compat import forget_group_names, has_excepthook_of_groups
+from strategies.common.torch_compat import default_store, forget_group_names, has_excepthook_of_groups
+from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import set_variables
-from strategies.launch.workers import see_end
+from strategies.launch.supervision import Watchdog, end_together
 
 _LOOK_SECONDS = 0.1
 _ALONE_SECONDS = 2.0
@@ -46,11 +48,14 @@ _END_SECONDS = 2.0
 """What a rank gets to end by itself once it is asked to."""
 
 
+_FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
+
+
 class RankLost(BaseException):
     """Raised in the main thread of rank 0, wherever it is, since a rank has failed; nobody takes it for an error."""
 
 
-class Crew:
+class RankMonitor:
     """Ranks 1, 2, ... of one host. They outlive the Trainer that has started them, and meet those after it.
 
     Args:
@@ -64,11 +69,11 @@ class Crew:
     ) -> None:
         self.processes, self._notes, self._before = list(processes), list(notes), before
         self.calls = 0
-        """In how many calls of a Trainer the ranks have met."""
+        """The number of calls of a Trainer that all ranks have entered."""
         self._lost, self._is_known, self._excepthook = "", False, sys.excepthook
         self._found, self._over = threading.Event(), threading.Event()
         self._in_call = False
-        self._thread = threading.Thread(target=self._watch, name="relay-crew", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="relay-monitor", daemon=True)
         self._thread.start()
 
     @contextmanager
@@ -87,7 +92,7 @@ class Crew:
             if main:
                 signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
-    def met(self) -> None:
+    def mark_entered(self) -> None:
         """All ranks are in the same call of the Trainer."""
         self.calls += 1
 
@@ -149,7 +154,7 @@ class Crew:
     def _end(self) -> None:
         for process in self.processes:
             process.terminate()
-        see_end(self.processes, _END_SECONDS)
+        end_together(self.processes, _END_SECONDS)
 
     def _watch(self) -> None:
         while not self._find(bool):
@@ -192,8 +197,8 @@ class Crew:
             raise RankLost(self._lost)
 
 
-class Member:
-    """A rank other than 0 of a crew.
+class MonitoredRank:
+    """A rank other than 0 of a monitor.
 
     Args:
         place: Where it notes what it does.
@@ -202,7 +207,7 @@ class Member:
     def __init__(self, place: str) -> None:
         self.note, self.calls = Note(Path(place)), 0
 
-    def met(self) -> None:
+    def mark_entered(self) -> None:
         """All ranks are in the same call of the Trainer."""
         self.calls += 1
         self.note.write("in set-up")
@@ -220,6 +225,49 @@ class Member:
             raise
         finally:
             self.note.write(after_call(self.calls) + how)
+
+
+class Rank0Watch:
+    """Ends a rank when rank 0 ends: Lightning starts ranks as rank 0's children, and they would survive its SIGKILL.
+
+    There is one object per run and rank, between the start of the process group and the teardown of the strategy. Rank
+    0 hosts the store, over a connection of which a thread of each other rank waits for a key. Rank 0 sets the key in
+    ``teardown``; if rank 0 dies, the connection closes.
+
+    If the user has started the process group on another store than a TCP store, or if there is one rank, nothing is
+    watched.
+
+    Args:
+        key: A name that only this run uses, the same on all ranks.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key, self._rank, self._ended = key, dist.get_rank(), threading.Event()
+        store = default_store()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self._store: dist.TCPStore | None = None
+        if isinstance(store, dist.TCPStore | InterruptibleTCPStore) and dist.get_world_size() > 1:
+            # A connection of its own: a client that waits cannot make another call.
+            self._store = dist.TCPStore(store.host, store.port, is_master=False)
+            if self._rank != 0:
+                message = f"rank {self._rank}: rank 0 is gone, so this process ends as well"
+                Watchdog("relay-rank-0-watch", self._has_lost_rank_0, message=message).start()
+
+    def end(self) -> None:
+        """Ends the watch on this rank; rank 0 tells the others."""
+        self._ended.set()
+        if self._rank == 0 and self._store is not None:
+            with suppress(dist.DistNetworkError):  # after a failure its store is closed, and the other ranks have ended
+                self._store.set(self._key, "ended")
+
+    def _has_lost_rank_0(self) -> bool:
+        assert self._store is not None
+        try:
+            self._store.wait([self._key], _FOREVER)
+        except dist.DistNetworkError:
+            return not self._ended.is_set()
+        return False
 
 
 def after_call(number: int) -> str:

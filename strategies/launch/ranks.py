@@ -25,12 +25,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from strategies.common.activity import noted
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
+from strategies.launch.supervision import is_alive
 from strategies.launch.workers import environment_of_worker, share_of_threads
 
 _ARRIVAL_SECONDS = 1800.0
@@ -89,7 +89,7 @@ class World:
         """With how many threads each rank computes; what ``OMP_NUM_THREADS`` says holds (torchrun sets it to 1)."""
         return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share_of_threads(self.num_local)
 
-    def meeting(self) -> str:
+    def rendezvous(self) -> str:
         """A new place where processes can meet."""
         return f"relay://{self.address}:{self.port}/relay-{secrets.token_hex(8)}"
 
@@ -141,14 +141,14 @@ class Ranks:
         refuse_other_rpc()
         world, store = self._world, self._world.store()
         session = Session(
-            meeting=world.meeting(),
+            rendezvous=world.rendezvous(),
             token=secrets.token_hex(4),
             size=world.num_stages,
             timeout_seconds=timeout_seconds,
             threads=threads,
             paths=[],  # a rank has its own
             driver_pid=os.getpid(),
-            towards=world.address,
+            reachable_address=world.address,
             notes=tempfile.mkdtemp(prefix="relay-"),
         )
         self._session, self._store, self._call = session, store, world.next_call(store)
@@ -174,7 +174,7 @@ class Ranks:
         host, pid = self._processes[stage]
         deadline = time.monotonic() + wait_seconds
         while host == os.uname().nodename:
-            if not _runs(pid):
+            if not is_alive(pid):
                 return f"has ended {self.doing(stage)}"
             if time.monotonic() >= deadline:
                 break
@@ -265,10 +265,3 @@ def appear(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
             return False
         time.sleep(_POLL_SECONDS)
     return True
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    except psutil.NoSuchProcess:
-        return False

@@ -20,7 +20,7 @@ _LOOK_SECONDS = 0.005
 
 
 def store_at(url: str, size: int) -> dist.Store:
-    """Connects to a meeting place.
+    """Connects to the store of a rendezvous.
 
     Args:
         url: As above.
@@ -33,7 +33,7 @@ def store_at(url: str, size: int) -> dist.Store:
     return dist.PrefixStore(place.path, dist.TCPStore(place.hostname, place.port, is_master=False))
 
 
-class WatchedStore(dist.Store):
+class InterruptibleStore(dist.Store):
     """A store that waits with open eyes: for Ctrl-C, and for what makes waiting vain.
 
     torch waits in C++, deaf to everything, and for 24 days when it initialises RPC.
@@ -82,7 +82,7 @@ class WatchedStore(dist.Store):
             time.sleep(_LOOK_SECONDS)
 
 
-def interface_towards(address: str) -> tuple[str, str]:
+def interface_to(address: str) -> tuple[str, str]:
     """The interface of this host that leads to an address: its own address, and its name (empty if not known).
 
     ``GLOO_SOCKET_IFNAME`` names another one, as everywhere in torch.
@@ -105,7 +105,7 @@ def _interfaces() -> Iterator[tuple[str, str]]:
             yield name, own[0]
 
 
-class WatchedTCPStore(WatchedStore):
+class InterruptibleTCPStore(InterruptibleStore):
     """A TCP store of this process, which waits with open eyes."""
 
     def __init__(self, store: dist.TCPStore, check: Callable[[], None], timeout_seconds: float) -> None:

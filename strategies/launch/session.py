@@ -29,9 +29,9 @@ from strategies.common.torch_compat import (
     set_autograd_number,
     set_rpc_agent,
 )
-from strategies.launch.rendezvous import LOOPBACK, WatchedStore, interface_towards, store_at
+from strategies.launch.rendezvous import LOOPBACK, InterruptibleStore, interface_to, store_at
 
-PATIENCE = 10
+BUSY_FACTOR = 10
 """How many times ``rpc_timeout_sec`` a process may be busy with one thing, or wait for others that are."""
 
 _CONNECT_SECONDS = 7.5
@@ -49,25 +49,25 @@ class Session:
     """What every process of a session knows.
 
     Attributes:
-        meeting: Where the processes meet; see :mod:`~strategies.launch.rendezvous`.
+        rendezvous: Where the processes meet; see :mod:`~strategies.launch.rendezvous`.
         token: Makes the RPC names of this session unlike those of any other.
         size: Number of processes, which is that of stages; a rank is a stage's number, the driver's is the last.
         timeout_seconds: How long to wait for another process.
         threads: Number of threads that each process computes with.
         paths: The driver's ``sys.path``.
         driver_pid: The driver's process id; workers that it has started itself end when it has gone.
-        towards: An address that all can reach; each process listens on the interface that leads there.
+        reachable_address: An address that all can reach; each process listens on the interface that leads there.
         notes: A directory on the driver's host, where processes of this host say what they do.
     """
 
-    meeting: str
+    rendezvous: str
     token: str
     size: int
     timeout_seconds: float
     threads: int
     paths: list[str]
     driver_pid: int
-    towards: str = LOOPBACK
+    reachable_address: str = LOOPBACK
     notes: str = ""
 
     has_been: ClassVar[bool] = False
@@ -126,9 +126,9 @@ def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: No
     # life of a process.
     number = (rank + 1) % session.size
     options = rpc_options(num_threads=4, timeout_seconds=session.timeout_seconds)
-    store = WatchedStore(store_at(f"{session.meeting}/rpc", session.size), check, session.timeout_seconds)
+    store = InterruptibleStore(store_at(f"{session.rendezvous}/rpc", session.size), check, session.timeout_seconds)
     set_autograd_number(number)
-    _, name = interface_towards(session.towards)
+    _, name = interface_to(session.reachable_address)
     with environment_variables(**{"TP_SOCKET_IFNAME": name} if name else {}):
         agent = rpc.TensorPipeAgent(store, session.name(rank), number, session.size, options, {}, [])
     set_rpc_agent(agent)
@@ -144,8 +144,8 @@ def leave_rpc() -> None:
 
 def join_data_plane(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> dist.ProcessGroup:
     """Connects the data plane and returns when every process of the session has; see :func:`join_rpc`."""
-    seconds = PATIENCE * session.timeout_seconds
-    group = join_group(f"{session.meeting}/data", rank, session.size, seconds, session.towards, check)
+    seconds = BUSY_FACTOR * session.timeout_seconds
+    group = join_group(f"{session.rendezvous}/data", rank, session.size, seconds, session.reachable_address, check)
     _let_computing_go_first("gloo_tcp_loop")
     return group
 
@@ -155,7 +155,7 @@ def join_group(
     rank: int,
     size: int,
     timeout_seconds: float,
-    towards: str = LOOPBACK,
+    reachable_address: str = LOOPBACK,
     check: Callable[[], None] = lambda: None,
 ) -> dist.ProcessGroup:
     """Connects ``size`` processes that meet at ``url``, and returns when all are there.
@@ -163,17 +163,17 @@ def join_group(
     The group is private: torch's default group, which metrics and loggers look at, stays what it was.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs of torch 2.13 lack what its constructor takes
-    address, name = interface_towards(towards)
+    address, name = interface_to(reachable_address)
     device = gloo.create_device(hostname=address) if address else gloo.create_device(interface=name)
     options = gloo_options(device, timedelta(seconds=min(timeout_seconds, _CONNECT_SECONDS) / _OF_GLOO))
     place = store_at(url, size)
-    store = WatchedStore(place, check, timeout_seconds)
-    store.set(f"here/{rank}", "")
-    store.wait([f"here/{other}" for other in range(size)])
+    store = InterruptibleStore(place, check, timeout_seconds)
+    store.set(f"arrived/{rank}", "")
+    store.wait([f"arrived/{other}" for other in range(size)])
     group = group_without_backend(store, rank, size)
 
     def connect(heed: Callable[[], None]) -> Any:
-        addresses = WatchedStore(place, heed, timeout_seconds)  # of Python: C++ does not keep it alive
+        addresses = InterruptibleStore(place, heed, timeout_seconds)  # of Python: C++ does not keep it alive
         return gloo(dist.PrefixStore("gloo/", addresses), rank, size, options)
 
     backend = _beside(connect, check)

@@ -16,8 +16,9 @@ import torch
 from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.common.formatting import ending
-from strategies.launch.fork_server import ForkedProcess, OwnForkServer, server_for
+from strategies.launch.fork_server import OwnForkServer, server_for
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
+from strategies.launch.supervision import Process, end_together
 
 WORKER_MODULES = ("strategies.pipeline.__main__", "strategies.pipeline.worker.process")
 """What a worker imports at its start."""
@@ -30,9 +31,6 @@ _START_SECONDS = 120.0
 
 _MOST_LEARNT_BYTES = 2**25 - 2**16
 """A little less than glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
-
-
-Process = subprocess.Popen | ForkedProcess
 
 
 class Workers:
@@ -62,7 +60,7 @@ class Workers:
         refuse_other_rpc()
         self._directory = tempfile.mkdtemp(prefix="relay-")
         session = Session(
-            meeting=f"file://{self._directory}",
+            rendezvous=f"file://{self._directory}",
             token=secrets.token_hex(4),
             size=self._count + 1,
             timeout_seconds=timeout_seconds,
@@ -115,7 +113,7 @@ class Workers:
             for process in self._processes:
                 assert process.stdin is not None
                 process.stdin.close()
-            see_end(self._processes, grace_seconds)
+            end_together(self._processes, grace_seconds)
         finally:
             self._processes = []
             if self._directory:
@@ -170,17 +168,6 @@ class Workers:
     @staticmethod
     def _late(ranks: Sequence[int]) -> RuntimeError:
         return RuntimeError(f"the workers of stages {list(ranks)} did not start in time")
-
-
-def see_end(processes: Sequence[Process], grace_seconds: float) -> None:
-    """Waits for processes to end by themselves, and kills those that have not after so long."""
-    deadline = time.monotonic() + grace_seconds
-    for process in processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def environment_of_worker(

@@ -10,10 +10,10 @@ that start at once cannot get the same one.
 import atexit
 import os
 import socket
-import sys
 import threading
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -23,8 +23,9 @@ from pytorch_lightning.plugins import ClusterEnvironment
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import ParallelStrategy
 
-from strategies.launch.rendezvous import LOOPBACK, interface_towards
+from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
+from strategies.launch.supervision import Watchdog
 from strategies.lightning.compat import backend_of, destroy_dist_connection
 
 PARENT = "RELAY_RANK_0"
@@ -44,7 +45,8 @@ class LoopbackEnvironment(LightningEnvironment):
         self._listener: socket.socket | None = None
         self._connected = threading.Event()
         if PARENT in os.environ and self.local_rank() > 0:
-            threading.Thread(target=self._watch, args=(int(os.environ[PARENT]),), daemon=True).start()
+            message = f"rank {self.local_rank()}: rank 0 is gone, so this process ends as well"
+            Watchdog("relay-parent-watch", partial(self._has_lost, int(os.environ[PARENT])), message=message).start()
 
     @property
     def main_port(self) -> int:
@@ -78,7 +80,7 @@ class LoopbackEnvironment(LightningEnvironment):
         self._connected.set()
 
     def teardown(self) -> None:
-        """Leaves the variables of the process as they were; where ranks have not met, they may the next time."""
+        """Leaves the variables of the process as they were; ranks that have not connected may do so in the next run."""
         os.environ.pop(PARENT, None)
         if self._listener is not None:
             self.renew()
@@ -97,11 +99,11 @@ class LoopbackEnvironment(LightningEnvironment):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _listener=None, _connected=threading.Event())
 
-    def _watch(self, parent: int) -> None:
+    def _has_lost(self, parent: int) -> bool:
         while not self._connected.wait(_LOOK_SECONDS):
             if os.getppid() != parent:
-                sys.stderr.write(f"rank {self.local_rank()}: rank 0 is gone, so this process ends as well\n")
-                os._exit(1)
+                return True
+        return False
 
 
 def on_loopback(environment: ClusterEnvironment | None, num_nodes: int, start_method: str) -> ClusterEnvironment | None:
@@ -125,7 +127,7 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
     Returns:
         What ends the run: until it is closed, groups that are made later listen on the loopback interface, too.
     """
-    _, name = interface_towards(LOOPBACK)
+    _, name = interface_to(LOOPBACK)
     wanted = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
     variables = ExitStack()
     variables.enter_context(environment_variables(**{k: v for k, v in wanted.items() if k not in os.environ}))
@@ -139,8 +141,8 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
         backend = backend_of(strategy)
         plain = environment.store(timeout)
         store = getattr(strategy.launcher, "watched", lambda plain, _: plain)(plain, timeout.total_seconds())
-        store.set(f"here/{strategy.global_rank}", "")
-        store.wait([f"here/{rank}" for rank in range(size)])
+        store.set(f"arrived/{strategy.global_rank}", "")
+        store.wait([f"arrived/{rank}" for rank in range(size)])
         dist.init_process_group(
             backend,
             store=store if backend == "gloo" else plain,  # NCCL asks for more than a store in Python has

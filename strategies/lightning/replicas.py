@@ -13,7 +13,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.launch.ranks import World
-from strategies.launch.rendezvous import LOOPBACK, interface_towards
+from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
 from strategies.lightning.checks import check_launch, is_external
 from strategies.lightning.compat import (
@@ -40,7 +40,7 @@ class ReplicatedStrategy(ParallelStrategy):
     def __init__(self, num_replicas: int, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._num_replicas = num_replicas
-        self._meeting_place: str | None = None
+        self._rendezvous_directory: str | None = None
         self.num_nodes = 1  # the Trainer writes what the user gave
         self.world: World | None = None
 
@@ -139,7 +139,7 @@ class ReplicatedStrategy(ParallelStrategy):
                 f"The default process group has {size} ranks, but there are {self._num_replicas} replicas: leave it to "
                 "the strategy to initialise it, and destroy it after other trainings."
             )
-        _, interface = interface_towards(self.world.address) if self.world is not None else ("", "")
+        _, interface = interface_to(self.world.address) if self.world is not None else ("", "")
         with environment_variables(**{"GLOO_SOCKET_IFNAME": interface} if interface else {}):
             init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
 
@@ -148,11 +148,11 @@ class ReplicatedStrategy(ParallelStrategy):
         if not self.is_distributed:
             return None
         if self.world is not None:
-            meeting, towards = self.broadcast(self.world.meeting()), self.world.address
+            rendezvous, address = self.broadcast(self.world.rendezvous()), self.world.address
         else:
-            self._meeting_place = self.broadcast(mkdtemp(prefix="relay-") if self.is_global_zero else None)
-            meeting, towards = f"file://{self._meeting_place}", LOOPBACK
-        return Replicas(self.global_rank, self.world_size, meeting, timeout_seconds, towards, divide_states)
+            self._rendezvous_directory = self.broadcast(mkdtemp(prefix="relay-") if self.is_global_zero else None)
+            rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
+        return Replicas(self.global_rank, self.world_size, rendezvous, timeout_seconds, address, divide_states)
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all replicas."""
@@ -175,7 +175,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Lets go of the other replicas. The process group stays, for the next ``fit`` or ``test`` of this process."""
-        if self._meeting_place is not None and self.is_global_zero:
-            rmtree(Path(self._meeting_place), ignore_errors=True)
-        self._meeting_place = None
+        if self._rendezvous_directory is not None and self.is_global_zero:
+            rmtree(Path(self._rendezvous_directory), ignore_errors=True)
+        self._rendezvous_directory = None
         super().teardown()

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from pytorch_lightning import Trainer
 
-from strategies.launch.rank_monitor import Crew, Member, RankLost, new_notes, places
-from strategies.launch.rendezvous import WatchedTCPStore
+from strategies.launch.rank_monitor import MonitoredRank, RankLost, RankMonitor, new_notes, places
+from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import environment_variables
 from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, set_num_threads_if_needed
 from strategies.lightning.loopback import PARENT, LoopbackEnvironment
@@ -26,7 +26,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
     """
 
-    side: ClassVar[Crew | Member | None] = None
+    role: ClassVar[RankMonitor | MonitoredRank | None] = None
     """Of the whole process, as the process group is: Trainers come and go."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -36,29 +36,29 @@ class ScriptLauncher(SubprocessScriptLauncher):
             RuntimeError: If a rank has failed, with how and in what.
         """
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        if isinstance(crew := self.side, Crew) and crew.has_ended:
-            news = crew.news
-            self._dismiss(crew)
+        if isinstance(monitor := self.role, RankMonitor) and monitor.has_ended:
+            news = monitor.news
+            self._dismiss(monitor)
             if news is not None:
                 raise RuntimeError(news)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-        elif self.side is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
-            ScriptLauncher.side = Member(os.environ[_NOTES].split(os.pathsep)[rank - 1])
+        elif self.role is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
+            ScriptLauncher.role = MonitoredRank(os.environ[_NOTES].split(os.pathsep)[rank - 1])
         set_num_threads_if_needed(num_processes=self.num_processes)
-        side = self.side
-        if isinstance(side, Crew):
-            self.procs = side.processes  # which another Trainer may have started
-            return self._lead(side, function, *args, **kwargs)
-        if side is None or trainer is None:
+        role = self.role
+        if isinstance(role, RankMonitor):
+            self.procs = role.processes  # which another Trainer may have started
+            return self._lead(role, function, *args, **kwargs)
+        if role is None or trainer is None:
             return function(*args, **kwargs)
-        with side.call(), noting_phases(trainer.strategy, side.note):
+        with role.call(), noting_phases(trainer.strategy, role.note):
             return function(*args, **kwargs)
 
     def watched(self, store: dist.TCPStore, timeout_seconds: float) -> dist.Store:
         """A store for the process group that waits for no rank that has failed."""
-        side = self.side
-        return WatchedTCPStore(store, side.check, timeout_seconds) if isinstance(side, Crew) else store
+        role = self.role
+        return InterruptibleTCPStore(store, role.check, timeout_seconds) if isinstance(role, RankMonitor) else store
 
     def _call_children_scripts(self) -> None:
         before = {name: os.environ.get(name) for name in _SET_BY_A_LAUNCH}
@@ -68,27 +68,27 @@ class ScriptLauncher(SubprocessScriptLauncher):
         with environment_variables(**{_NOTES: os.pathsep.join(places(notes))} if notes else {}):
             super()._call_children_scripts()
         if self.procs:  # a single process has nobody to watch
-            ScriptLauncher.side = Crew(self.procs, notes, before)
+            ScriptLauncher.role = RankMonitor(self.procs, notes, before)
 
-    def _lead(self, crew: Crew, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _lead(self, monitor: RankMonitor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
-            with crew.call():
+            with monitor.call():
                 return function(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit):  # the other ranks have got the signal, too, and Lightning ends them
-            crew.excuse()
+            monitor.excuse()
             raise
         except BaseException as error:
-            if (why := crew.why(error)) is None:
-                crew.excuse()
-                if not crew.have_left():  # and never will, without this one
-                    self._dismiss(crew)
+            if (why := monitor.why(error)) is None:
+                monitor.excuse()
+                if not monitor.have_left():  # and never will, without this one
+                    self._dismiss(monitor)
                 raise
-            self._dismiss(crew)
+            self._dismiss(monitor)
             raise RuntimeError(why) from None if isinstance(error, RankLost) else error
 
-    def _dismiss(self, crew: Crew) -> None:
-        crew.dismiss()
-        ScriptLauncher.side, self.procs = None, []
+    def _dismiss(self, monitor: RankMonitor) -> None:
+        monitor.dismiss()
+        ScriptLauncher.role, self.procs = None, []
 
 
 def in_place_of(launcher: Launcher | None) -> Launcher | None:
@@ -98,7 +98,7 @@ def in_place_of(launcher: Launcher | None) -> Launcher | None:
     return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)
 
 
-def met(launcher: Launcher | None) -> None:
+def mark_entered(launcher: Launcher | None) -> None:
     """All ranks are in the same call of the Trainer."""
-    if isinstance(launcher, ScriptLauncher) and launcher.side is not None:
-        launcher.side.met()
+    if isinstance(launcher, ScriptLauncher) and launcher.role is not None:
+        launcher.role.mark_entered()

@@ -21,7 +21,7 @@ from harness import run
 from paths import PYTHONPATH
 from ranks_faults_job import MOMENTS
 
-from strategies.launch.rank_monitor import Crew, RankLost
+from strategies.launch.rank_monitor import RankLost, RankMonitor
 
 SECONDS = 10
 
@@ -31,24 +31,24 @@ def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, text=True, **kwargs)
 
 
-def test_the_end_of_a_crew() -> None:
+def test_the_end_of_a_monitored_rank() -> None:
     """Processes that know nothing of it: one is killed, the other is ended."""
     before, hurried = signal.getsignal(signal.SIGURG), [sys.executable, "-c", "import time; time.sleep(600)"]
     processes = [subprocess.Popen(hurried) for _ in range(2)]
-    crew = Crew(processes, [], {"RELAY_TEST": None})
+    monitor = RankMonitor(processes, [], {"RELAY_TEST": None})
     os.environ["RELAY_TEST"] = "set by a launch"
     killed, process = time.monotonic(), processes[1].pid
     processes[1].kill()
     message = f"rank 2, process {process} on {socket.gethostname()}, was killed by signal 9"
-    with pytest.raises(RankLost, match=f"^{message}$"), crew.call():
+    with pytest.raises(RankLost, match=f"^{message}$"), monitor.call():
         time.sleep(600)
     assert time.monotonic() - killed < SECONDS
-    assert crew.has_ended and crew.why(ValueError("its own")) is None
-    assert crew.why(RuntimeError("gloo: Connection closed by peer")) == message
-    crew.dismiss()
+    assert monitor.has_ended and monitor.why(ValueError("its own")) is None
+    assert monitor.why(RuntimeError("gloo: Connection closed by peer")) == message
+    monitor.dismiss()
     assert processes[0].returncode == -signal.SIGTERM
     assert signal.getsignal(signal.SIGURG) is before and "RELAY_TEST" not in os.environ
-    assert "relay-crew" not in {thread.name for thread in threading.enumerate()}
+    assert "relay-monitor" not in {thread.name for thread in threading.enumerate()}
 
 
 def endings(strategy: str, ranks: int, moments: list[str], timeout_seconds: float) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def test_the_driver_of_another_replica(undisturbed: float) -> None:
 
 
 def orphan() -> tuple[int, str, float]:
-    """Status and words of a run whose rank 0 is killed before the ranks have met, and when it has ended."""
+    """Status and words of a run whose rank 0 is killed before the ranks have connected, and when it has ended."""
     with tempfile.TemporaryDirectory() as folder:
         job = start_job(str(Path(folder) / "results.pt"), "ddp", "3", "orphan", stderr=subprocess.PIPE)
         job.wait(60)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from strategies.common.activity import Progress
-from strategies.launch.session import PATIENCE
+from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.control.client import RemoteStage
 
 _LOOKS = 10
@@ -34,7 +34,7 @@ class Watch:
     def __init__(self, remotes: Sequence[RemoteStage], timeout_seconds: float) -> None:
         self._watched = [_Watched(remote, timeout_seconds) for remote in remotes]
         self._seconds, self._ended = timeout_seconds / _LOOKS, threading.Event()
-        self._thread = threading.Thread(target=self._work, name="relay-watch", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="relay-stage-watch", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -104,8 +104,8 @@ class _Watched:
             self._give_up("waits in vain", f"Its stack:\n{now.stack}")
         if self._asleep >= _LOOKS:
             self._give_up("hangs", f"Its stack:\n{now.stack}")
-        elif self._at_one_thing >= _LOOKS * PATIENCE:
-            self._give_up("is busy with one thing", f"Its stack:\n{now.stack}", times=PATIENCE)
+        elif self._at_one_thing >= _LOOKS * BUSY_FACTOR:
+            self._give_up("is busy with one thing", f"Its stack:\n{now.stack}", times=BUSY_FACTOR)
 
     def _give_up(self, how: str, more: str, *, times: int = 1) -> None:
         seconds = times * self._timeout_seconds

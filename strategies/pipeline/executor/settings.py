@@ -4,7 +4,7 @@ import threading
 from dataclasses import dataclass
 
 from strategies.common.names import did_you_mean
-from strategies.launch.session import PATIENCE
+from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
 
@@ -27,7 +27,7 @@ class Settings:
     @property
     def patience_seconds(self) -> float:
         """How long a process waits for another one that has not been declared hung."""
-        return PATIENCE * self.rpc_timeout_sec
+        return BUSY_FACTOR * self.rpc_timeout_sec
 
     @property
     def interleaves(self) -> bool:

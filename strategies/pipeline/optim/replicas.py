@@ -41,18 +41,18 @@ class Replicas:
     Attributes:
         number: Number of this pipeline.
         count: Number of pipelines.
-        meeting: URL of the store at which the processes of one stage connect, the same for all pipelines; see
+        rendezvous: URL of the store at which the processes of one stage connect, the same for all pipelines; see
             :mod:`~strategies.launch.rendezvous`.
         timeout_seconds: Time-out for waiting for another replica.
-        towards: An address that every process can reach.
+        reachable_address: An address that every process can reach.
         divide_states: Whether the replicas of a stage divide its optimizer states among them.
     """
 
     number: int
     count: int
-    meeting: str
+    rendezvous: str
     timeout_seconds: float
-    towards: str = LOOPBACK
+    reachable_address: str = LOOPBACK
     divide_states: bool = False
 
     def join(self, stage: int, check: Callable[[], None] = lambda: None) -> ProcessGroup:
@@ -62,8 +62,8 @@ class Replicas:
             stage: Number of the stage.
             check: Called while waiting; ends the wait by raising.
         """
-        url = f"{self.meeting}/stage-{stage}"
-        return join_group(url, self.number, self.count, self.timeout_seconds, self.towards, check)
+        url = f"{self.rendezvous}/stage-{stage}"
+        return join_group(url, self.number, self.count, self.timeout_seconds, self.reachable_address, check)
 
 
 class Averaging:

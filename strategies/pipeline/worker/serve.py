@@ -20,6 +20,7 @@ from torch.distributed import rpc
 
 from strategies.launch.ranks import World, appear, become_worker, call_key, gone_key, over_key, ready_key
 from strategies.launch.session import Session, join_rpc
+from strategies.launch.supervision import Watchdog
 
 _FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
 _LOOK_SECONDS = 0.2
@@ -84,16 +85,16 @@ def _ending_with(world: World, call: str, session: Session) -> Iterator[None]:
     """Ends this process if the driver gives up the session, or is gone: joining waits in C++, deaf to everything."""
     done, store = threading.Event(), world.store()
 
-    def watch() -> None:
+    def has_ended() -> bool:
         while not done.wait(_LOOK_SECONDS):
             with suppress(dist.DistNetworkError):
                 if not store.check([over_key(call)]):
                     continue
-            session.forget()
-            sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, has ended\n")
-            os._exit(1)
+            return True
+        return False
 
-    threading.Thread(target=watch, name="relay-watch", daemon=True).start()
+    message = f"rank {world.rank} ends, because its driver, rank {world.driver}, has ended"
+    Watchdog("relay-join-watch", has_ended, message=message, clean_up=session.forget).start()
     try:
         yield
     finally:

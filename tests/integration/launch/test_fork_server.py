@@ -171,6 +171,10 @@ def test_a_driver_keeps_its_server() -> None:
     assert one == same and one != other
 
 
+def server_directory() -> str:
+    return os.environ[VARIABLE]
+
+
 def with_the_servers_of_others(directory: str) -> list[str]:
     """What happens where ``RELAY_FORK_SERVER`` names directories that are not right."""
     seen = []
@@ -188,7 +192,7 @@ def with_the_servers_of_others(directory: str) -> list[str]:
 
 
 def test_a_server_of_others_must_be_of_this_user_only() -> None:
-    named = run(os.environ.get, VARIABLE)
+    named = run(server_directory)
     seen = run(with_the_servers_of_others, named, env=OWN_SERVER)
     assert seen[0] in (RunningForkServer.__name__, OwnForkServer.__name__)
     assert seen[1:] == [f"{VARIABLE} names open, which is not a directory of this user only", OwnForkServer.__name__]

@@ -1,0 +1,100 @@
+"""Supervision of processes: whether one lives, how several are ended together, how this one ends with another one.
+
+It imports no torch: a worker supervises its driver before it imports torch.
+"""
+
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import psutil
+
+from strategies.launch.fork_server import ForkedProcess
+
+Process = subprocess.Popen | ForkedProcess
+"""A process that this one has started."""
+
+
+class Watchdog:
+    """A thread that ends this process when another one that it depends on has ended.
+
+    Args:
+        name: The name of the thread.
+        has_ended: Waits until the other process has ended and returns ``True``; returns ``False`` if this process
+            depends on it no more.
+        message: What is written to standard error before this process ends; nothing if empty.
+        status: The exit status.
+        clean_up: Called before this process ends.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        has_ended: Callable[[], bool],
+        *,
+        message: str = "",
+        status: int = 1,
+        clean_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._has_ended, self._message, self._status, self._clean_up = has_ended, message, status, clean_up
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def join(self) -> None:
+        """Waits for the end of the thread."""
+        self._thread.join()
+
+    def _watch(self) -> None:
+        if self._has_ended():
+            self._clean_up()
+            if self._message:
+                sys.stderr.write(f"{self._message}\n")
+                sys.stderr.flush()
+            os._exit(self._status)  # without waiting for threads that compute, or wait in C++
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that its parent has not asked for yet does not."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_end(pid: int, *, or_readable: int | None = None, interval_seconds: float = 0.5) -> None:
+    """Waits until a process has ended.
+
+    Args:
+        pid: The process id.
+        or_readable: A file descriptor; the wait ends as well when there is something to read, or its end.
+        interval_seconds: How often to look on systems without pidfds.
+    """
+    others = [] if or_readable is None else [or_readable]
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # another system than Linux, or a sandbox
+        while is_alive(pid) and not select.select(others, [], [], interval_seconds)[0]:
+            pass
+    else:
+        select.select([pidfd, *others], [], [])
+        os.close(pidfd)
+
+
+def end_together(processes: Sequence[Process], grace_seconds: float) -> None:
+    """Waits for processes to end by themselves, and kills those that run after ``grace_seconds``."""
+    deadline = time.monotonic() + grace_seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
