@@ -182,7 +182,7 @@ def test_connecting_ends_when_it_is_in_vain(tmp_path: Path) -> None:
     """The other process has appeared, and has died before it said where it listens."""
     url, began = f"{tmp_path.as_uri()}/data", time.monotonic()
     store = store_at(url, 2)
-    store.set("here/1", "")
+    store.set("arrived/1", "")
 
     def check() -> None:
         if time.monotonic() > began + 0.3:
