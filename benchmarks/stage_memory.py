@@ -17,7 +17,8 @@ from benchmarks.plots import lines, plot
 from benchmarks.report import Effort, Section, Table
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.tables import SCHEDULES, simulate
+from strategies.pipeline.schedule.simulator import simulate
+from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.pipeline.stage.layers import PassContext
 
 STAGES, ROWS, INPUT_WIDTH = 3, 64, 8

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline.schedule.tables import one_f_one_b, simulate
+from strategies.pipeline.schedule.simulator import simulate
+from strategies.pipeline.schedule.tables import one_f_one_b
 
 
 class _Count(torch.autograd.Function):
