@@ -1,11 +1,11 @@
-"""User code that stops where it calls the pipelined module, and goes on when the output is there.
+"""Runs user code that is suspended where it calls the pipelined module, and resumed with the module's output.
 
     lead   begin ─┐                 ┌─ sends the input ... has the output ─┐                   ┌─ backward pass
     step          └─ x = before() ──┘                                      └─ loss = after(y) ─┘
 
-Each step has a thread, but never runs at the same time as the lead or another step: control is handed over, as between
-coroutines, which code that knows nothing of them cannot be made into. A step's random numbers are a stream of its own,
-so that they do not depend on what runs in between; so is what else belongs to the process: the default dtype.
+The lead is the driver's main thread. Each step has its own thread, but only the lead or one step runs at any time: they
+pass control to each other like coroutines, which ordinary user code cannot be turned into. Each step has its own random
+state and its own default dtype, both global to the process, so code that runs in between does not affect them.
 """
 
 import threading
@@ -28,21 +28,21 @@ from strategies.pipeline.stage.layers import (
 
 
 class Abandoned(BaseException):
-    """Ends a step whose output will not come; no ``Exception``, so that user code does not catch it."""
+    """Ends a step that will get no output. Not an ``Exception``, so that user code does not catch it."""
 
 
 class Step:
-    """One run of a function, made by :meth:`Steps.begin`."""
+    """One run of a function, begun by :meth:`Steps.begin`."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.has_called = False
-        """Whether the function has called the module, and waits for its output."""
+        """Whether the function has called the module and is suspended until it gets the output."""
         self.input: Any = None
-        """What it has called the module with; who takes it away lets its memory go."""
+        """The argument of that call. The caller of :meth:`Steps.begin` sets it to ``None`` to free its memory."""
         self.context: PassContext | None = None
-        """The settings under which it has called the module."""
+        """The settings of the thread at that call."""
         self.result: Any = None
-        """What the function has returned."""
+        """The return value of the function."""
         self._device, self._seed = device, seed
         self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
@@ -51,16 +51,16 @@ class Step:
         self._to_lead: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def resume(self, output: Any = None) -> None:
-        """Gives the function what the module returns, and waits until it has ended.
+        """Return ``output`` from the function's call of the module, and wait until the function has ended.
 
         Raises:
-            Exception: What the function raises.
+            Exception: Whatever the function raises.
         """
         self.has_called = False
         self._hand_over(True, output)
 
     def abandon(self) -> None:
-        """Ends the function where it waits, if it does."""
+        """End the function if it is suspended."""
         if not self._ended:
             with suppress(BaseException):
                 self._hand_over(False, None)
@@ -81,7 +81,7 @@ class Step:
             raise error
 
     def call(self, input: Any) -> Any:
-        """Stands for the module, on the step's own thread."""
+        """Suspend the step in its call of the module; runs on the step's thread and returns the module's output."""
         if self.context is not None:
             raise RuntimeError(
                 "training_step called the pipelined module twice; schedule='1f1b' runs it once per micro-batch, with "
@@ -100,7 +100,7 @@ class Step:
         return output
 
     def run(self, function: Callable[[], Any]) -> None:
-        """Runs the function, on the step's own thread."""
+        """Run the function; called on the step's thread."""
         go_on, _ = self._to_step.get()
         error: BaseException | None = None
         try:
@@ -113,10 +113,10 @@ class Step:
 
 
 class Steps:
-    """Begins steps, on a few threads that are used again: each new one would have its own malloc arena to fault in.
+    """Begins steps on a few threads, which are reused: each new thread causes page faults in a new malloc arena.
 
     Args:
-        number: How many steps may wait at the same time.
+        number: Maximum number of steps that are suspended at the same time.
         device: The device of this process.
     """
 
@@ -131,16 +131,16 @@ class Steps:
         return getattr(self._local, "step", None)
 
     def begin(self, function: Callable[[], Any], seed: int) -> Step:
-        """Runs a function until it calls the module or ends.
+        """Run a function until it calls the module or ends.
 
         Raises:
-            Exception: What the function raises.
+            Exception: Whatever the function raises.
         """
         step = Step(seed, self._device)
         self._threads.submit(copy_context().run, self._run, step, function)
         try:
             step.resume()
-        except BaseException:  # Ctrl-C too, at which the function still runs
+        except BaseException:  # KeyboardInterrupt too, during which the function still runs
             step.abandon()
             raise
         return step
@@ -153,7 +153,7 @@ class Steps:
             self._local.step = None
 
     def close(self) -> None:
-        """Ends the threads, once no step runs on them any more."""
+        """End the threads; each ends after its step."""
         self._threads.shutdown(wait=False)
 
 

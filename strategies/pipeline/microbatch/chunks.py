@@ -1,7 +1,7 @@
 """How ``Pipe`` splits its inputs into micro-batches and joins their outputs.
 
-Unlike :mod:`~strategies.pipeline.microbatch.split` this looks at positional arguments only, not into what they contain,
-and splits each tensor by itself, as the ``Pipe`` that PyTorch removed in 2.4 did.
+Unlike :mod:`~strategies.pipeline.microbatch.split`, this module splits only positional arguments that are tensors, not
+tensors inside of containers, and splits each tensor independently, as the ``Pipe`` that PyTorch removed in 2.4 did.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
     """Split positional arguments into those of each micro-batch.
 
     Args:
-        inputs: Tensors ``[batch, ...]``, which are split by ``Tensor.chunk``, and other values, which are not split.
+        inputs: Tensors ``[batch, ...]``, which ``Tensor.chunk`` splits, and other values, which are not split.
         chunks: Maximum number of micro-batches.
 
     Returns:
-        The arguments of each micro-batch; tensors are views.
+        The arguments of each micro-batch. Split tensors are views.
 
     Raises:
         TypeError: If no argument is a tensor.
@@ -32,19 +32,19 @@ def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:
         kinds = ", ".join(type(value).__name__ for value in inputs) or "nothing"
         raise TypeError(
             f"Pipe got {kinds}, but needs a tensor among its inputs, to split its first dimension into micro-batches; "
-            "give those in tuples, lists and dicts as arguments of their own"
+            "pass tensors that are in tuples, lists or dicts as separate arguments"
         )
     split = {place: value for place, value in enumerate(inputs) if _is_split(value)}
     scalars = [place for place, value in split.items() if value.dim() == 0]
     if scalars and chunks > 1:
-        raise ValueError(f"input {scalars[0]} of Pipe has no dimension to split; give it as NoChunk(tensor)")
+        raise ValueError(f"input {scalars[0]} of Pipe has no dimension to split; pass it as NoChunk(tensor)")
     pieces = {place: (value,) if value.dim() == 0 else value.chunk(chunks) for place, value in split.items()}
     counts = sorted({len(parts) for parts in pieces.values()} or {1})
     if len(counts) > 1:
         sizes = ", ".join(str(len(value)) for value in split.values())
         raise RuntimeError(
             f"Found different number of chunks for the inputs of Pipe: {sizes} rows give {counts} micro-batches with "
-            f"chunks={chunks}; give a tensor that is no batch as NoChunk(tensor)"
+            f"chunks={chunks}; pass a tensor that is not a batch as NoChunk(tensor)"
         )
     whole = [plain(value) for value in inputs]
     return [tuple(pieces[k][m] if k in pieces else value for k, value in enumerate(whole)) for m in range(counts[0])]
@@ -71,7 +71,8 @@ def _join_column(column: Sequence[Any]) -> Any:
     if not isinstance(column[0], Tensor):
         return list(column)
     if any(not isinstance(value, Tensor) for value in column):
-        raise ValueError(f"the last layer returned a tensor and other things: {[type(value) for value in column]}")
+        kinds = ", ".join(type(value).__name__ for value in column)
+        raise ValueError(f"the last layer must return a tensor for every micro-batch or for none, but returned {kinds}")
     if len(column) == 1:
         return column[0]
     if column[0].dim() == 0:

@@ -8,8 +8,8 @@ leaf that pytrees do not look into. :func:`pack_objects` replaces the object by 
 
     (x, Cache(keys=k, values=v, length=3))  ──pack──▶  (x, Packed(k, v; pickled rest))  ──unpack──▶  (x, another Cache)
 
-So these tensors are sent, recomputed from and differentiated like any other tensor of the value. A layer that changes
-the object changes that of one micro-batch only, and starts from the same object when it is recomputed.
+So a stage sends, differentiates and recomputes these tensors like any other tensor of the value. Each micro-batch has
+its own object, and so does each recomputation: a layer that changes the object changes no other one.
 """
 
 import copy
@@ -41,14 +41,14 @@ from strategies.common.torch_compat import (
 class NoChunk(Tensor):
     """Marks a tensor among the inputs of a pipeline that every micro-batch gets whole, such as a mask for all rows.
 
-    Gradients into it are summed over the micro-batches. It is a view of the tensor: where nothing is split (in one
-    process, under DDP) layers use it like the tensor itself.
+    Its gradients are summed over the micro-batches. It is a view of the tensor: where nothing is split (in one process,
+    under DDP), layers use it like the tensor itself.
 
     Args:
         tensor: The input.
 
     Raises:
-        TypeError: If ``tensor`` is not a tensor; other inputs are not split anyway.
+        TypeError: If ``tensor`` is not a tensor; other inputs are never split.
     """
 
     _tensor: Tensor
@@ -87,11 +87,11 @@ class NoChunk(Tensor):
 
 
 _CONVERSIONS = ("to", "cuda", "cpu", "half", "bfloat16", "float", "double", "detach", "clone", "pin_memory")
-"""Methods whose result on a :class:`NoChunk` is one too, such as those by which trainers prepare a batch."""
+"""Methods that return a :class:`NoChunk` for a :class:`NoChunk`, such as those with which trainers move a batch."""
 
 
 def plain(leaf: Any) -> Any:
-    """Return a leaf of an input without the mark of :class:`NoChunk`."""
+    """Return the tensor of a :class:`NoChunk`, and any other leaf itself."""
     return leaf.tensor if isinstance(leaf, NoChunk) else leaf
 
 
@@ -99,18 +99,18 @@ def plain(leaf: Any) -> Any:
 
 
 def split(value: Any, microbatches: int) -> list[Any]:
-    """Split every tensor of ``value`` along its first dimension into at most ``microbatches`` parts, nested like it.
+    """Split every tensor of ``value`` along its first dimension into at most ``microbatches`` parts.
 
     Sizes differ by at most one row, the larger parts first. A batch of fewer rows than ``microbatches`` gives one part
-    per row; an empty batch gives one empty part. Every part gets the whole of a :class:`NoChunk`, of a tensor without
-    dimensions, and of anything that is not a tensor.
+    per row; an empty batch gives one empty part. Every part gets the whole of each :class:`NoChunk`, of each tensor
+    without dimensions, and of each leaf that is not a tensor.
 
     Args:
         value: Tensors of shape ``[batch, ...]``, nested in any way.
         microbatches: Maximum number of parts; at least 1.
 
     Returns:
-        The parts, in order; tensors in them are views of those of ``value``.
+        The parts in order, nested like ``value``. Their tensors are views of those of ``value``.
 
     Raises:
         ValueError: If no tensor has a batch dimension, or if two tensors differ in it.
@@ -125,7 +125,7 @@ def split(value: Any, microbatches: int) -> list[Any]:
 def merge(parts: list[Any]) -> Any:
     """Join the outputs of the micro-batches: tensors along their first dimension; other objects must be equal.
 
-    The inverse of :func:`split`.
+    This is the inverse of :func:`split`.
 
     Raises:
         ValueError: If the parts differ in nesting, if a tensor has no batch dimension, or if objects that are not
@@ -142,12 +142,12 @@ def merge(parts: list[Any]) -> Any:
 
 
 def merge_gradients(grads: Sequence[Tensor | None], original: Tensor, *, is_split: bool) -> Tensor | None:
-    """Join the gradients of one input over the micro-batches; a missing one counts as zero.
+    """Join the gradients of one input over the micro-batches; a missing gradient counts as zero.
 
     Args:
-        grads: One per micro-batch.
+        grads: One gradient per micro-batch.
         original: The input of the whole batch.
-        is_split: Whether each micro-batch got rows of the input, rather than all of it.
+        is_split: Whether each micro-batch got some rows of the input instead of all.
     """
     known = [grad for grad in grads if grad is not None]
     if not known:
@@ -213,10 +213,10 @@ def _num_rows(value: Any, leaves: list[Any]) -> int:
 
 
 def _names(value: Any, leaves: list[Any]) -> list[str]:
-    """The leaves of the module's input as Python would name them."""
+    """Return the name of each leaf of the module's input as a Python expression."""
     try:
         return [f"input{keystr(path)}" for path, _ in tree_flatten_with_path(value)[0]]
-    except ValueError:  # a registered container without names for its children
+    except ValueError:  # a registered container that does not name its children
         return [f"tensor or object {number} in the input" for number in range(len(leaves))]
 
 
@@ -228,27 +228,27 @@ _KEPT = (
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
     *(FunctionType, BuiltinFunctionType, nn.Module),
 )
-"""Types of leaves that are not packed: tensors, immutable values, and modules, which are not data."""
+"""Types of leaves that :func:`pack_objects` keeps: tensors, immutable values, and modules, which are not data."""
 
 
 class Packed:
-    """A packed object.
+    """A packed object: a pytree node whose children are the tensors of the object.
 
     Args:
         rest: The pickled object, with numbers in place of its tensors.
-        tensors: The tensors; other leaves where a pytree of something else is made of them.
+        tensors: The tensors; other leaves if ``tree_map`` has replaced the tensors.
     """
 
     def __init__(self, rest: bytes, tensors: list[Any]) -> None:
         self.rest, self.tensors = rest, tensors
 
     def rebuild(self) -> Any:
-        """Make a new object of the parts."""
+        """Unpickle a new object with these tensors."""
         return _Unpickler(self.rest, self.tensors).load()
 
 
 class _Again(int):
-    """Stands for an object that is in the value more than once: the number of its :class:`Packed`."""
+    """Second and later occurrence of an object in a value: the number of its :class:`Packed`."""
 
 
 register_pytree_node(
@@ -260,11 +260,11 @@ register_pytree_node(
 
 
 def pack_objects(value: Any, mark: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
-    """Replace each object in ``value`` by a :class:`Packed`, unless it cannot be pickled.
+    """Replace each object in ``value`` that can be pickled by a :class:`Packed`.
 
     Args:
-        value: Any value; a value without objects is returned itself.
-        mark: Applied to each tensor of an object.
+        value: Any value. A value without objects is returned unchanged.
+        mark: Function applied to each tensor of an object.
     """
     if isinstance(value, Tensor):
         return value
@@ -284,7 +284,7 @@ def pack_objects(value: Any, mark: Callable[[Tensor], Tensor] = lambda tensor: t
 
 
 def unpack_objects(value: Any) -> Any:
-    """The inverse of :func:`pack_objects`; containers and objects are new, tensors are not."""
+    """Invert :func:`pack_objects`. Containers and objects are new, tensors are not copied."""
     if isinstance(value, Tensor):
         return value
     leaves, spec = tree_flatten(value, is_leaf=lambda node: isinstance(node, Packed))
@@ -303,13 +303,13 @@ def _pack(leaf: Any, mark: Callable[[Tensor], Tensor]) -> Packed | None:
     pickler = _Pickler(file)
     try:
         pickler.dump(leaf)
-    except Exception:  # pickling raises whatever the object's own methods raise
+    except Exception:  # an object's own methods may raise any exception
         return None
     return Packed(file.getvalue(), [mark(tensor) for tensor in pickler.tensors])
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Collects tensors, each one once, instead of pickling them."""
+    """Collects each tensor once instead of pickling it."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -334,28 +334,28 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[number]
 
 
-# Whole batches, whatever they are made of
+# Batches of a data loader
 
 _DEFINE = "define split_batch(self, batch, num_microbatches) on the model, which returns one batch per micro-batch"
 
 
 def split_batch(batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
-    """Split a batch of a data loader into at most ``microbatches`` parts that are built like it.
+    """Split a batch of a data loader into at most ``microbatches`` parts of the same structure.
 
-    Tensors and arrays are split along their first dimension; so are lists and tuples of other things (words, labels)
-    with one entry per row. Lists, tuples, dicts and dataclasses that hold such things are split entry by entry.
-    Everything else, such as a number, a string or a :class:`NoChunk`, is given to every part. Sizes differ by at most
-    one row, the larger parts first; no part is without rows, unless the batch is.
+    Tensors and arrays are split along their first dimension, and so are lists and tuples of other values (words,
+    labels) with one entry per row. In lists, tuples, dicts and dataclasses that contain such values, each entry is
+    split. Every part gets any other value whole, such as a number, a string or a :class:`NoChunk`. Sizes differ by at
+    most one row, the larger parts first; a part has no rows only if the batch has none.
 
     Args:
-        batch: Tensors of shape ``[batch, ...]`` and other things, in any nesting.
+        batch: Tensors of shape ``[batch, ...]`` and other values, in any nesting.
         microbatches: Maximum number of parts; at least 1.
 
     Returns:
         The parts, and the number of rows of each. Tensors in the parts are views of those of ``batch``.
 
     Raises:
-        ValueError: If it is not clear how many rows there are.
+        ValueError: If the number of rows is ambiguous.
     """
     rows = _num_rows_of_batch(batch)
     parts = max(1, min(microbatches, rows))
@@ -397,7 +397,7 @@ def _num_rows_of_batch(batch: Any) -> int:
 
 
 def _is_array_of_rows(value: Any) -> bool:
-    """Whether a value is a tensor or an array with a first dimension, and is not marked as whole."""
+    """Whether a value is a tensor or an array with a first dimension, and not a :class:`NoChunk`."""
     return _is_array(value) and bool(value.shape) and not isinstance(value, NoChunk)
 
 
@@ -406,7 +406,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_column(value: Any) -> bool:
-    """Whether a value is a list or tuple with one thing per row, rather than one per field."""
+    """Whether a value is a list or tuple with one entry per row instead of one per field."""
     return (
         isinstance(value, list | tuple)
         and not hasattr(value, "_fields")
@@ -417,13 +417,13 @@ def _is_column(value: Any) -> bool:
 def _check_column(value: Any, name: str) -> None:
     if all(isinstance(entry, list | tuple) and len(entry) == len(value) for entry in value):
         raise ValueError(
-            f"it is not clear how to split {name}: it has {len(value)} entries, one for each row, which have as many "
-            f"entries themselves, as if they were fields; {_DEFINE}"
+            f"it is not clear how to split {name}: it has {len(value)} entries, one for each row, and each of them has "
+            f"{len(value)} entries too, so either may be the rows; {_DEFINE}"
         )
 
 
 def _walk(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield a value and everything in it, with names; containers come before their contents."""
+    """Yield a value and all values nested in it, with names; a container comes before its contents."""
     yield name, value
     for inner_name, inner in _parts(value, name):
         yield from _walk(inner, inner_name)
@@ -455,6 +455,6 @@ def _rebuilt(value: Any, name: str, cut: Callable[[Any, str], Any]) -> Any:
         return type(value)(new)
     if is_dataclass(value) and not isinstance(value, type):
         for field, inner in zip(fields(value), new, strict=True):
-            object.__setattr__(made, field.name, inner)  # also of frozen ones
+            object.__setattr__(made, field.name, inner)  # works on frozen dataclasses too
         return made
     return value

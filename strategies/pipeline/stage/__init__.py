@@ -1,5 +1,5 @@
-"""One stage: consecutive layers and what happens to them in a pass.
+"""One stage: consecutive layers, and how a pass runs them.
 
 Forward and backward passes of micro-batches, recomputation, deferred BatchNorm, random states, skips, side outputs.
-The same code runs on driver and workers. May import ``common``, ``microbatch``, ``schedule`` and ``transport``.
+The same code runs on the driver and on workers. May import ``common``, ``microbatch``, ``schedule`` and ``transport``.
 """

@@ -1,8 +1,8 @@
 """Deferred BatchNorm: running statistics updated once per mini-batch instead of once per micro-batch.
 
-Outputs and gradients are those of the micro-batches; only ``running_mean``, ``running_var`` and ``num_batches_tracked``
-become those of one update over the whole mini-batch, given the activations that entered the layer. Moments of the
-micro-batches are combined by the pairwise update of Chan, Golub and LeVeque (1979, STAN-CS-79-773).
+Each layer still normalises each micro-batch by itself, so outputs and gradients do not change. ``running_mean``,
+``running_var`` and ``num_batches_tracked`` get the values of one update with all inputs of the layer in the mini-batch.
+The pairwise update of Chan, Golub and LeVeque (1979, STAN-CS-79-773) combines the moments of the micro-batches.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from strategies.common.torch_compat import BatchNorm
 
 @dataclass
 class _Moments:
-    """Count, mean ``[channels]`` and sum of squared deviations ``[channels]`` of what a layer has seen."""
+    """Count, mean ``[channels]`` and sum of squared deviations ``[channels]`` of a layer's inputs."""
 
     count: int
     mean: Tensor
@@ -43,7 +43,7 @@ class _Moments:
 class DeferredStatistics:
     """Gathers the statistics of the BatchNorm layers of a stage over the micro-batches of a pass.
 
-    While it gathers, the layers must run under :func:`~strategies.pipeline.stage.layers.Layers.run`.
+    Within :meth:`gathering`, the layers must run under :func:`~strategies.pipeline.stage.layers.Layers.run`.
     """
 
     def __init__(self, layers: nn.Module) -> None:
@@ -57,7 +57,7 @@ class DeferredStatistics:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Gathers during a forward pass; not during its repetition."""
+        """Gather statistics within the body: a forward pass, but not its recomputation."""
         self._gathering = True
         try:
             yield
@@ -65,7 +65,7 @@ class DeferredStatistics:
             self._gathering = False
 
     def commit(self) -> None:
-        """Updates the running statistics by what was gathered, and forgets it."""
+        """Update the running statistics with the gathered statistics, and clear those."""
         for norm, moments in self._moments.items():
             assert norm.running_mean is not None and norm.running_var is not None
             momentum = norm.momentum
@@ -80,11 +80,11 @@ class DeferredStatistics:
         self._moments.clear()
 
     def forget(self) -> None:
-        """Drops what was gathered in a pass that an error has ended."""
+        """Clear the statistics gathered in a pass that an error has ended."""
         self._moments.clear()
 
     def remove(self) -> None:
-        """Takes the hooks off the layers."""
+        """Remove the hooks from the layers."""
         for hook in self._hooks:
             hook.remove()
 

@@ -1,12 +1,12 @@
-"""How ``Pipe`` calls layers: what one layer returns is what the next one is called with.
+"""How ``Pipe`` calls each layer with the return value of the layer before it.
 
-    returned      next layer's forward takes       call
-    tuple (a, b)  several arguments, or both ways  layer(a, b)
-    tuple (a, b)  one argument only                layer((a, b))  as in nn.Sequential
-    list [a, b]   several arguments only           layer(a, b)    as the original Pipe did between partitions
-    list [a, b]   one argument, or both ways       layer([a, b])  as in nn.Sequential
+    return value  arguments that the next forward accepts  call
+    tuple (a, b)  two, or one as well as two               layer(a, b)
+    tuple (a, b)  one only                                 layer((a, b))  as in nn.Sequential
+    list [a, b]   two only                                 layer(a, b)    as the original Pipe did between partitions
+    list [a, b]   one, or one as well as two               layer([a, b])  as in nn.Sequential
 
-The layers of an ``nn.Sequential`` within the module are called by the same rules.
+The same rules apply to the layers of an ``nn.Sequential`` within the module.
 """
 
 import inspect
@@ -26,22 +26,22 @@ CallLayer = Callable[[nn.Module, Any], Any]
 
 
 def call_with_one(layer: nn.Module, value: Any) -> Any:
-    """Calls a layer with one argument, as ``nn.Sequential`` does."""
+    """Call a layer with one argument, as ``nn.Sequential`` does."""
     return layer(value)
 
 
 def call_partition(layers: nn.Sequential, value: Any, before: Before) -> Any:
-    """Calls a partition of a ``Pipe``, hooks on it included."""
+    """Call a partition of a ``Pipe`` and run the hooks on it."""
     return _called_as(layers, partial(_through, layers, before), arguments(layers, value))
 
 
 def call_layer(layer: nn.Module, value: Any) -> Any:
-    """Calls a layer as ``Pipe`` does."""
+    """Call a layer as ``Pipe`` does."""
     return _call(layer, arguments(layer, value))
 
 
 def arguments(layer: nn.Module, value: Any) -> tuple[Any, ...]:
-    """The positional arguments with which a layer is called, given what the one before it returned."""
+    """Return the positional arguments for a layer, given the return value of the layer before it."""
     if not isinstance(value, tuple | list):
         return (value,)
     taker: nn.Module = layer
@@ -53,7 +53,7 @@ def arguments(layer: nn.Module, value: Any) -> tuple[Any, ...]:
 
 
 def _through(layers: nn.Sequential, before: Before, *inputs: Any) -> Any:
-    """Calls the first layer with ``inputs``, and each other one with what the one before it returned."""
+    """Call the first layer with ``inputs``, and each other layer with the return value of the layer before it."""
     value: Any = inputs[0] if len(inputs) == 1 else inputs
     for place, layer in enumerate(layers):
         given = inputs if place == 0 else arguments(layer, value)
@@ -69,11 +69,11 @@ def _call(layer: nn.Module, given: tuple[Any, ...]) -> Any:
 
 
 def _nothing(place: int, given: Any) -> None:
-    """What is done before a layer of an inner ``nn.Sequential``."""
+    """Do nothing: the ``before`` of an inner ``nn.Sequential``."""
 
 
 def _called_as(layers: nn.Sequential, forward: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """Calls ``layers``, so that hooks on it run, with another ``forward`` than that of ``nn.Sequential``."""
+    """Call ``layers`` with ``forward`` in place of its own method, so that hooks on ``layers`` run."""
     vars(layers)["forward"] = forward
     try:
         return layers(*given)
@@ -82,13 +82,13 @@ def _called_as(layers: nn.Sequential, forward: Callable[..., Any], given: tuple[
 
 
 def _is_plain_sequential(layer: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether its layers can be called one by one; what ``layer.compile()`` has compiled is called as a whole."""
+    """Whether the layers in ``layer`` can be called one by one, which is not so after ``layer.compile()``."""
     own = _forward_of(layer) is nn.Sequential.forward and "forward" not in vars(layer)
     return own and not is_compiled_in_place(layer)
 
 
 def _takes(layer: nn.Module, number: int) -> bool:
-    """Whether ``forward`` can be called with so many positional arguments; also if that cannot be told."""
+    """Whether ``forward`` accepts ``number`` positional arguments; ``True`` if its signature is not known."""
     function = _forward_of(layer)
     if "forward" in vars(layer) or not isinstance(function, FunctionType):
         return _binds(layer.forward, number)
@@ -99,12 +99,12 @@ def _takes(layer: nn.Module, number: int) -> bool:
 
 
 def _forward_of(layer: nn.Module) -> Any:
-    """What the layer's class has as ``forward``; that of a scripted module can be had from an instance only."""
+    """The ``forward`` of the layer's class; not a function for a scripted module, whose instances provide it."""
     return inspect.getattr_static(type(layer), "forward", None)
 
 
 _known: WeakKeyDictionary[Callable[..., Any], dict[int, bool]] = WeakKeyDictionary()
-"""For the ``forward`` of a class, whether it takes so many positional arguments."""
+"""For the ``forward`` of a class: whether it accepts a number of positional arguments."""
 
 
 def _binds(function: Callable[..., Any], number: int) -> bool:

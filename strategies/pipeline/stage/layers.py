@@ -1,17 +1,18 @@
-"""Consecutive layers, and how one micro-batch goes through them.
+"""Consecutive layers, and how :class:`Layers` runs one micro-batch through them.
 
-:class:`Layers` runs them. What a layer computes depends on more than its input, and all of it is here:
+The output of a layer depends on more than its input. This module handles the rest:
 
-- settings of the calling thread (autocast, default dtype, anomaly detection, ...), which are local to a thread or a
-  process: the driver captures them in a :class:`PassContext`, and every stage applies them;
-- random numbers, seeded by (pass, micro-batch, layer): the same for any number of stages, and for a second run;
-- running statistics, which a second run must not update again;
-- whether it runs for the first or for the second time. With recomputation (activation checkpointing: Chen et al., 2016,
-  https://arxiv.org/abs/1604.06174; in pipelines: GPipe, Huang et al., 2019, https://arxiv.org/abs/1811.06965) only the
-  input of the layers is kept, and they run again before the backward pass.
+- settings of a thread or a process (autocast, default dtype, anomaly detection, ...): the driver captures its own in a
+  :class:`PassContext`, and every stage applies them;
+- random numbers, seeded by (pass, micro-batch, layer): equal for any number of stages, and in a recomputation;
+- running statistics, which a recomputation must not update again;
+- whether the layers run for the first time or are recomputed. With recomputation (activation checkpointing: Chen et
+  al., 2016, https://arxiv.org/abs/1604.06174; in pipelines: GPipe, Huang et al., 2019,
+  https://arxiv.org/abs/1811.06965) a stage keeps only the input of its layers, and runs them again before the backward
+  pass.
 
-How micro-batches and gradients travel is up to the caller: a :class:`~strategies.pipeline.stage.stage.Stage`, or the
-single autograd graph of a ``Pipe`` in one process.
+The caller transfers micro-batches and gradients: a :class:`~strategies.pipeline.stage.stage.Stage`, or the single
+autograd graph of a ``Pipe`` in one process.
 """
 
 import hashlib
@@ -33,10 +34,10 @@ from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
 
 Carried = tuple[Any, dict[Key, Tensor | None]]
-"""What travels between stages: the output of the last layer, and the skips that wait for a later layer."""
+"""What a stage sends to the next one: the output of its last layer, and the skips that a later layer pops."""
 
 Before = Callable[[int, Any], None]
-"""Called before each layer with the layer's place among its neighbours and the layer's input."""
+"""Called before each layer with the index of the layer in its ``nn.Sequential`` and the layer's input."""
 
 CallLayers = Callable[[nn.Sequential, Any, Before], Any]
 """Takes layers, the input of the first one, and a function to call before each; returns the output of the last one."""
@@ -66,7 +67,7 @@ class PassContext:
 
     @classmethod
     def capture(cls, device_type: str) -> "PassContext":
-        """Read the settings of the calling thread, for the CPU and for ``device_type``."""
+        """Read the settings of the calling thread; those of autocast for the CPU and for ``device_type``."""
         return cls(
             autocast=tuple(
                 (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
@@ -84,7 +85,7 @@ class PassContext:
         )
 
     def apply(self) -> None:
-        """Set what is global to a process. Only workers call this: their process runs nothing but the pass."""
+        """Apply the settings that are global to a process. Only workers call this: their process runs only the pass."""
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
@@ -92,7 +93,7 @@ class PassContext:
 
     @contextmanager
     def entered(self, *, grad: bool) -> Iterator[None]:
-        """Run the body with autocast, inference mode and default dtype of this context.
+        """Run the body with the autocast settings, inference mode and default dtype of this context.
 
         Args:
             grad: Whether autograd records the body.
@@ -112,9 +113,9 @@ class PassContext:
 
 
 class Seeds:
-    """Gives each pass its seed, from two sequences that continue over several runs and over a checkpoint.
+    """Returns a seed for each pass, from two sequences that continue over several runs and over a checkpoint.
 
-    Training passes have a sequence of their own, so the number of validation passes does not change the training.
+    Training passes have their own sequence, so the number of validation passes does not change the training.
 
     Args:
         base: Determines both sequences.
@@ -125,13 +126,13 @@ class Seeds:
 
     @classmethod
     def ahead_of_the_process(cls) -> "Seeds":
-        """Seeds from the number that the process's generator would draw next. The generator is not advanced."""
+        """Use the next number of the process's generator as the base, without advancing the generator."""
         generator = torch.Generator()
         generator.set_state(torch.get_rng_state())
         return cls(int(torch.randint(2**62, (), generator=generator)))
 
     def next(self, training: bool, replica: int = 0) -> int:
-        """Return the seed of the next pass, a different one in each replica."""
+        """Return the seed of the next pass, which differs between replicas."""
         if training:
             self._num_training += 1
             return _hashed(self._base, 1, self._num_training, replica)
@@ -139,11 +140,11 @@ class Seeds:
         return _hashed(self._base, 0, self._num_others, replica)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the positions in both sequences, as plain numbers."""
+        """Return the base of the sequences and the positions in them, as integers."""
         return {"base": self._base, "num_training": self._num_training, "num_others": self._num_others}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from the positions that :meth:`state_dict` returned."""
+        """Restore what :meth:`state_dict` returned."""
         self._base, self._num_training, self._num_others = (
             int(state[name]) for name in ("base", "num_training", "num_others")
         )
@@ -188,7 +189,7 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
 
 
 def _hashed(*numbers: int) -> int:
-    """63 bits that depend on every one of ``numbers``; the same in every process and in every session."""
+    """Return a 63-bit hash of ``numbers``, equal in every process and session."""
     digest = hashlib.blake2b(struct.pack(f"<{len(numbers)}q", *numbers), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -208,7 +209,7 @@ def num_recomputed(mode: str, microbatches: int) -> int:
 
 
 class _Phase(threading.local):
-    """Why the layers run on this thread."""
+    """Whether the layers on this thread run to be recomputed later, or are recomputed."""
 
     checkpointing = False
     recomputing = False
@@ -218,12 +219,12 @@ _here = _Phase()
 
 
 def is_checkpointing() -> bool:
-    """Whether the layer that runs on this thread will run again for the same micro-batch, in the backward pass."""
+    """Whether the layer that runs on this thread will be recomputed for the same micro-batch in the backward pass."""
     return _here.checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether the layer that runs on this thread has run before for the same micro-batch, in the forward pass."""
+    """Whether the layer that runs on this thread is recomputed: it has run in the forward pass of this micro-batch."""
     return _here.recomputing
 
 
@@ -240,7 +241,7 @@ def _phase(checkpointing: bool, recomputing: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Flags:
-    """Mode and ``requires_grad`` of some layers, which another pass may change before the layers are recomputed."""
+    """Modes and ``requires_grad`` of layers, stored because they may change before the layers are recomputed."""
 
     modes: list[bool]
     trained: list[bool]
@@ -256,7 +257,7 @@ class Flags:
 
         Args:
             layers: The layers.
-            now: Their present flags, if known.
+            now: Present flags of ``layers``, if known.
         """
         now = now or Flags.of(layers)
         if now is self or now == self:
@@ -291,10 +292,10 @@ class Layers:
 
     Args:
         layers: The layers, named as in the whole module.
-        first_layer: Index of the first layer in the whole module; it seeds the layer's random numbers.
+        first_layer: Index of the first layer in the whole module; seeds depend on the index of a layer there.
         device: Device of the layers.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
-        call: How the layers are called; by default one after the other.
+        call: Calls the layers; by default one after the other.
     """
 
     def __init__(
@@ -312,7 +313,7 @@ class Layers:
         self._begin_pass()
 
     def _begin_pass(self) -> None:
-        """Look once per pass for what :meth:`run` would otherwise look for in every module per micro-batch."""
+        """Search the modules once per pass, so that :meth:`run` need not do so for each micro-batch."""
         if self._deferred is not None:
             self._deferred.forget()
         modules = list(self.layers.modules())
@@ -336,19 +337,19 @@ class Layers:
         Args:
             carried: Input of the first layer, and skips. A tensor that a layer may change in place must not be an
                 autograd leaf; see :func:`~strategies.pipeline.stage.stage.entered`.
-            microbatch: Number of the micro-batch; a pass begins with 0.
+            microbatch: Index of the micro-batch; a pass begins with 0.
             seed: Seed of the pass.
             context: Settings of the pass.
             grad: Whether autograd records the layers.
-            checkpointing: Whether the layers will run again for this micro-batch, in the backward pass.
-            recomputing: Whether the layers have run before for this micro-batch.
-            doing: Called with a description before each layer, for error reports.
+            checkpointing: Whether the layers will be recomputed for this micro-batch in the backward pass.
+            recomputing: Whether this call recomputes the layers.
+            doing: Called before each layer with a description for error reports.
         """
         if microbatch == 0 and not recomputing:
             self._begin_pass()
         gathering = self._deferred.gathering() if self._deferred and not recomputing else nullcontext()
         given, skips = carried[0], dict(carried[1])
-        del carried  # or this frame would keep a skip after its pop
+        del carried  # otherwise this frame keeps a skip alive after its pop
         labels = _Labels() if profiler_is_on() else None
 
         def before(place: int, value: Any) -> None:
@@ -376,7 +377,10 @@ class Layers:
                     labels.end()
 
     def frozen_in_backward(self) -> AbstractContextManager[None]:
-        """Freeze running statistics that a layer which checkpoints itself would update once more in a backward pass."""
+        """Freeze running statistics within the body, a backward pass.
+
+        A layer that checkpoints itself runs again in a backward pass, and would update them a second time.
+        """
         return self._frozen(BatchNorm if self._deferred else None)
 
     def _frozen(self, kind: type[NormBase] | None) -> AbstractContextManager[None]:
@@ -384,7 +388,7 @@ class Layers:
         return _frozen_statistics(norms) if norms else nullcontext()
 
     def _explain_single_row(self, error: ValueError, x: Any, microbatch: int) -> None:
-        """Raise an error that names the layer and a remedy, if a layer cannot normalise a micro-batch of one row."""
+        """If a layer cannot normalise a micro-batch of one row, raise an error that names the layer and a remedy."""
         if not str(error).startswith("Expected more than 1 value per channel when training"):
             return
         names = {module: name for name, module in self.layers.named_modules()}
@@ -401,7 +405,7 @@ class Layers:
         ) from error
 
     def end_forward(self) -> None:
-        """Update deferred statistics, after the last micro-batch of a pass."""
+        """Update the deferred statistics after the last micro-batch of a pass."""
         if self._deferred is not None:
             self._deferred.commit()
 
@@ -415,8 +419,8 @@ class Layers:
 def _frozen_statistics(norms: Sequence[NormBase]) -> Iterator[None]:
     """Run normalising layers in training mode without updating their running statistics.
 
-    The layers work on copies, so autograd saves the same tensors as without this: a layer that checkpoints itself runs
-    once more in the backward pass, and compares.
+    The layers update copies of the statistics, so autograd saves the same number of tensors, of the same shapes and
+    dtypes, as without this: torch compares these when a layer that checkpoints itself runs again in the backward pass.
     """
     statistics = [{name: norm._buffers[name] for name in _STATISTICS if name in norm._buffers} for norm in norms]
     for norm, buffers in zip(norms, statistics, strict=True):
@@ -429,7 +433,7 @@ def _frozen_statistics(norms: Sequence[NormBase]) -> Iterator[None]:
 
 
 class _Labels:
-    """Consecutive labels in a trace of torch's profiler: each ends where the next one starts."""
+    """Consecutive labels in a trace of torch's profiler: each label ends where the next one starts."""
 
     def __init__(self) -> None:
         self._current: record_function | None = None

@@ -1,15 +1,16 @@
-"""Side outputs: tensors that a layer leaves in its attributes in its forward pass, instead of returning them.
+"""Side outputs: tensors that a layer stores in its attributes in its forward pass, instead of returning them.
 
     self.aux_loss = ...     self.losses.append(...)     self.stats["entropy"] = ...
 
-On a worker they stay there, one for each micro-batch, with a graph that the driver's loss cannot reach. Each stage
-looks for them with the first and the last micro-batch of a pass, and says which attributes they are together with its
-output, so that the driver knows before its code goes on:
+On a worker the side outputs of each micro-batch stay on that worker, with a graph that the driver's loss cannot reach.
+Each stage searches for side outputs in the first and the last micro-batch of a pass, and sends the names of their
+attributes together with its output, so that the driver has the names before user code continues:
 
     stage 0 ── (y, its attributes) ──▶ stage 1 ── (y, those of both) ──▶ driver: a mark in place of each attribute
 
-Whoever uses a mark gets an error that says what to do. On the driver's own stage an attribute is as the layer has left
-it, where that is right: for a single micro-batch, and where ``training_step`` runs once per micro-batch.
+Code that uses a mark gets an error that says what to do. On the driver's own stage an attribute keeps the value that
+the layer stored where that value is right: in a pass of one micro-batch, and where ``training_step`` runs once per
+micro-batch.
 
 Index letters: ``m`` micro-batch, ``i`` stage, ``k`` place of a module in ``modules()``.
 """
@@ -27,12 +28,12 @@ from strategies.common.formatting import describe
 from strategies.common.torch_compat import forward_hooks, version_of
 
 _MAX_ITEMS = 1000
-"""How much of a list or dict is looked at."""
+"""Maximum number of entries of a list or dict that are searched."""
 
 _PLAIN = frozenset([bool, int, float, str, type(None)])
 
 _OWN_ATTRIBUTES = frozenset(vars(nn.Module()))
-"""What every module has."""
+"""Attributes of every module."""
 
 _CONTAINERS = (dict, list, tuple, set, deque)
 
@@ -48,7 +49,7 @@ class Attribute(NamedTuple):
 
 
 class Noted(NamedTuple):
-    """What a stage gives to the next one, if layers have side outputs."""
+    """What a stage sends to the next one if layers have side outputs."""
 
     value: Any
     attributes: tuple[Attribute, ...]
@@ -57,11 +58,11 @@ class Noted(NamedTuple):
 class SideOutputs:
     """Finds the side outputs of the layers of one stage.
 
-    Layers of ``torch.nn`` have none, so only those of other classes, and those with hooks, are looked at.
+    Modules of ``torch.nn`` have none, so only modules of other classes and modules with hooks are searched.
 
     Args:
-        index: The stage's number.
-        watched: The modules that may have side outputs, as they are before their first pass.
+        index: Number of the stage.
+        watched: The modules that may have side outputs, with their attributes before their first pass.
     """
 
     def __init__(self, index: int, watched: "Sequence[_Watched]") -> None:
@@ -69,17 +70,17 @@ class SideOutputs:
 
     @classmethod
     def of(cls, index: int, layers: nn.Module) -> "SideOutputs | None":
-        """Return what finds the side outputs of ``layers``; ``None`` if none of the layers can have any."""
+        """Return the object that finds the side outputs of ``layers``; ``None`` if no module in them can have any."""
         watched = [_Watched(k, vars(module)) for k, module in enumerate(layers.modules()) if _may_have(module)]
         return cls(index, watched) if watched else None
 
     def find(self) -> tuple[Attribute, ...]:
-        """The attributes that have become side outputs since the last time."""
+        """Return the attributes that have become side outputs since the last call."""
         return tuple(Attribute(self._index, each.module, name) for each in self._watched for name in each.new())
 
 
 class _Watched:
-    """The attributes of one module; most have not changed, which is seen at a glance."""
+    """The attributes of one module; a comparison of their ids detects quickly that none has changed."""
 
     def __init__(self, module: int, own: dict[str, Any]) -> None:
         self.module, self._own = module, own
@@ -88,7 +89,7 @@ class _Watched:
         self._look()
 
     def new(self) -> list[str]:
-        """The side outputs that were none the last time."""
+        """Return the names of the attributes that have become side outputs since the last call."""
         if not self._may_change_in_place and [*map(id, self._own.values())] == self._ids:
             return []
         new = [name for name, held in self._tensors() if not _unchanged(held, self._constants.get(name, ()))]
@@ -101,26 +102,29 @@ class _Watched:
         self._may_change_in_place = any(_may_change_in_place(value) for _, value in self._others())
 
     def _others(self) -> Iterator[tuple[str, Any]]:
-        """The attributes that other modules do not have, and that are not known to be side outputs."""
+        """Yield the attributes that not every module has, and that are not known to be side outputs."""
         for name, value in list(self._own.items()):
             if type(value) not in _PLAIN and name not in _OWN_ATTRIBUTES and name not in self._found:
                 yield name, value
 
     def _tensors(self) -> Iterator[tuple[str, list[tuple[Tensor, int]]]]:
-        """Those of them that hold tensors, and how often each tensor has been changed in place."""
+        """Yield those of :meth:`_others` that hold tensors, each tensor with its version counter."""
         for name, value in self._others():
             if held := list(_tensors_in(value)):
                 yield name, [(tensor, 0 if tensor.is_inference() else version_of(tensor)) for tensor in held]
 
 
 class Mark:
-    """Stands for the value of a side output that is not here, or not right. A copy of it is what was there before."""
+    """Replaces a side output whose value is in another process, or is not right; any use of it raises an error.
+
+    A copy of a mark is a copy of the value that the attribute had before.
+    """
 
     def __init__(self, message: str, before: Any) -> None:
         vars(self).update(_message=message, _before=before)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # what Python itself looks for is not there
+        if name.startswith("__"):  # Python looks for such names itself
             raise AttributeError(name)
         raise RuntimeError(self._message)
 
@@ -153,21 +157,21 @@ class Mark:
 
 
 class Marks:
-    """The driver's side: puts marks in place of side outputs.
+    """Puts marks in place of side outputs, on the driver.
 
     Args:
-        stages: The layers of each stage, as the driver knows them; the last stage is its own.
+        stages: The layers of each stage on the driver; the last stage is the driver's own.
     """
 
     def __init__(self, stages: Sequence[nn.Sequential]) -> None:
         self._stages, self._own = stages, len(stages) - 1
         self.known: dict[Attribute, tuple[dict[str, Any], Mark]] = {}
-        """The side outputs that stages have found: for each, the attributes of its module, and its mark."""
+        """For each side output that a stage has found: the attributes of its module, and its mark."""
         self._hidden: dict[Attribute, Any] = {}
-        """The values of those of the own stage that have a mark now."""
+        """Values of the own stage's side outputs that a mark replaces now."""
 
     def taken(self, value: Any) -> Any:
-        """Takes note of the side outputs that come with an output; returns that."""
+        """Record the side outputs that have come with an output; return the output."""
         if not isinstance(value, Noted):
             return value
         for attribute in value.attributes:
@@ -175,7 +179,7 @@ class Marks:
         return value.value
 
     def show(self, is_right: Callable[[Any], bool]) -> None:
-        """Puts the marks in place, but for side outputs of the own stage that are right as they are."""
+        """Put the marks in place, except for side outputs of the own stage whose value is right."""
         for attribute, (own, mark) in self.known.items():
             if attribute.stage != self._own:
                 own[attribute.name] = mark
@@ -184,7 +188,7 @@ class Marks:
 
     @contextmanager
     def hidden_from_layers(self) -> Iterator[None]:
-        """Within this, the layers of the own stage have their attributes as they have left them."""
+        """Within the body, give the layers of the own stage the values that they have stored in their attributes."""
         hidden = list(self._hidden.items())
         self._hidden.clear()
         for attribute, value in hidden:
@@ -198,7 +202,7 @@ class Marks:
                 self._hide(attribute)
 
     def reveal(self) -> None:
-        """Takes the marks of the own stage away; they come back where values are not right."""
+        """Remove the marks of the own stage; :meth:`show` puts those back whose values are not right."""
         for attribute, value in self._hidden.items():
             own, mark = self.known[attribute]
             if own.get(attribute.name) is mark:
@@ -207,7 +211,7 @@ class Marks:
 
     @property
     def have_graphs(self) -> bool:
-        """Whether side outputs of the own stage that can be used have a graph, which a loss may share with outputs."""
+        """Whether side outputs of the own stage without a mark have a graph, which a loss may share with outputs."""
         own = [
             values.get(a.name)
             for a, (values, _) in self.known.items()
@@ -216,7 +220,7 @@ class Marks:
         return any(tensor.requires_grad for tensor in _tensors_in(own))
 
     def end(self) -> None:
-        """Takes all marks away: layers of other stages have what they had before, the own ones what they left."""
+        """Remove all marks: layers of other stages get their earlier values, those of the own stage the stored ones."""
         self.reveal()
         for attribute, (own, mark) in self.known.items():
             if own.get(attribute.name) is mark:
@@ -249,7 +253,7 @@ class Marks:
 
 
 def is_fresh(value: Any) -> bool:
-    """Whether a layer has made this for the latest micro-batch, and did not add to what was there."""
+    """Whether the value is of the latest micro-batch only: a container may also hold values of earlier ones."""
     return not isinstance(value, list | dict | set | deque)
 
 
@@ -264,7 +268,7 @@ def _may_have(module: nn.Module) -> bool:
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        if not isinstance(value, nn.Parameter):  # optimizers change those
+        if not isinstance(value, nn.Parameter):  # an optimizer changes parameters
             yield value
     elif isinstance(value, _CONTAINERS) and depth:
         items: Iterable[Any] = value.values() if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""Skip connections: a layer stashes a tensor by name, a later layer pops it, wherever the two run.
+"""Skip connections: a layer stashes a tensor by name, and a later layer pops it, in whatever process each runs.
 
     @skippable(stash=["1to3"])                     @skippable(pop=["1to3"])
     class Down(nn.Module):                         class Up(nn.Module):
@@ -9,9 +9,9 @@
     nn.Sequential(Down(), Middle(), Up())
                     └────────────────┘
 
-In a plain ``nn.Sequential`` the tensor waits on the thread that runs it; in a ``Pipe`` it travels straight from the
-partition that stashes to the one that pops, and its gradient back. The idea and the names are those of torchgpipe
-(Kim et al., 2020, https://arxiv.org/abs/2004.09910).
+In a plain ``nn.Sequential`` a thread-local dict keeps the tensor until a layer pops it. A ``Pipe`` sends it directly
+from the partition that stashes it to the partition that pops it, and its gradient back. The idea and the names are
+those of torchgpipe (Kim et al., 2020, https://arxiv.org/abs/2004.09910).
 """
 
 import threading
@@ -35,7 +35,7 @@ _NAMESPACES = "_relay_namespaces"
 
 @dataclass(frozen=True)
 class Namespace:
-    """Keeps skips of the same name apart; see ``isolate`` in :func:`skippable`. Copies are the same namespace."""
+    """Distinguishes skips of the same name; see ``isolate`` in :func:`skippable`. A copy equals the original."""
 
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
@@ -46,7 +46,7 @@ Key = tuple[Namespace | None, str]
 
 @dataclass(frozen=True)
 class stash:
-    """``yield stash(name, tensor)`` in a skippable layer's ``forward`` sets a tensor, or ``None``, aside."""
+    """``yield stash(name, tensor)`` in a skippable layer's ``forward`` stores a tensor, or ``None``, under a name."""
 
     name: str
     tensor: Tensor | None
@@ -54,7 +54,7 @@ class stash:
 
 @dataclass(frozen=True)
 class pop:
-    """``tensor = yield pop(name)`` in a skippable layer's ``forward`` takes what was stashed under that name."""
+    """``tensor = yield pop(name)`` in a skippable layer's ``forward`` removes and returns the tensor of that name."""
 
     name: str
 
@@ -66,9 +66,9 @@ class _Names:
 
 
 class _Waiting(threading.local):
-    """The skips that have been stashed and not yet popped on a thread: a plain ``nn.Sequential`` hands on nothing else.
+    """The skips that layers have stashed and not yet popped on a thread; ``nn.Sequential`` passes on outputs only.
 
-    Code of a ``Pipe`` replaces it for as long as it runs layers; see :func:`waiting_skips`.
+    Code that runs stages replaces the dict while it runs layers; see :func:`waiting_skips`.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ _here = _Waiting()
 
 @contextmanager
 def waiting_skips(skips: dict[Key, Tensor | None]) -> Iterator[None]:
-    """Within this, layers that run on this thread pop from ``skips`` and stash into it."""
+    """Within the body, layers that run on this thread pop from ``skips`` and stash into it."""
     before, _here.skips = _here.skips, skips
     try:
         yield
@@ -89,18 +89,18 @@ def waiting_skips(skips: dict[Key, Tensor | None]) -> Iterator[None]:
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[Layer], Layer]:
-    """Lets a layer's ``forward`` yield :class:`stash` and :class:`pop`.
+    """Let a layer's ``forward`` yield :class:`stash` and :class:`pop`.
 
-    The class stays what it is: names in its ``state_dict``, and how it is pickled, do not change. It gets a method
-    ``isolate(namespace, *, only=None)``, which puts its skips, or those in ``only``, into a namespace and returns the
-    layer; a layer that stashes and the one that pops must be in the same one.
+    The decorator changes the class in place: the names in its ``state_dict`` and its pickled form stay the same. The
+    class gets a method ``isolate(namespace, *, only=None)``, which puts the layer's skips, or those in ``only``, into a
+    namespace and returns the layer. The layer that stashes a skip and the layer that pops it must use one namespace.
 
     Args:
         stash: The names that ``forward`` stashes.
-        pop: The names that it pops.
+        pop: The names that ``forward`` pops.
 
     Raises:
-        TypeError: If the class is skippable already, or one of torch's own, which others use.
+        TypeError: If the class is skippable already, or is torch's own, which other code uses.
     """
     names = _Names(_names("stash", stash), _names("pop", pop))
 
@@ -123,10 +123,10 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
 
 
 def verify_skippables(module: nn.Sequential) -> None:
-    """Checks that every skip is stashed by one layer and popped by one later layer, or later in the same one.
+    """Check that one layer stashes each skip and one later layer pops it; both may be inside one layer.
 
     Raises:
-        TypeError: If not; the message lists each layer and name.
+        TypeError: If a skip has no such pair; the message lists each layer and name.
     """
     stashed, popped, wrong = set[Key](), set[Key](), []
     for path, layer, names in _skippables(module):
@@ -150,7 +150,7 @@ def verify_skippables(module: nn.Sequential) -> None:
 
 
 def skips_of(layer: nn.Module) -> tuple[list[Key], list[Key]]:
-    """What a layer and the layers in it stash, and what they pop."""
+    """Return the skips that a layer and the layers in it stash, and those that they pop."""
     found = list(_skippables(layer))
     return (
         [_key(inner, name) for _, inner, names in found for name in names.stashed],
@@ -178,7 +178,7 @@ def _key(layer: nn.Module, name: str) -> Key:
 
 
 def _isolate(self: Any, namespace: Namespace, *, only: Iterable[str] | None = None) -> Any:
-    """Puts this layer's skips, or those in ``only``, into a namespace; returns the layer."""
+    """Put this layer's skips, or those in ``only``, into a namespace; return the layer."""
     names: _Names = getattr(type(self), SKIPS)
     declared = {*names.stashed, *names.popped}
     chosen = declared if only is None else set(_names("only", only))
@@ -189,7 +189,7 @@ def _isolate(self: Any, namespace: Namespace, *, only: Iterable[str] | None = No
 
 
 def _carry_out(layer: nn.Module, names: _Names, running: Any) -> Any:
-    """Runs a skippable layer's ``forward`` and does what it yields; returns what it returns."""
+    """Run a skippable layer's ``forward``, perform each stash and pop that it yields, and return its result."""
     to_stash, to_pop = set(names.stashed), set(names.popped)
     kind = type(layer).__name__
     output = running
@@ -202,7 +202,7 @@ def _carry_out(layer: nn.Module, names: _Names, running: Any) -> Any:
                 output = end.value
                 break
             answer = _answer(layer, asked, to_stash, to_pop)
-            asked = None  # or this frame would keep what was stashed
+            asked = None  # otherwise this frame keeps the stashed tensor alive
     if to_stash or to_pop:
         raise RuntimeError(
             f"{kind} has returned without "

@@ -1,12 +1,12 @@
 """One stage: consecutive layers, and the forward and backward passes of micro-batches through them.
 
-The driver and the workers use the same class. They differ only in what its four ports are connected to:
+The driver and the workers use the same class :class:`Stage`, and connect its four ports differently:
 
     inputs ─────▶ ┌───────┐ ─────▶ outputs
                   │ Stage │
     input_grads ◀─└───────┘◀───── output_grads
 
-Index letters: ``m`` micro-batch, ``i`` stage.
+Index letter: ``m`` micro-batch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,13 +30,13 @@ class Pass:
     """What every stage must know about one pass of a batch through the pipeline.
 
     Attributes:
-        number: Counts the passes of a session.
+        number: Number of the pass in its session.
         microbatches: Number of micro-batches of the batch.
         grad: Whether a backward pass may follow.
-        recomputed: How many of the first micro-batches keep only the stage's inputs and run again before backward.
+        recomputed: Number of micro-batches, from the first on, that are recomputed: the stage keeps only their inputs.
         at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
         seed: Base of the random seeds of the layers in this pass.
-        context: The driver's autocast, default dtype and so on.
+        context: The driver's settings, such as autocast and default dtype.
     """
 
     number: int
@@ -49,7 +49,7 @@ class Pass:
 
 
 class Output(Protocol):
-    """Where a stage puts values; see :class:`~strategies.pipeline.transport.channel.Sender`."""
+    """A port to which a stage sends values; see :class:`~strategies.pipeline.transport.channel.Sender`."""
 
     def send(
         self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None
@@ -57,14 +57,14 @@ class Output(Protocol):
 
 
 class Input(Protocol):
-    """Where a stage takes values from; see :class:`~strategies.pipeline.transport.channel.Receiver`."""
+    """A port from which a stage receives values; see :class:`~strategies.pipeline.transport.channel.Receiver`."""
 
     def receive(self, pass_number: int, microbatch: int) -> Any: ...
 
 
 @dataclass(frozen=True)
 class Ports:
-    """The connections of one stage, as drawn above."""
+    """The four ports of one stage, as in the picture above."""
 
     inputs: Input
     outputs: Output
@@ -73,7 +73,7 @@ class Ports:
 
 
 class Mailbox:
-    """A port to code in the same process: what is sent here is received here.
+    """A port between a stage and code of the same process: it returns to the receiver what the sender has put in.
 
     Args:
         copies: Whether the receiver gets copies of tensors, which it may change in place.
@@ -104,7 +104,7 @@ class GradientSlot:
 
 
 class _Enter(torch.autograd.Function):
-    """The identity on a tensor; its gradient goes into a slot."""
+    """Identity of a tensor that stores the tensor's gradient in a slot."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, arrived: Tensor, slot: GradientSlot) -> Tensor:
@@ -113,18 +113,18 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        # A loss may reach this through a side output of a layer as well as through the stage's output.
+        # Called twice if a loss uses a side output of a layer as well as the stage's output.
         known = ctx.slot.value
         ctx.slot.value = grads[0] if known is None else known + grads[0]
         return None, None, None
 
 
 def entered(value: Any, slots: Sequence[GradientSlot]) -> Any:
-    """Return the same value, made of tensors that code may change in place although those of ``value`` are leaves.
+    """Return ``value`` with tensors that are no autograd leaves, so that layers may change them in place.
 
     Args:
         value: Nested tensors and other objects.
-        slots: For each tensor that requires a gradient, where the gradient goes. The tensor itself is not kept for it.
+        slots: For each tensor that requires a gradient, the slot that receives it. A slot does not keep the tensor.
     """
     leaves, spec = tree_flatten(value)
     ahead = iter(slots)
@@ -139,14 +139,14 @@ def entered(value: Any, slots: Sequence[GradientSlot]) -> Any:
 
 @dataclass
 class _Kept:
-    """What a stage keeps of a micro-batch between its forward and its backward pass.
+    """Data of a micro-batch that a stage keeps between its forward and its backward pass.
 
     Attributes:
-        inputs: Slots for the gradients of the input's tensors that require one.
-        outputs: An entry for each output that receives a gradient from the next stage; ``None`` if the micro-batch is
-            recomputed, or if the output turns out to require none.
+        inputs: Slots for the gradients of those tensors of the input that require one.
+        outputs: One entry for each tensor of the output that receives a gradient from the next stage; ``None`` if the
+            micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient.
         recompute_from: The input of a micro-batch that is recomputed.
-        flags: Modes and ``requires_grad`` of the layers in its forward pass.
+        flags: Modes and ``requires_grad`` of the layers in the forward pass of a micro-batch that is recomputed.
     """
 
     inputs: list[GradientSlot]
@@ -156,17 +156,17 @@ class _Kept:
 
 
 class Stage:
-    """Runs actions of a schedule on some consecutive layers.
+    """Runs actions of a schedule on consecutive layers.
 
-    It takes and gives a value together with the skips that travel with it
-    (:data:`~strategies.pipeline.stage.layers.Carried`); objects in the value are packed
+    A stage receives and sends a value together with the skips that a later layer pops
+    (:data:`~strategies.pipeline.stage.layers.Carried`). Objects in the value are packed
     (:func:`~strategies.pipeline.microbatch.split.pack_objects`).
 
     Args:
-        layers: The layers and how they are run.
-        ports: Where values come from and go to.
-        activity: Where the stage reports what it does; a stage on the driver reports to nobody.
-        side_outputs: Finds tensors that layers leave in attributes; ``None`` if no layer can do so.
+        layers: Runs the layers.
+        ports: The connections to other stages and to the driver.
+        activity: Records what the stage does; ``None`` on the driver.
+        side_outputs: Finds tensors that layers store in attributes; ``None`` if no layer can do so.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Stage:
         self._flags: Flags | None = None
 
     def close(self) -> None:
-        """Forget all passes, and remove hooks from the layers."""
+        """Discard all passes, and remove hooks from the layers."""
         self._kept.clear()
         self._runner.close()
 
@@ -196,18 +196,18 @@ class Stage:
         return len(self._kept)
 
     def discard(self, pass_number: int) -> None:
-        """Forget a pass that will have no backward pass. The garbage collector may call this at any time."""
-        for key in list(self._kept):  # a copy, made in one step of the interpreter
+        """Discard a pass that will have no backward part. The garbage collector may call this at any time."""
+        for key in list(self._kept):  # a copy, which CPython makes without switching threads
             if key[0] == pass_number:
                 self._kept.pop(key, None)
 
     def note(self, what: str) -> None:
-        """Report what the stage does now: ``F3, layer 5``."""
+        """Record what the stage does now, such as ``F3, layer 5``."""
         if self._activity is not None:
             self._activity.doing = what
 
     def run(self, actions: Iterable[Action], this: Pass) -> None:
-        """Run actions of one pass in their order.
+        """Run actions of one pass in the given order.
 
         Args:
             actions: The actions. An iterator may do other work of the pass between two actions, but must not change
@@ -232,7 +232,7 @@ class Stage:
                 self._backward(this, at_once)
 
     def _present_flags(self) -> Flags:
-        """The layers' flags, which do not change within one call of :meth:`run`."""
+        """Return the flags of the layers, which do not change within one call of :meth:`run`."""
         if self._flags is None:
             self._flags = Flags.of(self.layers)
         return self._flags
@@ -279,7 +279,7 @@ class Stage:
             if kept is None:  # neither an output nor an input of this micro-batch requires a gradient
                 continue
             done.append((m, kept.inputs))
-            if not kept.outputs:  # the gradient ends in this stage; the stage before still waits for an answer
+            if not kept.outputs:  # no gradient passes through this stage; the stage before still waits for a message
                 continue
             self.note(f"B{m}, waiting for its gradients")
             received = self._ports.output_grads.receive(this.number, m)
@@ -303,7 +303,7 @@ class Stage:
                 self._ports.input_grads.send([slot.value for slot in slots], this.number, m)
 
     def _run_layers(self, this: Pass, m: int, carried: Carried, *, grad: bool, recomputing: bool) -> Carried:
-        """Run the layers on objects that only this run uses; see :func:`unpack_objects`."""
+        """Run the layers on new objects, which no other run uses; see :func:`unpack_objects`."""
         x, skips = unpack_objects(carried[0]), carried[1]
         del carried
         y, skips = self._runner.run(

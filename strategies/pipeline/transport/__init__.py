@@ -1,4 +1,5 @@
 """The data plane: channels that carry nested values of tensors from one process to another.
 
-In: a process group and a peer. Out: values, each tagged with pass and micro-batch. May import ``common``.
+In: a process group and the rank of a peer. Out: values, each with the numbers of its pass and micro-batch. May import
+``common``.
 """

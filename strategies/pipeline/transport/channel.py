@@ -1,16 +1,16 @@
-"""One direction of the data plane between two processes: values whose tensors travel by point-to-point messages.
+"""One direction of the data plane between two processes: nested values, sent as point-to-point messages.
 
-A value (a tensor, or tuples, lists and dicts of tensors and other objects) travels as
+A value is a tensor, or tuples, lists and dicts of tensors and other objects. The sender sends it as
 
-    header   int64[6]: kind of the message, pass, micro-batch, size of the layout in bytes, and where the value is the
-             first one of a pass that no command tells of, that pass's number of micro-batches and seed
-    tensors  behind the header in the same message if they are small together, otherwise one message each after the
-             layout; none for an empty one
+    header   int64[6]: kind of the message, pass, micro-batch, size of the layout in bytes; if the value announces a
+             pass (:class:`Announcement`), also that pass's number of micro-batches and its seed, otherwise zeros
+    tensors  in the same message as the header if they are small together, otherwise one message each after the
+             layout; an empty tensor is not sent
     layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
 
-Layouts are numbered by the sender and remembered by both sides, so that a shape is described once. Sends are
-asynchronous (gloo's send waits until the peer has posted its receive, which would put two stages in lock-step), and
-what is under way is kept alive until it has arrived. The receive of the next header is posted ahead.
+The sender numbers layouts and both sides keep them, so each layout is sent once. Sends are asynchronous, because
+gloo's send waits until the peer has posted its receive, which would make two stages run in lock-step. The sender keeps
+a reference to each message until the message has arrived. The receiver posts the receive of the next header in advance.
 """
 
 import math
@@ -47,21 +47,21 @@ FEED_TAG = 2
 """Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
 
 _FAILED, _END = -1, -2
-"""Kinds of headers without a value: this process failed and sends nothing more; no more passes will be announced. Other
-kinds are numbers of layouts."""
+"""Kinds of headers without a value: the sender's process has failed and sends nothing more; the sender announces no
+more passes. Any other kind is the number of a layout."""
 
 _HEADER_BYTES = 6 * 8
 
 _SMALL_BYTES = 2**15
-"""How large the tensors of a value may be to travel behind its header. A tensor in a message of its own takes one more
-round trip: the receiver posts a buffer for it when it knows the layout. A header's buffer is posted ahead, and may be
-larger than what arrives."""
+"""Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
+takes one more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for
+the header's message is posted in advance, and may be larger than that message."""
 
 _ALIGNMENT = 16
-"""Tensors in one message start at multiples of this, the size of the largest dtype."""
+"""Tensors in a message start at multiples of this number of bytes, the size of the largest dtype."""
 
 _NO_LIMIT = timedelta(days=365)
-"""How long a stage waits for something to do; gloo has no word for ever."""
+"""Time-out of a stage that waits for its next pass; gloo cannot wait without a time-out."""
 
 _NOTHING_ANNOUNCED = 0, 0
 
@@ -70,7 +70,10 @@ _MAX_LAYOUTS = 1024
 
 @dataclass(frozen=True)
 class Announcement:
-    """What a stage must know of a pass that only goes forward; see :class:`~strategies.pipeline.stage.stage.Pass`."""
+    """A pass without a backward part, announced over the data plane instead of by a command.
+
+    For the attributes see :class:`~strategies.pipeline.stage.stage.Pass`.
+    """
 
     number: int
     microbatches: int
@@ -80,12 +83,12 @@ class Announcement:
 def _pickled(layout: Any) -> bytes:
     try:
         return pickle.dumps(layout)
-    except Exception:  # a class of a script or a notebook, which plain pickle does not know
+    except Exception:  # a class defined in a script or a notebook, which pickle cannot import
         return cloudpickle.dumps(layout)
 
 
 def _places(sizes_bytes: Iterable[int]) -> tuple[list[int], int]:
-    """Where tensors of these sizes start in a message with a header, and where the last one ends."""
+    """Return the offsets of tensors of these sizes in a message with a header, and the end of the last tensor."""
     starts, end = [], _HEADER_BYTES
     for size_bytes in sizes_bytes:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
@@ -94,15 +97,15 @@ def _places(sizes_bytes: Iterable[int]) -> tuple[list[int], int]:
 
 
 def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-    """Call a function that starts to send or to receive, without an event of torch's profiler.
+    """Call a function that starts a send or a receive, without an event of torch's profiler.
 
-    torch gives such work an event that ends when the work does, on whichever thread notices that. The receive of the
-    next message is posted ahead, so it ends after the profiler has collected and freed its events: torch would write
-    the end into freed memory.
+    torch records such work as an event, and writes the event's end when the work ends, on the thread that detects it.
+    The receive of the next message is posted in advance, so it ends after the profiler has collected and freed its
+    events: torch would write the end into freed memory.
     """
     if not profiler_is_on():
         return function(*args, **kwargs)
-    record_functions(False)  # for this thread, and for callbacks that inherit its state
+    record_functions(False)  # on this thread, and in callbacks that inherit its state
     try:
         return function(*args, **kwargs)
     finally:
@@ -110,15 +113,16 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
 
 
 class Sender:
-    """Sends values to one peer, in order, without waiting for them.
+    """Sends values to one peer, in order, without waiting until they arrive.
 
     Args:
-        group: A point-to-point group that works on CPU tensors.
+        group: A process group for point-to-point messages of CPU tensors.
         peer: The receiver's rank in ``group``.
-        tag: Distinguishes the channel from others between the same two processes; ``tag`` and ``tag + 1`` are used.
-        limit: How many values may be under way; :meth:`send` then waits for the oldest. ``None``: any number, until
-            :meth:`flush`. (gloo tells that a send has arrived only to who waits for it, so there is no polling.)
-        wait: Calls what waits for values to arrive.
+        tag: Distinguishes the channel from others between the same two processes. It uses ``tag`` and ``tag + 1``.
+        limit: Maximum number of sent values that have not arrived; beyond it, :meth:`send` waits for the oldest.
+            ``None``: no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller that waits for it, so
+            the sender cannot poll.)
+        wait: Runs a function that blocks until values have arrived.
     """
 
     def __init__(
@@ -132,14 +136,14 @@ class Sender:
         self._has_failed = False
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
-        """Sends ``value``; its tensors must not be changed until they have arrived.
+        """Send ``value``. The caller must not change its tensors until they have arrived.
 
         Args:
             value: What to send.
             pass_number: Identifies the pass; the receiver checks it.
             microbatch: Identifies the micro-batch; the receiver checks it.
-            requires_grad: For each tensor of ``value``, whether the receiver sends a gradient back; by default what the
-                tensors themselves say.
+            requires_grad: For each tensor of ``value``, whether the receiver sends a gradient back; by default the
+                tensor's own ``requires_grad``.
         """
         leaves, spec = tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -155,7 +159,7 @@ class Sender:
         number, description = self._layouts.get(key), b""
         if number is None:
             if len(self._layouts) == _MAX_LAYOUTS:
-                self._layouts.clear()  # the receiver overwrites what it knows as new descriptions come
+                self._layouts.clear()  # the receiver overwrites its layouts as new ones arrive
             number = self._layouts[key] = len(self._layouts)
             description = cloudpickle.dumps(layout)
         header = [number, pass_number, microbatch, len(description), *self._announced]
@@ -179,15 +183,15 @@ class Sender:
             self.flush(self._limit)
 
     def announce(self, this: Announcement) -> None:
-        """Tells the receiver of a pass, along with the first value of it, which must be sent next."""
+        """Announce a pass to the receiver in the header of the next value, which must be the first one of that pass."""
         self._announced = this.microbatches, this.seed
 
     def end_passes(self) -> None:
-        """Tells the receiver, if it is still there, that no more passes will be announced."""
+        """Tell the receiver, if its process still runs, that no more passes will be announced."""
         self._send_last(_END)
 
     def fail(self) -> None:
-        """Tells the receiver, if it is still there, that nothing will follow, so that it does not wait in vain."""
+        """Tell the receiver, if its process still runs, that this process has failed, so that it stops waiting."""
         self._has_failed = True
         self._send_last(_FAILED)
 
@@ -196,11 +200,14 @@ class Sender:
             self._under_way.append([self._post(torch.tensor([kind, 0, 0, 0, 0, 0]).view(torch.uint8), self._tag)])
 
     def release(self) -> None:
-        """Lets go of everything sent; for when it has arrived, as what the peer has sent since then shows."""
+        """Drop references to sent messages, when a later message from the peer has shown that all have arrived."""
         self._wait_until(0)
 
     def flush(self, keep: int = 0) -> None:
-        """Waits until everything has arrived but for the last ``keep`` values; after a failure nobody may take them."""
+        """Wait until all values but the last ``keep`` have arrived; after :meth:`fail`, return at once.
+
+        A receiver may never receive values that were sent before a failure.
+        """
         if len(self._under_way) > keep and not self._has_failed:
             self._wait(partial(self._wait_until, keep))
 
@@ -222,9 +229,9 @@ class Receiver:
     Args:
         group: As for the sender.
         peer: The sender's rank in ``group``.
-        device: Where received tensors are put.
+        device: Device of the received tensors.
         tag: The sender's tag.
-        wait: Calls what waits for a header to arrive.
+        wait: Runs a function that blocks until a header has arrived.
     """
 
     def __init__(
@@ -244,23 +251,23 @@ class Receiver:
         self._header: list[int] | None = None
 
     def post(self) -> None:
-        """Posts the receive of the next header, if it has not been posted yet."""
+        """Post the receive of the next header, if it has not been posted yet."""
         if self._posted is None:
             self._posted = unrecorded(self._group.recv, [self._message], self._peer, self._tag)
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
-        """Waits for the next value, which must be that of the given pass and micro-batch.
+        """Wait for the next value, which must have the given pass and micro-batch.
 
         Returns:
             The value; its tensors are new, with ``requires_grad`` as the sender set it.
 
         Raises:
             PeerFailed: If the sender has failed.
-            PeerSilent: If nothing came within the group's time-out.
-            RuntimeError: If the sender's process has gone.
+            PeerSilent: If nothing arrived within the group's time-out.
+            RuntimeError: If the sender's process has ended.
         """
         kind, *place, size_bytes, _, _ = self._next_header(self._timeout, self._wait)
-        assert kind != _END, "expected a value, but the sender announces passes, and has no more"
+        assert kind != _END, "expected a value, but got the header that ends the announcements of passes"
         assert place == [pass_number, microbatch], (
             f"expected pass and micro-batch {pass_number, microbatch}, got {place}"
         )
@@ -276,14 +283,14 @@ class Receiver:
         return value
 
     def announcement(self) -> Announcement | None:
-        """Waits for the next pass, in the calling thread and for as long as it takes.
+        """Wait for the next announced pass, on the calling thread and without a time-out.
 
         Returns:
-            The pass; ``None`` if no more follow.
+            The pass; ``None`` if the sender announces no more.
 
         Raises:
             PeerFailed: If the sender has failed.
-            RuntimeError: If the sender's process has gone.
+            RuntimeError: If the sender's process has ended.
         """
         kind, number, _, _, *announced = self._next_header(_NO_LIMIT, wait_here)
         if kind == _END:
@@ -293,7 +300,7 @@ class Receiver:
         return Announcement(number, *announced)
 
     def _next_header(self, timeout: timedelta, wait: Wait) -> list[int]:
-        """Waits for the next header, unless it has been read; what stands behind it is still to be taken."""
+        """Return the next header, which stays the next one until the caller has received the value that follows it."""
         if self._header is None:
             self.post()
             assert self._posted is not None
@@ -324,7 +331,7 @@ class Receiver:
 
 @dataclass(frozen=True)
 class _Described:
-    """A layout, and where each of its tensors starts in the message of the header; ``None``: in one of its own."""
+    """A layout, and the offset of each tensor in the header's message; ``None``: the tensor has its own message."""
 
     layout: Any
     starts: list[int | None]

@@ -1,12 +1,13 @@
 """Tied parameters: one ``Parameter`` that several processes use, such as an embedding that is also the output layer.
 
-One process owns it: the driver if it uses it, otherwise the first stage that does. The owner holds the optimizer state
-and makes the update; the others hold copies.
+One process owns a tied parameter: the driver if the driver uses it, otherwise the first stage that does. The owner
+holds the optimizer state and updates the parameter; the other processes hold copies.
 
     after every backward pass        copies ──── gradients ───▶ owner, which adds them to its own
     before the next forward pass     owner  ───── value ──────▶ copies, if it may have changed
 
-A gradient moves, so that none is counted twice however many passes are accumulated, and norms see the parameter once.
+A copy that has sent its gradient sets it to ``None``. So no gradient is counted twice, however many passes are
+accumulated, and a norm of gradients includes the parameter once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +25,11 @@ GRADIENT_TAG, VALUE_TAG = 4, 6
 
 @dataclass(frozen=True)
 class Tie:
-    """One tied parameter. Ranks are numbers of stages, of which the driver's is the last.
+    """One tied parameter. A rank is the number of a stage; the driver's stage is the last.
 
     Attributes:
-        owner: The rank that updates it.
-        names: Its names in the pipelined module, by the ranks of the stages that use it, in order.
+        owner: The rank that updates the parameter.
+        names: For each rank whose stage uses the parameter, in order: its names in the pipelined module.
     """
 
     owner: int
@@ -41,22 +42,22 @@ class Tie:
 
 
 def owned_parameters(i: int, layers: nn.Module, ties: Iterable[Tie]) -> list[nn.Parameter]:
-    """The parameters of a stage, without copies of those that another one owns."""
+    """Return the parameters of stage ``i``, without its copies of parameters that another rank owns."""
     named = dict(layers.named_parameters(remove_duplicate=False))
     copies = {named[tie.names[i][0]] for tie in ties if i in tie.copies}
     return [parameter for parameter in layers.parameters() if parameter not in copies]
 
 
 def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> list[Tie]:
-    """Finds the parameters that more than one process uses.
+    """Find the parameters that more than one process uses.
 
     Args:
-        stages: The layers of each stage; the last one's live on the driver.
-        outside: Parameters of the model that are used outside of its stages, which is on the driver.
+        stages: The layers of each stage; those of the last stage are on the driver.
+        outside: Parameters that the model uses outside of its stages, on the driver.
 
     Raises:
-        ValueError: If a layer with running statistics is used by two stages, each of which would see half of the
-            batches, or if a tied parameter is one that its layer changes in the forward pass.
+        ValueError: If two stages use the same layer with running statistics, each of which would see part of the
+            inputs, or if a layer changes a tied parameter in its forward pass.
     """
     uses: dict[int, dict[int, list[str]]] = {}
     norms: dict[nn.Module, int] = {}
@@ -67,8 +68,8 @@ def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> li
             if isinstance(module, NormBase) and norms.setdefault(module, i) != i and module.track_running_stats:
                 raise ValueError(
                     f"layer {name}, a {type(module).__name__}, is used by stage {norms[module]} and by stage {i}, and "
-                    "its running statistics cannot be kept by two processes. Use two layers, or choose a balance that "
-                    "keeps both places on one stage."
+                    "two processes cannot share its running statistics. Use two layers, or choose a balance that "
+                    "puts both uses on one stage."
                 )
     driver, used_outside = len(stages) - 1, {id(parameter) for parameter in outside}
     ties = []
@@ -90,18 +91,18 @@ def _check_unchanged(stages: Sequence[nn.Module], ties: Sequence[Tie]) -> None:
                 if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
                     raise ValueError(
                         f"parameter {name} of stage {i} is tied to another stage, but max_norm={layer.max_norm} of its "
-                        "embedding changes it in the forward pass, which the other one would not see. Leave max_norm "
-                        "out, or choose a balance that keeps both places on one stage."
+                        "embedding changes it in the forward pass, which the other stage would not see. Leave max_norm "
+                        "out, or choose a balance that puts both uses on one stage."
                     )
 
 
 class TiedParameters:
-    """One process's side of the ties.
+    """The tied parameters of one process, which sends and receives their gradients and values.
 
     Args:
-        rank: This process's.
+        rank: This process's rank.
         ties: All ties of the pipeline.
-        parameters: The parameters of this process's stage, by name, and for the driver of the whole pipelined module.
+        parameters: Parameters by name: on a worker those of its stage, on the driver those of the pipelined module.
         sender: Opens a channel to a rank with a tag.
         receiver: Opens a channel from a rank with a tag.
     """
@@ -115,7 +116,7 @@ class TiedParameters:
         receiver: Callable[[int, int], Receiver],
     ) -> None:
         self.any = bool(ties)
-        """Whether there are ties, of this process or others."""
+        """Whether the pipeline has ties, of this process or of others."""
         copied = [tie for tie in ties if rank in tie.copies]
         owned = [tie for tie in ties if rank == tie.owner]
         self._copied: dict[int, list[nn.Parameter]] = {}
@@ -133,19 +134,18 @@ class TiedParameters:
 
     @property
     def senders(self) -> list[Sender]:
-        """Every channel by which others may wait for this process."""
+        """All channels on which another process may wait for this one."""
         return [*self._gradients_to.values(), *self._values_to.values()]
 
     @property
     def versions(self) -> list[int]:
-        """Changes whenever a parameter that this process owns is changed in place."""
+        """Version counters of the parameters that this process owns; an in-place change increases one of them."""
         return [version_of(parameter) for parameters in self._owned.values() for parameter in parameters]
 
     def move_gradients(self, number: int) -> None:
-        """After backward pass ``number``: sends the gradients of copies to their owners, or adds them up.
+        """After backward pass ``number``, send gradients of copies to owners; add received ones to owned parameters.
 
-        Everything is sent before anything is waited for, so no order of owners and copies can make stages wait in a
-        circle.
+        Each process sends all gradients before it waits for any, so no order of owners and copies can deadlock.
         """
         for peer, parameters in self._copied.items():
             self._gradients_to[peer].send([parameter.grad for parameter in parameters], number, 0)
@@ -160,7 +160,7 @@ class TiedParameters:
 
     @torch.no_grad()
     def share_values(self, number: int) -> None:
-        """Ahead of forward pass ``number``: sends the values that this process owns, or takes them over."""
+        """Before forward pass ``number``, send the values of owned parameters, and receive those of copies."""
         for peer, parameters in self._owned.items():
             self._values_to[peer].flush()
             self._values_to[peer].send([p.detach() for p in parameters], number, 0)
