@@ -178,11 +178,11 @@ def test_other_schedules_checkpoints_and_trainers() -> None:
 
 
 def killed_at_once() -> float:
-    """The first worker is killed before it has imported anything."""
+    """The first worker is killed as soon as it has been forked."""
     spawn, killed = Workers._spawn, []
 
-    def spawn_and_kill(self: Workers, session: Session, rank: int) -> Any:
-        process = spawn(self, session, rank)
+    def spawn_and_kill(self: Workers, session: Session, rank: int, deadline: float) -> Any:
+        process = spawn(self, session, rank, deadline)
         if not killed:
             killed.append(process.pid)
             process.kill()
