@@ -17,10 +17,12 @@ This needs ``fork`` and pidfds: Linux. Elsewhere workers are started one by one.
 
 import atexit
 import ctypes
+import errno
 import gc
 import importlib
 import io
 import json
+import math
 import os
 import resource
 import selectors
@@ -59,6 +61,9 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 """Signals that end a driver, or ask it for something, and that its process group may get: a server ends with it."""
 
 _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+
+_NUM_STREAMS = 4
+"""Standard input, output and error, and the working directory."""
 
 _PR_SET_PDEATHSIG = 1
 """From ``linux/prctl.h``: the signal that a process gets when its parent ends."""
@@ -170,7 +175,7 @@ class ForkServer:
         """
         with ExitStack() as open_here:
             reading, writing = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
-            folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            folder = os.open(directory, os.O_PATH | os.O_DIRECTORY)
             for descriptor in (reading, folder):
                 open_here.callback(os.close, descriptor)
             streams = [reading, *((1, 2) if output is None else (output, output)), folder]
@@ -183,7 +188,9 @@ class ForkServer:
                 )
                 message, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
                 if not message:
-                    raise ConnectionError("the fork server has ended")
+                    raise ConnectionError("the fork server has ended or could not fork")
+                if not descriptors:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
                 open_if_it_fails.pop_all()
         process = ForkedProcess(int(message), descriptors[0], connection, pipe)
         self._running = [*(other for other in self._running if other.poll() is None), process]
@@ -261,6 +268,12 @@ class OwnForkServer(ForkServer):
             server._running.clear()
             server.end()
             cls._of_this_process = None
+
+    @classmethod
+    def discard_if_ended(cls) -> None:
+        """Forgets the server that this process keeps if it has ended by itself; its other forks keep running."""
+        if (server := cls._of_this_process) is not None and server._process.poll() is not None:
+            cls.discard()
 
     def end(self) -> None:
         """Ends the server, or has it end when its forks have ended. Safe at any time, and in forks of this process."""
@@ -384,11 +397,13 @@ def _inherit(state: Mapping[str, Any]) -> None:
     own = _inherited()
     for name, limit in state["limits"].items():
         if tuple(limit) != own["limits"][name]:
-            resource.setrlimit(getattr(resource, name), tuple(limit))
+            with suppress(OSError, ValueError):  # only a privileged process may raise a hard limit
+                resource.setrlimit(getattr(resource, name), tuple(limit))
     if state["cores"] != own["cores"]:
         os.sched_setaffinity(0, state["cores"])
     if state["niceness"] != own["niceness"]:
-        os.setpriority(os.PRIO_PROCESS, 0, state["niceness"])
+        with suppress(OSError):  # only a privileged process may lower its niceness
+            os.setpriority(os.PRIO_PROCESS, 0, state["niceness"])
 
 
 def _user_of(connection: socket.socket) -> int:
@@ -434,13 +449,17 @@ class _Request:
         Raises:
             ConnectionError: If the client has ended before it was sent.
         """
-        _, streams, _, _ = socket.recv_fds(connection, 1, 4)
+        _, streams, _, _ = socket.recv_fds(connection, 1, _NUM_STREAMS)
         with connection.makefile("rb") as file:
             line = file.readline()
         if not line.endswith(b"\n"):
             for descriptor in streams:
                 os.close(descriptor)
             raise ConnectionError("the client has ended")
+        if len(streams) != _NUM_STREAMS:
+            for descriptor in streams:
+                os.close(descriptor)
+            raise OSError("not all file descriptors of the request arrived")
         return cls(streams=streams, **json.loads(line))
 
     def close(self) -> None:
@@ -460,7 +479,8 @@ class _Request:
         sys.path[:] = self.paths
         _inherit(self.state)
         if self.name:
-            Path("/proc/self/comm").write_text(self.name)
+            with suppress(OSError):  # a sandbox may refuse
+                Path("/proc/self/comm").write_text(self.name)
         for stream in (sys.stdout, sys.stderr):
             cast(io.TextIOWrapper, stream).reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
         gc.unfreeze()
@@ -535,10 +555,13 @@ class _Server:
         selector = selectors.PollSelector()
         sources: list[Any] = [*self._running]
         if self._ends_at is None:
-            sources += [self._control, self._driver, *([self._listener] if self._listener is not None else [])]
+            sources += [self._control, *([self._listener] if self._listener is not None else [])]
+        no_limit = self._ends_at in (None, math.inf)
+        if no_limit:  # sockets of a killed driver close before its pidfd becomes readable
+            sources.append(self._driver)
         for file in sources:
             selector.register(file, selectors.EVENT_READ)
-        ready = [key.fileobj for key, _ in selector.select(None if self._ends_at is None else _WAIT_SLICE_SECONDS)]
+        ready = [key.fileobj for key, _ in selector.select(None if no_limit else _WAIT_SLICE_SECONDS)]
         return sorted(ready, key=lambda file: file == self._driver)
 
     def _passed(self) -> socket.socket | None:
@@ -548,9 +571,9 @@ class _Server:
         except OSError:  # there is none; a process that the driver has forked may hold the other end
             return None
         if not message:
-            self._ends_at = self._ends_at or float("inf")
+            self._ends_at = self._ends_at or math.inf
             return None
-        return socket.socket(fileno=descriptors[0])
+        return socket.socket(fileno=descriptors[0]) if descriptors else None
 
     def _accepted(self) -> socket.socket | None:
         """The connection of a process of this user; ``None`` if it is another user's."""
@@ -564,16 +587,29 @@ class _Server:
     def _fork(self, connection: socket.socket) -> "_Request | None":
         """Forks for the request that arrives over a connection; returns the request in the fork."""
         try:
+            connection.settimeout(_END_SECONDS)
             request = _Request.received(connection)
-        except OSError:  # the client has ended
+            connection.settimeout(None)
+        except OSError:  # the client has ended or does not answer, or there are no file descriptors left
             connection.close()
             return None
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # there may be no more processes; those that run must go on
+            request.close()
+            connection.close()
+            return None
         if pid == 0:
             connection.close()
             return request
         request.close()
-        pidfd = os.pidfd_open(pid)
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            connection.close()
+            return None
         self._running[pidfd] = pid, connection
         with suppress(OSError):  # the client has ended, and so will what it has asked for
             socket.send_fds(connection, [b"%d" % pid], [pidfd])
@@ -587,8 +623,9 @@ class _Server:
         with connection, suppress(OSError):  # the client has ended
             connection.sendall(b"%d" % os.waitstatus_to_exitcode(status))
         if not self._running and self._ends_at is None:
-            _import(self._modules_later)
-            self._modules_later.clear()
+            modules, self._modules_later = self._modules_later, []
+            with suppress(Exception):  # a fork that needs the module raises the error
+                _import(modules)
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -614,6 +651,10 @@ def main(modules: str, modules_later: str, control: str, driver: str, listener: 
     later = modules_later.split(",") if modules_later else []
     server = _Server(socket.socket(fileno=int(control)), int(driver), accepting, later)
     _import(modules.split(","))
+    with open(os.devnull, "r+b", 0) as null:  # files of the driver are not held open; each fork gets its own streams
+        for number in (1, 2):
+            os.dup2(null.fileno(), number)
+    os.chdir("/")
     request = server.serve()
     if request is None:
         os._exit(0)

@@ -73,7 +73,7 @@ class RankMonitor:
         self._lost, self._is_known, self._excepthook = "", False, sys.excepthook
         self._found, self._over = threading.Event(), threading.Event()
         self._in_call = False
-        self._thread = threading.Thread(target=self._watch, name="relay-monitor", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="relay-rank-monitor", daemon=True)
         self._thread.start()
 
     @contextmanager
@@ -189,8 +189,9 @@ class RankMonitor:
         return False
 
     def _say(self, more: str) -> None:
-        sys.stderr.write(f"{self._lost}{more}\n")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # the reader of standard error may have ended
+            sys.stderr.write(f"{self._lost}{more}\n")
+            sys.stderr.flush()
 
     def _interrupt(self, *_: object) -> None:
         if self._in_call:

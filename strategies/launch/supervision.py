@@ -53,11 +53,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         if self._has_ended():
-            self._clean_up()
-            if self._message:
-                sys.stderr.write(f"{self._message}\n")
-                sys.stderr.flush()
-            os._exit(self._status)  # without waiting for threads that compute, or wait in C++
+            try:
+                self._clean_up()
+                if self._message:
+                    sys.stderr.write(f"{self._message}\n")
+                    sys.stderr.flush()
+            finally:  # the reader of standard error may have ended as well
+                os._exit(self._status)  # without waiting for threads that compute, or wait in C++
 
 
 def is_alive(pid: int) -> bool:

@@ -134,13 +134,13 @@ class Workers:
                     paths=session.paths,
                     name=f"relay-worker-{rank}",
                     stdin=subprocess.PIPE,
-                    timeout_seconds=max(0.0, deadline - time.monotonic()),
+                    timeout_seconds=max(0.001, deadline - time.monotonic()),  # 0 would not wait at all
                 )
             except TimeoutError:
                 OwnForkServer.discard()
                 raise self._late(range(rank, self._count)) from None
-            except OSError:  # the server has ended: a new interpreter tells why, where it ends as well
-                OwnForkServer.discard()
+            except OSError:  # the server has ended or cannot fork: a new interpreter tells why, where it ends as well
+                OwnForkServer.discard_if_ended()
         command = [sys.executable, "-m", "strategies.pipeline", *map(str, arguments)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 

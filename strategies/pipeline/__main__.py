@@ -14,7 +14,10 @@ from strategies.launch.supervision import Watchdog, wait_for_end
 
 def main(directory: str, rank: int, driver_pid: int) -> None:
     """Joins the session and serves it until the driver closes this process's standard input or ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's; it ends its workers itself
+    # A signal to the whole process group (Ctrl-C, timeout, a scheduler) is the driver's affair: it may still need its
+    # workers, to save a checkpoint, and ends them itself.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
     def has_ended() -> bool:
         # A process that the driver has forked (a data loader's) may hold the pipe open after the driver's death.

@@ -48,7 +48,7 @@ def test_the_end_of_a_monitored_rank() -> None:
     monitor.dismiss()
     assert processes[0].returncode == -signal.SIGTERM
     assert signal.getsignal(signal.SIGURG) is before and "RELAY_TEST" not in os.environ
-    assert "relay-monitor" not in {thread.name for thread in threading.enumerate()}
+    assert "relay-rank-monitor" not in {thread.name for thread in threading.enumerate()}
 
 
 def endings(strategy: str, ranks: int, moments: list[str], timeout_seconds: float) -> dict[str, Any]:
