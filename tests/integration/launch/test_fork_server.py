@@ -234,3 +234,36 @@ def test_nothing_outlives_a_driver_that_is_killed() -> None:
     seconds, left = run(kill_the_driver, env=OWN_SERVER)
     assert not left
     assert seconds < 5.0  # the limit for workers; the forked process sleeps for less
+
+
+def driver_of_a_stuck_fork(file: str) -> None:
+    server = own_server()
+    process = fork(server, "exit_with", "sleep")
+    Path(file).with_suffix(".part").write_text(f"{server.pid} {process.pid}")
+    Path(file).with_suffix(".part").rename(file)
+    time.sleep(60)
+
+
+def kill_drivers_of_stuck_forks() -> list[int]:
+    drivers = []
+    for number in range(3):
+        code = f"import {__name__} as m; m.driver_of_a_stuck_fork('pids-{number}')"
+        drivers.append(
+            subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+        )
+    pids = []
+    for number, driver in enumerate(drivers):
+        while not Path(f"pids-{number}").exists():
+            assert driver.poll() is None
+            time.sleep(0.05)
+        pids += map(int, Path(f"pids-{number}").read_text().split())
+        driver.kill()
+        driver.wait()
+    deadline = time.monotonic() + 20
+    while (left := [pid for pid in pids if procfs.is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+def test_a_killed_driver_leaves_no_server_and_no_stuck_fork() -> None:
+    assert run(kill_drivers_of_stuck_forks, env=OWN_SERVER) == []
