@@ -296,7 +296,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             undo()
         self._undo = []
         if not dist.is_initialized():  # a rank has failed, and the groups have ended
-            self._groups = self._saving_group = None
+            self._groups = self._saving_group = self._states = None
         super().teardown()
 
     def _running(self) -> ShardedOptimizers:

@@ -110,7 +110,7 @@ def save_over_ranks(checkpoint: Mapping[str, Any], path: Path, own: Mapping[str,
     Raises:
         RuntimeError: On every rank, if one fails. What was at ``path`` before is still there then.
     """
-    failure = None
+    failure, cause = None, None
     if group.rank() > 0:
         if (shards := _broadcast(None, group)) is not None:
             _save_shards(own, shards, group, ())
@@ -124,12 +124,12 @@ def save_over_ranks(checkpoint: Mapping[str, Any], path: Path, own: Mapping[str,
                 if failure := _save_shards(own, shards, group, sharded_tensors(checkpoint)):
                     raise RuntimeError(failure)
         except Exception as error:  # of any kind: the other ranks wait for the outcome
-            failure = failure or f"rank 0: {_described(error)}"
+            failure, cause = failure or f"rank 0: {_described(error)}", error
         if not has_told:
             _broadcast(None, group)
         _broadcast(failure, group)
     if failure is not None:
-        raise RuntimeError(f"the checkpoint {path} could not be saved: {failure}")
+        raise RuntimeError(f"the checkpoint {path} could not be saved: {failure}") from cause
 
 
 def _save_shards(own: Mapping[str, Tensor], shards: Path, group: ProcessGroup, wanted: Iterable[str]) -> str | None:

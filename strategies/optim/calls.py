@@ -14,7 +14,7 @@ anyway, because every process makes the step or calls the method::
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -83,7 +83,7 @@ def track_steps(optimizer: Optimizer) -> Callable[[], None]:
             return method(*args, **kwargs)
         _hooks_of(begin).move_to_end(begin.id)  # behind all pre-hooks of the user
         _hooks_of(end).move_to_end(end.id, last=False)  # ahead of all post-hooks of the user
-        with user_code():
+        with nullcontext() if runs_own_code(self) else user_code():  # a step may call itself
             return method(*args, **kwargs)
 
     # Schedulers look for an attribute of the function, and GradScaler reads the signature.

@@ -145,10 +145,10 @@ class WholeBatch:
     def end_announcements(self) -> None:
         """Make the stages on workers take commands again."""
         if self._announcing is not None:
-            self._announcing = None
             if not self._executor.has_failed:  # or stages take no more passes anyway
                 assert isinstance(self._executor.connections.feed, Sender)
                 self._executor.connections.feed.end_passes()
+            self._announcing = None  # last: where Ctrl-C interrupts this, the next command does it again
 
     def backward(
         self, this: Pass, gradients: _Gradients, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]

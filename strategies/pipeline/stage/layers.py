@@ -252,15 +252,10 @@ class Flags:
         return cls([m.training for m in layers.modules()], [p.requires_grad for p in layers.parameters()])
 
     @contextmanager
-    def entered(self, layers: nn.Module, now: "Flags | None" = None) -> Iterator[None]:
-        """Give ``layers`` these flags for the duration of the body.
-
-        Args:
-            layers: The layers.
-            now: Present flags of ``layers``, if known.
-        """
-        now = now or Flags.of(layers)
-        if now is self or now == self:
+    def entered(self, layers: nn.Module) -> Iterator[None]:
+        """Give ``layers`` these flags for the duration of the body."""
+        now = Flags.of(layers)
+        if now == self:
             yield
             return
         self._set(layers)

@@ -183,7 +183,6 @@ class Stage:
         self._activity, self._side_outputs = activity, side_outputs
         self._kept: dict[tuple[int, int], _Kept] = {}
         self._writes_input: bool | None = None
-        self._flags: Flags | None = None
 
     def close(self) -> None:
         """Discard all passes, and remove hooks from the layers."""
@@ -210,8 +209,7 @@ class Stage:
         """Run actions of one pass in the given order.
 
         Args:
-            actions: The actions. An iterator may do other work of the pass between two actions, but must not change
-                modes or ``requires_grad`` of the layers.
+            actions: The actions. An iterator may do other work of the pass between two actions.
             this: The pass.
 
         Raises:
@@ -219,7 +217,6 @@ class Stage:
             RuntimeError: If a neighbour fails or does not answer in time.
         """
         at_once = []
-        self._flags = None
         with preserved_random_state(self.device):
             for action in actions:
                 if action.kind == "F":
@@ -231,12 +228,6 @@ class Stage:
             if at_once:
                 self._backward(this, at_once)
 
-    def _present_flags(self) -> Flags:
-        """Return the flags of the layers, which do not change within one call of :meth:`run`."""
-        if self._flags is None:
-            self._flags = Flags.of(self.layers)
-        return self._flags
-
     def _forward(self, this: Pass, m: int) -> None:
         self.note(f"F{m}, waiting for its input")
         x = self._ports.inputs.receive(this.number, m)
@@ -244,7 +235,7 @@ class Stage:
         recompute = this.grad and m < this.recomputed
         kept = _Kept([GradientSlot() for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
         if recompute:
-            kept.recompute_from, kept.flags = x, self._present_flags()
+            kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
             if self._writes_input is not False:
                 x = _copied(x)
             before = _versions(x)
@@ -254,8 +245,8 @@ class Stage:
         if recompute:
             self._writes_input = bool(self._writes_input) or before != _versions(x)
         tensors = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor)]
-        if kept.flags is not None:
-            differentiable = bool(kept.inputs) or any(kept.flags.trained)
+        if recompute:
+            differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())
             flags = [differentiable and (t.is_floating_point() or t.is_complex()) for t in tensors]
             kept.outputs = [None for flag in flags if flag]
         else:
@@ -285,7 +276,7 @@ class Stage:
             received = self._ports.output_grads.receive(this.number, m)
             if kept.flags is not None:
                 x, kept.recompute_from = entered(kept.recompute_from, kept.inputs), None
-                with kept.flags.entered(self.layers, self._present_flags()):
+                with kept.flags.entered(self.layers):
                     y = self._run_layers(this, m, x, grad=True, recomputing=True)
                 candidates = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
                 candidates = [t for t in candidates if t.is_floating_point() or t.is_complex()]

@@ -72,6 +72,22 @@ def test_a_step_within_a_step_is_not_followed(optimizer: Noting) -> None:
     assert optimizer.state[optimizer]["notes"] == ["in step"] * 2
 
 
+class CallsItself(SGD):
+    """Its step calls its own step once more."""
+
+    def step(self, closure: Any = None, *, inner: bool = False) -> Any:
+        return super().step(closure) if inner else self.step(closure, inner=True)
+
+
+def test_a_step_that_calls_itself_is_followed_once() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = CallsItself([weight], 0.1)
+    followed = Followed(optimizer)
+    optimizer.step()
+    assert followed.updates == [{}] and followed.calls == []
+
+
 def test_after_a_step_that_failed_the_next_one_is_followed(optimizer: Noting) -> None:
     followed = Followed(optimizer)
     optimizer.fails = True

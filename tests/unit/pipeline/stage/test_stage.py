@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
-from strategies.pipeline.stage.layers import Seeds
+from strategies.pipeline.stage.layers import Seeds, is_recomputing
 
 
 @pytest.fixture(autouse=True)
@@ -262,6 +262,30 @@ def test_autocast_of_the_caller() -> None:
 
 
 # What is recomputed, and what is kept
+
+
+class SwitchesItselfOff(nn.Module):
+    """Drops in its first forward pass only; a recomputed pass must drop, or not, as the first one did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.drop(self.linear(x))
+        if not is_recomputing():
+            self.drop.eval()
+        return y
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_layer_that_changes_its_own_mode(checkpoint: str) -> None:
+    layers = nn.Sequential(SwitchesItselfOff())
+    with pipelined(layers, checkpoint=checkpoint, microbatches=3):
+        output = layers(torch.randn(6, 4))
+        output.sum().backward()
+    dropped = (output[:2].detach() == 0).sum(0)
+    assert layers[0].linear.bias.grad.tolist() == [4 + 2 * (2 - int(number)) for number in dropped]
 
 
 @pytest.mark.parametrize(("checkpoint", "recomputed"), [("always", 4), ("except_last", 3), ("never", 0)])
