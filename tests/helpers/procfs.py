@@ -79,14 +79,16 @@ def own_memory_bytes(what: str) -> int:
 
 
 def shm_segments(test: str) -> set[str]:
-    """The names of segments of shared memory, but for semaphores that belong to another test.
+    """The names of segments of shared memory; of semaphores only those of one test.
+
+    Semaphores with the prefix of multiprocessing are left out: new interpreters, of whichever test, make them, and the
+    resource tracker of each removes them.
 
     Args:
         test: The name of the scratch folder of the test, with which the names of its semaphores begin.
     """
     names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-    prefix = f"sem.{PREFIX}"
-    return {name for name in names if not name.startswith(prefix) or name.startswith(f"sem.{test}-")}
+    return {name for name in names if not name.startswith("sem.") or name.startswith(f"sem.{test}-")}
 
 
 def unowned(segments: set[str]) -> list[str]:
