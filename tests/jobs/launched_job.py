@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
 
+TIMEOUT_SECONDS = 200.0
+"""Of runs that fail; far above what four interpreters may take to start on a slow machine."""
+
 RANKS = 4
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "four stages": {"gpipe": {"balance": [1, 2, 1, 2]}},
@@ -91,7 +94,7 @@ def goes_on(num_nodes: int) -> dict[str, Any]:
 
 def main(results: Path, layout: str, num_nodes: int) -> None:
     if layout in ENDS:
-        strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3)
+        strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3, rpc_timeout_sec=TIMEOUT_SECONDS)
         fit(ENDS[layout], strategy, RANKS // num_nodes, num_nodes=num_nodes)
     seen = goes_on(num_nodes) if layout == "killed once" else job(layout, num_nodes)
     if seen.pop("is_global_zero"):

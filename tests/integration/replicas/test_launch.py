@@ -107,7 +107,7 @@ def ending(layout: str, slurm: bool) -> tuple[list[int], str, float]:
 @pytest.mark.slow
 def test_an_error_in_a_worker_rank() -> None:
     codes, said, seconds = run(ending, "failing", False, timeout_seconds=SECONDS + 20, allow=["tmp"])
-    assert codes == [1] and seconds < 60  # the time-out
+    assert codes == [1] and seconds < launched_job.TIMEOUT_SECONDS
     assert "ArithmeticError: a layer of the user's" in said
     assert "stage 0 (layers 0 to 0: Fails), process" in said
 
@@ -126,7 +126,7 @@ def test_torchrun_starts_all_ranks_anew() -> None:
 @pytest.mark.slow
 def test_a_killed_worker_rank() -> None:
     codes, said, seconds = run(ending, "killed worker", True, timeout_seconds=SECONDS + 20)
-    assert codes[0] == 1 and codes[2] == -signal.SIGKILL and seconds < 60
+    assert codes[0] == 1 and codes[2] == -signal.SIGKILL and seconds < launched_job.TIMEOUT_SECONDS
     assert "stage 1 (layers 1 to 2: Tanh, LayerNorm), process " in said
     assert re.search(r"\(rank 2\) on \S+, has ended (in|idle after) (B0|optimizer step)", said), said
 
@@ -135,6 +135,6 @@ def test_a_killed_worker_rank() -> None:
 def test_a_killed_driver() -> None:
     """Nobody but the workers themselves could end them."""
     codes, said, seconds = run(ending, "killed driver", True, timeout_seconds=SECONDS + 20)
-    assert codes == [-signal.SIGKILL, 1, 1, 1] and seconds < 60
+    assert codes == [-signal.SIGKILL, 1, 1, 1] and seconds < launched_job.TIMEOUT_SECONDS
     for rank in (1, 2, 3):
         assert f"rank {rank} ends, because its driver, rank 0, is gone" in said
