@@ -7,12 +7,13 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo unit test nightly check coverage mutation bench clean
+.PHONY: help demo unit test slow nightly check coverage mutation bench clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
 	@echo "make unit     run the tests that start no process (under a minute)"
 	@echo "make test     run the tests, but for the slow and the nightly ones (within five minutes)"
+	@echo "make slow     run the slow tests (about twenty minutes); .ci/run runs both"
 	@echo "make nightly  run the tests that neither make test nor .ci/run has time for"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
@@ -29,6 +30,9 @@ unit: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest -m "not slow and not nightly" --numprocesses $(JOBS) --dist loadfile
+
+slow: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest -m "slow and not nightly" --numprocesses $(JOBS) --dist loadfile --durations 15
 
 # pytest's status 5: no test is marked so.
 nightly: $(INSTALLED)

@@ -42,8 +42,8 @@ from strategies.launch.rank_monitor import Rank0Watch
 from strategies.lightning.arguments import check_backend, checked
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
 from strategies.lightning.compat import WrappingCheckpointIO, given_backend_of, is_stand_in, start_method_of, unwrapped
-from strategies.lightning.loopback import LoopbackEnvironment, connect, on_loopback
-from strategies.lightning.script_launcher import in_place_of, mark_entered
+from strategies.lightning.launch.loopback import LoopbackEnvironment, connect, on_loopback
+from strategies.lightning.launch.script_launcher import in_place_of, mark_entered
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 
 

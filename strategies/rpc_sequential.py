@@ -33,11 +33,11 @@ from strategies.lightning.hooks import (
     operations_over_stages,
     scaler_of,
 )
+from strategies.lightning.launch.replicas import ReplicatedStrategy
+from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module
 from strategies.lightning.per_microbatch import training_step_per_microbatch
 from strategies.lightning.profiler import ProfiledStages
-from strategies.lightning.replicas import ReplicatedStrategy
-from strategies.lightning.restarts import Restarts
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, averages_weights, find_copies
 from strategies.optim.restricted import check_optimizer_states

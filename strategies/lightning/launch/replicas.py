@@ -22,7 +22,7 @@ from strategies.lightning.compat import (
     init_dist_connection,
     sync_ddp_if_available,
 )
-from strategies.lightning.rank_launcher import RanksLauncher
+from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.pipeline.optim.replicas import Replicas
 
 

@@ -11,8 +11,8 @@ from strategies.launch.rank_monitor import MonitoredRank, RankLost, RankMonitor,
 from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import environment_variables
 from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, set_num_threads_if_needed
-from strategies.lightning.loopback import PARENT, LoopbackEnvironment
-from strategies.lightning.phases import noting_phases
+from strategies.lightning.launch.loopback import PARENT, LoopbackEnvironment
+from strategies.lightning.launch.phases import noting_phases
 
 _NOTES = "RELAY_NOTES"
 """Tells the other ranks where each of them notes what it does."""
