@@ -313,7 +313,7 @@ class RunningForkServer(ForkServer):
         directory: Where it listens.
 
     Raises:
-        PermissionError: If somebody else could have put it there.
+        PermissionError: If another user could have created it.
         OSError: If there is none.
     """
 

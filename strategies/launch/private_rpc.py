@@ -1,4 +1,4 @@
-"""A private RPC of one worker, for an ``RRef`` where nobody has initialised RPC.
+"""A private RPC of one worker, for an ``RRef`` in a process that has not initialised RPC.
 
 It listens on the loopback interface only. It ends when nothing uses it any more, and at the latest with the process.
 
@@ -29,7 +29,7 @@ class PrivateRpc:
 
     @classmethod
     def needed(cls) -> "PrivateRpc | None":
-        """What has to be held as long as RPC is needed; ``None`` if RPC has been initialised by somebody else."""
+        """The object to keep as long as RPC is needed; ``None`` if other code has initialised RPC."""
         current = cls._current() if cls._current is not None else None
         if current is None:
             if rpc_is_initialized():
@@ -39,7 +39,7 @@ class PrivateRpc:
         return current
 
     def __init__(self) -> None:
-        # Not by init_rpc: that counts sessions, and processes whose counts differ would wait for each other for ever.
+        # Not by init_rpc: it counts sessions, and processes with different counts would wait without end.
         options = rpc_options(num_threads=1)
         _, interface = interface_to(LOOPBACK)
         interfaces = {"TP_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface}

@@ -52,7 +52,7 @@ _FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
 
 
 class RankLost(BaseException):
-    """Raised in the main thread of rank 0, wherever it is, since a rank has failed; nobody takes it for an error."""
+    """Raised in the main thread of rank 0 when a rank has failed. No ``except Exception`` catches it."""
 
 
 class RankMonitor:
@@ -78,7 +78,7 @@ class RankMonitor:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Around a call of the Trainer: where a rank fails meanwhile, ``RankLost`` is raised sooner or later."""
+        """Enclose a call of the Trainer. If a rank fails during the call, ``RankLost`` is raised in it."""
         self._is_known = False
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGURG, self._interrupt) if main else None  # does nothing in other programs
@@ -124,7 +124,7 @@ class RankMonitor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether one of the ranks is gone, so that there is nobody to train with."""
+        """Whether one of the ranks has ended, so that training cannot continue."""
         return any(process.poll() is not None for process in self.processes)
 
     @property
@@ -176,7 +176,7 @@ class RankMonitor:
                 return
 
     def _find(self, failed: Callable[[int | None], bool]) -> bool:
-        """Notes the first rank that has ended so; one that was killed is never a mere consequence of others."""
+        """Record the first rank that has ended in this way; a rank that was killed comes first, as a cause."""
         if self._lost:
             return True
         ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]

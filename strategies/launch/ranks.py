@@ -1,11 +1,11 @@
-"""Pipelines over processes that torchrun, SLURM or the like have started, on one host or several.
+"""Pipelines over processes that torchrun, SLURM or a similar launcher has started, on one host or several.
 
     rank 0: driver, last stage    1: stage 0    2: stage 1  ┆  3: driver, last stage    4: stage 0    5: stage 1
     ──────────────────────── replica 0 ─────────────────────┆───────────────────── replica 1 ───────────────────
 
-Every rank begins by running the same script. Where it comes to its first ``fit``, a rank that is no driver becomes a
-worker instead, by ``exec``: the process stays the one that its launcher watches, and the memory of the script is free.
-Driver and workers talk through the TCP store of the run:
+Every rank starts by running the same script. At its first ``fit``, a rank that is not a driver replaces itself by a
+worker, with ``exec``: the process id that the launcher watches stays, and the memory of the script is released. Driver
+and workers communicate through the TCP store of the run:
 
     driver:  sessions/3/1 = a session      sessions/3/1/over      sessions/3/2 = another one      ...  sessions/3/N = ""
     worker:  joins it                      leaves it              execs itself, joins it               ends, status 0
@@ -34,24 +34,24 @@ from strategies.launch.supervision import is_alive
 from strategies.launch.workers import environment_of_worker, share_of_threads
 
 _ARRIVAL_SECONDS = 1800.0
-"""How long a rank may take to come to its first ``fit``; torch waits as long for ranks that do not appear."""
+"""How long a rank may take to reach its first ``fit``. torch waits equally long for ranks that do not appear."""
 
 _POLL_SECONDS = 0.02
 _FAREWELL_SECONDS = 30.0
-"""How long the end of a driver's process waits for those that have to hear of it through the store."""
+"""How long a driver waits, at the end of its process, until the other ranks have read this in the store."""
 
 _FAREWELL_SECONDS_AFTER_ERROR = 2.0
-"""The same where an error ends it: ranks that have died say nothing."""
+"""The same after an error: ranks that have died do not answer."""
 
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows of the others.
+    """This rank and the other ranks of the run.
 
     Attributes:
-        address: Of the host with the store.
-        port: Of the store.
-        rank: This process's.
+        address: The address of the host with the store.
+        port: The port of the store.
+        rank: The rank of this process.
         size: Number of ranks.
         num_stages: Number of stages of each pipeline.
         num_local: Number of ranks on this host.
@@ -66,7 +66,7 @@ class World:
 
     @property
     def driver(self) -> int:
-        """The rank that drives this rank's pipeline."""
+        """The rank of the driver of this pipeline."""
         return self.rank - self.rank % self.num_stages
 
     @property
@@ -86,28 +86,28 @@ class World:
 
     @property
     def num_threads(self) -> int:
-        """With how many threads each rank computes; what ``OMP_NUM_THREADS`` says holds (torchrun sets it to 1)."""
+        """The number of threads of each rank. ``OMP_NUM_THREADS`` takes precedence (torchrun sets it to 1)."""
         return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share_of_threads(self.num_local)
 
     def rendezvous(self) -> str:
-        """A new place where processes can meet."""
+        """The URL of a new rendezvous."""
         return f"relay://{self.address}:{self.port}/relay-{secrets.token_hex(8)}"
 
     def store(self) -> dist.Store:
-        """Connects to the store, or opens it; waits for the rank that does."""
+        """Connects to the store, or creates it on the rank that keeps it; waits until the store exists."""
         keeps, patience = self.keeps_store, timedelta(seconds=_ARRIVAL_SECONDS)
         store = dist.TCPStore(
             self.address, self.port, is_master=keeps, timeout=patience, wait_for_workers=False, multi_tenant=keeps
         )
-        # torchrun's store outlives the ranks that it starts anew.
+        # The store of torchrun stays when torchrun restarts the ranks.
         return dist.PrefixStore(f"relay-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def divided_into(self, store: dist.Store) -> int:
-        """The number of stages by which the first one to ask has divided the ranks."""
+        """The number of stages per pipeline, as set by the first rank that calls this."""
         return int(store.compare_set("num_stages", "", str(self.num_stages)))
 
     def next_call(self, store: dist.Store) -> str:
-        """The key under which this driver's workers wait for the next thing to do."""
+        """The key under which the workers of this driver wait for the next session."""
         return call_key(self.driver, store.add(f"sessions/{self.driver}", 1))
 
 
@@ -117,11 +117,11 @@ def call_key(driver: int, number: int) -> str:
 
 
 class Ranks:
-    """The workers of one session, and the driver's membership in it: :class:`~strategies.launch.workers.Workers` for
-    processes that are there already.
+    """The workers of one session, in processes that already run: the counterpart of
+    :class:`~strategies.launch.workers.Workers`.
 
     Args:
-        world: This rank's.
+        world: This rank and the others.
     """
 
     def __init__(self, world: World) -> None:
@@ -133,7 +133,7 @@ class Ranks:
         self._joined = False
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
-        """Calls the workers and returns when all have joined the session; see ``Workers.start``.
+        """Starts a session and returns when all workers have joined it; see ``Workers.start``.
 
         Raises:
             RuntimeError: If this process already takes part in RPC, or if a worker does not appear in time.
@@ -146,7 +146,7 @@ class Ranks:
             size=world.num_stages,
             timeout_seconds=timeout_seconds,
             threads=threads,
-            paths=[],  # a rank has its own
+            paths=[],  # each rank has its own
             driver_pid=os.getpid(),
             reachable_address=world.address,
             notes=tempfile.mkdtemp(prefix="relay-"),
@@ -170,7 +170,7 @@ class Ranks:
         return f"process {pid} (rank {self._world.workers[stage]}) on {host}"
 
     def ended(self, stage: int, *, wait_seconds: float = 0.0) -> str | None:
-        """That a worker's process has gone, in words; ``None`` if it still runs, or nobody here can tell."""
+        """Describes the end of a worker's process; ``None`` if the process runs or is on another host."""
         host, pid = self._processes[stage]
         deadline = time.monotonic() + wait_seconds
         while host == os.uname().nodename:
@@ -194,7 +194,7 @@ class Ranks:
                 os.kill(pid, signal.SIGKILL)
 
     def _check(self) -> None:
-        """Raises if a worker has ended while the others wait for it; ends those as well, for which others may wait."""
+        """Raises if a worker has ended while other processes wait for it; ends the session for the other workers."""
         for stage in self._processes:
             if (how := self.ended(stage)) is not None:
                 assert self._store is not None
@@ -202,7 +202,7 @@ class Ranks:
                 raise RuntimeError(f"stage {stage}, {self.process(stage)}, {how}")
 
     def stop(self, *, grace_seconds: float) -> None:
-        """Ends the session. The workers wait for the next one by themselves. Safe at any time."""
+        """Ends the session. The workers then wait for the next session. Safe at any time."""
         if self._store is not None:
             self._store.set(over_key(self._call), "")
             self._store = None
@@ -214,36 +214,36 @@ class Ranks:
 
 
 def ready_key(call: str, stage: int) -> str:
-    """Where a worker says that it has heard a call, and which process of which host it is."""
+    """The key under which a worker confirms that it has read the session, with its host and process id."""
     return f"{call}/ready/{stage}"
 
 
 def over_key(call: str) -> str:
-    """What a driver sets at the end of a session."""
+    """The key that a driver sets at the end of a session."""
     return f"{call}/over"
 
 
 def gone_key(rank: int) -> str:
-    """What a rank sets when it needs the store no more."""
+    """The key that a rank sets when it no longer needs the store."""
     return f"gone/{rank}"
 
 
 def dismiss(world: World, store: dist.Store) -> None:
-    """At the end of a driver's process: its workers end as well."""
+    """Ends the workers of a driver, at the end of the driver's process."""
     store.set(world.next_call(store), "")
     store.set(gone_key(world.rank), "")
     listeners = range(world.size) if world.keeps_store else world.workers
-    failed = hasattr(sys, "last_value")  # an exception that nobody has caught
+    failed = hasattr(sys, "last_value")  # an uncaught exception
     appear(
         store, [gone_key(rank) for rank in listeners], _FAREWELL_SECONDS_AFTER_ERROR if failed else _FAREWELL_SECONDS
     )
 
 
 def become_worker(world: World, number: int = 1) -> NoReturn:
-    """Replaces this process by one that serves its driver's sessions from ``number`` on."""
+    """Replaces this process by a worker that serves the sessions of its driver, starting with ``number``."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    for descriptor in Path("/dev/fd").iterdir():  # connections end with the process that it was
+    for descriptor in Path("/dev/fd").iterdir():  # the connections of the script must close
         if int(descriptor.name) > 2:
             _close_on_exec(int(descriptor.name))
     command = [sys.executable, "-m", "strategies.pipeline.worker.serve", json.dumps(asdict(world)), str(number)]
@@ -253,12 +253,12 @@ def become_worker(world: World, number: int = 1) -> NoReturn:
 def _close_on_exec(descriptor: int) -> None:
     try:
         os.set_inheritable(descriptor, False)
-    except OSError:  # that of the directory itself
+    except OSError:  # the descriptor of the directory itself
         return
 
 
 def appear(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
-    """Waits for keys, with an open ear for Ctrl-C; returns whether they have all come."""
+    """Waits for keys and returns whether all exist. Ctrl-C interrupts the wait."""
     deadline = time.monotonic() + seconds
     while not store.check(list(keys)):
         if time.monotonic() > deadline:

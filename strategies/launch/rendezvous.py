@@ -1,7 +1,7 @@
 """Where the processes of a run meet, as a URL, and on which interface they listen.
 
 file:///tmp/relay-x                on one host: files that only this user can read; no port is agreed on
-relay://node0:29500/relay-1f0c     where ranks have been started from outside: keys in their common TCP store
+relay://node0:29500/relay-1f0c     where torchrun or SLURM has started the ranks: keys in their common TCP store
 """
 
 import os
@@ -34,9 +34,9 @@ def store_at(url: str, size: int) -> dist.Store:
 
 
 class InterruptibleStore(dist.Store):
-    """A store that waits with open eyes: for Ctrl-C, and for what makes waiting vain.
+    """A store whose waits can be interrupted by Ctrl-C and by a failure that ``check`` reports.
 
-    torch waits in C++, deaf to everything, and for 24 days when it initialises RPC.
+    A wait of torch's own stores runs in C++ and cannot be interrupted; during ``init_rpc`` it lasts up to 24 days.
 
     Args:
         store: The store itself.
@@ -106,7 +106,7 @@ def _interfaces() -> Iterator[tuple[str, str]]:
 
 
 class InterruptibleTCPStore(InterruptibleStore):
-    """A TCP store of this process, which waits with open eyes."""
+    """A TCP store of this process whose waits can be interrupted."""
 
     def __init__(self, store: dist.TCPStore, check: Callable[[], None], timeout_seconds: float) -> None:
         super().__init__(store, check, timeout_seconds)

@@ -1,4 +1,4 @@
-"""One run's processes and how they find each other: RPC for control, a gloo group for activations and gradients.
+"""The processes of one run and their connections: RPC for control, a gloo group for activations and gradients.
 
 A session lasts from the start of the workers to their end; a process may have many, one after another.
 """
@@ -32,32 +32,32 @@ from strategies.common.torch_compat import (
 from strategies.launch.rendezvous import LOOPBACK, InterruptibleStore, interface_to, store_at
 
 BUSY_FACTOR = 10
-"""How many times ``rpc_timeout_sec`` a process may be busy with one thing, or wait for others that are."""
+"""A process may be busy with one action, or wait for a busy process, for this many times ``rpc_timeout_sec``."""
 
 _CONNECT_SECONDS = 7.5
-"""How long processes that have all appeared may take to connect. So long gloo waits for one that is killed just then:
-less than the ten seconds after which nothing is left of a run that has failed."""
+"""How long processes may take to connect once all have arrived. gloo waits this long for a process that is killed while
+they connect: less than the ten seconds within which all processes of a failed run end."""
 
 _OF_GLOO = 5
-"""How many times its time-out gloo waits for a connection."""
+"""gloo waits for a connection for this many times its time-out."""
 
 _LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
 class Session:
-    """What every process of a session knows.
+    """The description of a session that each of its processes has.
 
     Attributes:
         rendezvous: Where the processes meet; see :mod:`~strategies.launch.rendezvous`.
-        token: Makes the RPC names of this session unlike those of any other.
-        size: Number of processes, which is that of stages; a rank is a stage's number, the driver's is the last.
-        timeout_seconds: How long to wait for another process.
+        token: Part of the RPC names of this session, so that they differ from those of other sessions.
+        size: Number of processes, one per stage. A rank is the number of a stage; the driver has the last rank.
+        timeout_seconds: Time-out of waits for another process.
         threads: Number of threads that each process computes with.
         paths: The driver's ``sys.path``.
-        driver_pid: The driver's process id; workers that it has started itself end when it has gone.
-        reachable_address: An address that all can reach; each process listens on the interface that leads there.
-        notes: A directory on the driver's host, where processes of this host say what they do.
+        driver_pid: The process id of the driver. Workers that the driver has started end with that process.
+        reachable_address: An address that all processes can reach; each listens on the interface that leads to it.
+        notes: A directory on the host of the driver, where the processes of that host record their activity.
     """
 
     rendezvous: str
@@ -71,14 +71,14 @@ class Session:
     notes: str = ""
 
     has_been: ClassVar[bool] = False
-    """Whether this process takes or has taken part in one."""
+    """Whether this process takes part, or has taken part, in a session."""
 
     def note(self, rank: int) -> Path | None:
-        """The file in which a process says what it does; ``None`` on another host than the driver's."""
+        """The file in which a process records its activity; ``None`` on other hosts than the driver's."""
         return Path(self.notes) / f"doing-{rank}" if os.path.isdir(self.notes) else None
 
     def forget(self) -> None:
-        """Removes what the processes have written for each other."""
+        """Removes the files that the processes have written for each other."""
         shutil.rmtree(self.notes, ignore_errors=True)
 
     def name(self, rank: int) -> str:
@@ -109,15 +109,15 @@ def refuse_other_rpc() -> None:
 
 
 def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: None) -> None:
-    """Takes part in RPC and returns when every process of the session does.
+    """Joins RPC and returns when every process of the session has joined.
 
-    This is the part of ``init_rpc`` that is needed. The rest of it meets in a process group of its own and waits there
-    for 24 days, deaf to Ctrl-C, for a process that has been killed.
+    This is the part of ``init_rpc`` that Relay needs. The rest of ``init_rpc`` creates a process group, in which it
+    would wait 24 days for a process that has been killed, and could not be interrupted.
 
     Args:
         session: The session.
         rank: This process's.
-        check: Called again and again meanwhile; raises if there is no more reason to wait.
+        check: Called repeatedly during the wait; raises to end it.
 
     Raises:
         RuntimeError: If a process does not appear within the session's time-out.
@@ -136,7 +136,7 @@ def join_rpc(session: Session, rank: int, check: Callable[[], None] = lambda: No
 
 
 def leave_rpc() -> None:
-    """Ends this process's part in RPC, without waiting for anybody."""
+    """Leaves RPC without waiting for other processes."""
     if rpc_is_initialized():
         with _without_lines(b"RPC agent for relay-"):
             rpc.shutdown(graceful=False)
@@ -172,8 +172,8 @@ def join_group(
     store.wait([f"arrived/{other}" for other in range(size)])
     group = group_without_backend(store, rank, size)
 
-    def connect(heed: Callable[[], None]) -> Any:
-        addresses = InterruptibleStore(place, heed, timeout_seconds)  # of Python: C++ does not keep it alive
+    def connect(check_caller: Callable[[], None]) -> Any:
+        addresses = InterruptibleStore(place, check_caller, timeout_seconds)  # of Python: C++ does not keep it alive
         return gloo(dist.PrefixStore("gloo/", addresses), rank, size, options)
 
     backend = _beside(connect, check)
@@ -182,20 +182,20 @@ def join_group(
 
 
 def _beside(connect: Callable[[Callable[[], None]], Any], check: Callable[[], None]) -> Any:
-    """Calls what waits in C++, deaf to everything, on a thread of its own.
+    """Calls a function that waits in C++ and cannot be interrupted, on another thread.
 
     Args:
-        connect: Gets what raises when nobody waits for it any more.
-        check: Called again and again meanwhile; raises if there is no more reason to wait.
+        connect: Connects. Its argument is a function that raises once the caller has stopped waiting.
+        check: Called repeatedly during the wait; raises to end it.
     """
     given_up = Event()
 
-    def heed() -> None:
+    def check_caller() -> None:
         if given_up.is_set():
-            raise RuntimeError("nobody waits for this connection any more")
+            raise RuntimeError("the process has stopped waiting for this connection")
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="relay-connect")
-    connected = executor.submit(connect, heed)
+    connected = executor.submit(connect, check_caller)
     executor.shutdown(wait=False)
     try:
         while not wait([connected], _LOOK_SECONDS).done:

@@ -159,7 +159,7 @@ def _tried_as_a_whole(
             errors.append(error)
     raise ValueError(
         f"{type(optimizer).__name__} cannot be tried on small copies of its parameters "
-        f"({type(errors[0]).__name__}: {errors[0]}), so nobody knows whether it can be divided over processes. Use "
+        f"({type(errors[0]).__name__}: {errors[0]}), so it is unknown whether it can be divided over processes. Use "
         f"{_INSTEAD}"
     ) from errors[0]
 

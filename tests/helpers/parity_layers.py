@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 
 class Noting(nn.Module):
@@ -29,3 +30,14 @@ class Limited(nn.Module):
         if len(x) > self.limit:
             raise RuntimeError(self.message)
         return x
+
+
+class Unembed(nn.Module):
+    """An output layer that has the embedding's weight."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)

@@ -65,7 +65,7 @@ class LoopbackEnvironment(LightningEnvironment):
         port, keeps = self.main_port, self._listener is not None
         descriptor = self._listener.detach() if self._listener is not None else None
         self._listener = None
-        # It does not wait for the others itself: it would do so in C++, deaf to everything.
+        # The store does not wait for the other ranks: its wait in C++ could not be interrupted.
         return dist.TCPStore(
             LOOPBACK,
             port,

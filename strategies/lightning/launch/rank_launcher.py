@@ -1,4 +1,4 @@
-"""What the Trainer asks for at the start of ``fit`` where torchrun, SLURM or the like have started the processes."""
+"""The launcher of the Trainer where torchrun, SLURM or a similar launcher has started the processes."""
 
 import atexit
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from strategies.lightning.compat import Launcher
 
 
 class RanksLauncher(Launcher):
-    """Lets drivers go on into the Trainer's loop. The other ranks become workers and do not come back.
+    """Runs the Trainer's loop on drivers. The other ranks become workers and do not return to the script.
 
     Args:
         world: This rank and the others.
@@ -25,14 +25,14 @@ class RanksLauncher(Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Whether it works in a notebook: not where several processes run it."""
+        """Whether it works in a notebook: no, because several processes run the script."""
         return False
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls the function on a driver; on another rank, serves the driver for the rest of its life.
+        """Calls the function on a driver. On another rank, serves the driver and does not return.
 
         Raises:
-            MisconfigurationException: If a Trainer before this one has divided the ranks in another way.
+            MisconfigurationException: If an earlier Trainer has divided the ranks into another number of stages.
         """
         if not self._world.is_driver:
             become_worker(self._world)
@@ -49,4 +49,4 @@ class RanksLauncher(Launcher):
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """Nothing: who has started the processes ends them."""
+        """Does nothing: the launcher that has started the processes ends them."""

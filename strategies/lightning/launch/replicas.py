@@ -1,4 +1,4 @@
-"""A strategy whose ranks are replicas: each of them has several devices, and is one rank to Lightning."""
+"""A strategy whose ranks are replicas. A replica has several devices and is one rank for Lightning."""
 
 from pathlib import Path
 from shutil import rmtree
@@ -27,26 +27,26 @@ from strategies.pipeline.optim.replicas import Replicas
 
 
 class ReplicatedStrategy(ParallelStrategy):
-    """Lets Lightning start one process for each replica, and answers it for their world.
+    """Makes Lightning start one process per replica, and reports the replicas as Lightning's world.
 
-    With one replica there is nothing to start, and no process group. Where torchrun, SLURM or the like have started the
-    processes, there is one for each device of each replica, and its first one is what Lightning sees.
+    With one replica, no process is started and there is no process group. Under torchrun, SLURM and similar launchers
+    there is one process per device of each replica; Lightning sees the first process of each replica.
 
     Args:
-        num_replicas: How many there are.
-        arguments: Those of ``ParallelStrategy``.
+        num_replicas: Number of replicas.
+        arguments: Arguments of ``ParallelStrategy``.
     """
 
     def __init__(self, num_replicas: int, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._num_replicas = num_replicas
         self._rendezvous_directory: str | None = None
-        self.num_nodes = 1  # the Trainer writes what the user gave
+        self.num_nodes = 1  # the Trainer sets the value that the user gave
         self.world: World | None = None
 
     @property
     def is_distributed(self) -> bool:
-        """Whether samplers have to divide the data."""
+        """Whether there are several replicas, so that samplers divide the data."""
         return self._num_replicas > 1
 
     @property
@@ -67,7 +67,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def local_rank(self) -> int:
-        """The number of this replica among those whose drivers are on this host."""
+        """The number of this replica among the replicas whose drivers are on this host."""
         if self.world is not None and self.world.is_driver:
             return self.global_rank - -(-self.node_rank * self.world.num_local // self.world.num_stages)
         return super().local_rank if self.is_distributed or self.world is not None else 0
@@ -78,9 +78,9 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def devices(self) -> list[torch.device]:
-        """Those of this replica, one for each stage; the last one is this process's.
+        """The devices of this replica, one per stage; the last one belongs to this process.
 
-        The driver has the first one of its replica's, as Lightning's users expect, and the stages of workers follow.
+        The driver has the first device of its replica, as users of Lightning expect; stages on workers have the others.
         """
         assert self.parallel_devices is not None
         local, number = self.parallel_devices, len(self.parallel_devices) * self.num_nodes // self._num_replicas
@@ -89,7 +89,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        """This process's device, which is that of the last stage."""
+        """The device of this process, which holds the last stage."""
         return self.devices[-1]
 
     @property
@@ -115,7 +115,7 @@ class ReplicatedStrategy(ParallelStrategy):
             self._launcher = SubprocessScriptLauncher(environment, self._num_replicas, self.num_nodes)
 
     def set_world_ranks(self) -> None:
-        """Tells which replica this is; Lightning calls it when the Trainer is built."""
+        """Sets the rank of this replica. Lightning calls this when the Trainer is built."""
         environment = self.cluster_environment
         if not self.is_distributed or environment is None:
             return
@@ -144,7 +144,7 @@ class ReplicatedStrategy(ParallelStrategy):
             init_dist_connection(self.cluster_environment, "gloo", self.global_rank, self._num_replicas)
 
     def replicas(self, timeout_seconds: float, *, divide_states: bool) -> Replicas | None:
-        """What the stages need to know of the other replicas; every replica asks at the same time."""
+        """Returns the description of the other replicas for the stages. Collective: every replica calls this."""
         if not self.is_distributed:
             return None
         if self.world is not None:
@@ -160,7 +160,7 @@ class ReplicatedStrategy(ParallelStrategy):
             torch.distributed.barrier()
 
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Returns what replica ``src`` gave."""
+        """Returns the object that replica ``src`` has passed."""
         if not (distributed_is_initialized() and self.is_distributed):
             return obj
         objects = [obj]
@@ -168,13 +168,13 @@ class ReplicatedStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
-        """Returns the mean or the sum over the replicas; what is not a tensor, as it is."""
+        """Returns the mean or the sum of a tensor over the replicas. Other objects are returned unchanged."""
         if isinstance(tensor, torch.Tensor) and self.is_distributed:
             return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
     def teardown(self) -> None:
-        """Lets go of the other replicas. The process group stays, for the next ``fit`` or ``test`` of this process."""
+        """Removes the rendezvous of the replicas. The process group stays for the next ``fit`` or ``test``."""
         if self._rendezvous_directory is not None and self.is_global_zero:
             rmtree(Path(self._rendezvous_directory), ignore_errors=True)
         self._rendezvous_directory = None

@@ -1,10 +1,11 @@
-"""Going on after a worker is lost: ``fit`` begins once more, with new workers, from the last checkpoint.
+"""Restart after a worker is lost: ``fit`` runs again from the last checkpoint, with new workers.
 
     Trainer.fit ──▶ Restarts.launch ──▶ what Lightning does in fit ──▶ WorkerLost
                           ▲                                                │
                           └── the model as it was, the last checkpoint ◀───┘
 
-As a new process would that resumes from there, but for Python attributes of the user's objects: those stay as they are.
+The result equals that of a new process that resumes from there, except that Python attributes of the user's objects
+keep their values.
 """
 
 import itertools
@@ -40,12 +41,12 @@ from strategies.pipeline.state.stand_ins import move_from_meta
 
 
 class Restarts(Launcher):
-    """What the Trainer asks to run ``fit``.
+    """The launcher that the Trainer calls to run ``fit``.
 
     Args:
-        max_restarts: How often one ``fit`` may begin once more.
-        settle: Returns when nothing is being written any more.
-        abandon: Ends what is left of the workers, without asking them for anything.
+        max_restarts: How often one ``fit`` may be restarted.
+        settle: Waits until no checkpoint is being written.
+        abandon: Ends the remaining workers without fetching their state.
     """
 
     def __init__(self, max_restarts: int, settle: Callable[[], None], abandon: Callable[[], None]) -> None:
@@ -60,14 +61,14 @@ class Restarts(Launcher):
         return True
 
     def kill(self, signum: Any) -> None:
-        """Nothing: the strategy ends its workers."""
+        """Does nothing: the strategy ends its workers."""
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """Calls the function; if it is ``fit`` and loses a worker, calls it again, from the last checkpoint.
+        """Calls the function. If it is ``fit`` and a worker is lost, calls it again from the last checkpoint.
 
         Raises:
-            WorkerLost: If that has happened too often, or no checkpoint is where it was written.
-            MisconfigurationException: If a callback trains for itself, and takes back what it has done.
+            WorkerLost: If more than ``max_restarts`` workers were lost, or the checkpoints have been removed.
+            MisconfigurationException: If a callback runs training steps of its own and reverts them.
         """
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return function(*args, **kwargs)
@@ -97,17 +98,17 @@ class Restarts(Launcher):
                 self._checkpoints.clear()
 
     def model_is_whole(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        """Remembers both as they are before workers get their parts, the first time in each ``fit``."""
+        """Stores model and optimizers before workers get their parts, the first time in each ``fit``."""
         if self._folder is not None and self._beginning is None:
             self._beginning = Beginning(model, optimizers, self._folder / "model.pt")
 
     def training_begins(self, trainer: Trainer) -> None:
-        """Makes the first checkpoint of each ``fit``."""
+        """Writes the first checkpoint of each ``fit``."""
         if self._folder is not None and self._first not in self._checkpoints:
             trainer.save_checkpoint(self._first, weights_only=False)
 
     def checkpoint_saved(self, path: Any) -> None:
-        """Notes a checkpoint from which training can go on."""
+        """Records a checkpoint from which training can continue."""
         if self._folder is not None:
             self._checkpoints = [*(other for other in self._checkpoints if other != path), path]
 
@@ -117,14 +118,14 @@ class Restarts(Launcher):
         return self._folder / "begin.ckpt"
 
     def _last_checkpoint(self) -> Any | None:
-        # Callbacks remove some, and one that was being written may not be there.
+        # Callbacks remove checkpoints, and one that was being written may be missing.
         return next((path for path in reversed(self._checkpoints) if get_filesystem(path).exists(str(path))), None)
 
     def _tidy(self, trainer: Trainer) -> None:
-        """Leaves Trainer and model as ``fit`` found them."""
+        """Restores Trainer and model to their state before ``fit``."""
         self._abandon()
-        trainer.training = True  # it may have been lost in validation
-        trainer.state.status = TrainerStatus.INTERRUPTED  # a checkpoint that cannot be completed is no error now
+        trainer.training = True  # the worker may have been lost in validation
+        trainer.state.status = TrainerStatus.INTERRUPTED  # so that an incomplete checkpoint raises no error
         tear_down(trainer)
         trainer.state.status = TrainerStatus.RUNNING
         if self._beginning is not None:
@@ -141,17 +142,17 @@ class Restarts(Launcher):
 
 
 def _is_search(trainer: Trainer) -> bool:
-    """Whether this ``fit`` is to find something out for a Tuner, and leaves no checkpoint to go on from."""
+    """Whether this ``fit`` is a search of a Tuner, which writes no checkpoint to continue from."""
     return any(isinstance(callback, LearningRateFinder | BatchSizeFinder) for callback in cast(Any, trainer).callbacks)
 
 
 class Beginning:
-    """A model as it was: its values in a file, since the layers of a lost worker have none any more.
+    """A stored model. Its values are in a file, because the layers of a lost worker have no values any more.
 
     Args:
-        model: The model, all of it in this process.
-        optimizers: Those of its parameters; a user may keep them over several fits.
-        path: Where the file is to be.
+        model: The model, with all of its values in this process.
+        optimizers: Optimizers of its parameters; a user may keep them over several fits.
+        path: Path of the file.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], path: Path) -> None:
@@ -162,7 +163,7 @@ class Beginning:
         torch.save((_tensors_of(model), [optimizer.state_dict() for optimizer in optimizers]), path)
 
     def restore(self, model: nn.Module) -> None:
-        """Makes the same model, parts of which may be without values, and its optimizers what they were."""
+        """Restores the values of the model, parts of which may have none, and of its optimizers."""
         tensors, states = torch.load(self._path, weights_only=False)  # in a folder of this user's only
         move_from_meta(model, model, self._optimizers, tensors)
         for optimizer, state in zip(self._optimizers, states, strict=True):
@@ -174,7 +175,7 @@ class Beginning:
         self._modes.restore(model)
         for prefix, module in model.named_modules():
             for name in [name for name in module._buffers if (prefix, name) not in self._buffers]:
-                del module._buffers[name]  # made since
+                del module._buffers[name]  # created since
             if isinstance(module, Metric):
                 module.reset()
 

@@ -67,7 +67,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             environment.renew()  # this Trainer may have had other ranks
         with environment_variables(**{_NOTES: os.pathsep.join(places(notes))} if notes else {}):
             super()._call_children_scripts()
-        if self.procs:  # a single process has nobody to watch
+        if self.procs:  # a single process has no rank to watch
             ScriptLauncher.role = RankMonitor(self.procs, notes, before)
 
     def _lead(self, monitor: RankMonitor, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Finds the stage that hangs, among those that only wait for it.
+"""Detects a stage that hangs, among stages that only wait for it.
 
 A stage is alive while its counter moves, its process computes (a long layer, an import, a compilation), or its Python
-stack changes. One that does nothing of this hangs, unless it waits for a neighbour or for the driver.
+stack changes. A stage of which none of these holds
+hangs, unless it waits for a neighbour or for the driver.
 """
 
 import threading
@@ -14,21 +15,22 @@ from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.control.client import RemoteStage
 
 _LOOKS = 10
-"""How often within the time-out each stage is asked. Only answers count, so that a suspended machine is no hang."""
+"""How often each stage is asked within the time-out. Only answers count, so a suspended machine is no hang."""
 
 _LATE_LOOK_SECONDS = 0.5
-"""The same after a failure or Ctrl-C, when a stage is only asked for what it holds."""
+"""Seconds between two questions after a failure or Ctrl-C, when a stage only has to return its state."""
 
 _BUSY_SHARE = 0.05
-"""What a stage's process must compute of the time, to count as busy."""
+"""A process counts as busy if it computes for more than this share of the time."""
 
 
 class Watch:
-    """A thread that asks the stages from time to time how far they are, and gives up those that hang.
+    """A thread that asks the stages for their progress at regular intervals, and ends those that hang.
 
     Args:
         remotes: The stages.
-        timeout_seconds: How long a stage may sleep. It may be busy with one thing for ten times as long.
+        timeout_seconds: How long a stage may be idle before it is declared hung. It may be busy with one action for ten
+            times as long.
     """
 
     def __init__(self, remotes: Sequence[RemoteStage], timeout_seconds: float) -> None:
@@ -51,7 +53,7 @@ class Watch:
 
 
 class _Watched:
-    """What is known of one stage."""
+    """The answers of one stage so far."""
 
     def __init__(self, remote: RemoteStage, timeout_seconds: float) -> None:
         self.remote, self._timeout_seconds = remote, timeout_seconds
@@ -63,7 +65,7 @@ class _Watched:
         self._has_gone = False
 
     def look(self) -> None:
-        """Takes the answer to the last question, if it is there, and asks again."""
+        """Evaluate the answer to the last question, if it has arrived, and ask again."""
         if self.remote.is_lost or self._has_gone:
             return
         if self._asked is not None and not self._asked.done():
@@ -83,7 +85,7 @@ class _Watched:
     def _answer(self) -> Progress | None:
         try:
             answer: Progress = self._asked.wait()
-        except Exception:  # which the call tells that it is to answer, or the next one
+        except Exception:  # a command that the stage runs now, or the next one, reports it
             self._has_gone = True
             return None
         return answer

@@ -125,7 +125,7 @@ class _Pass:
             losses = []
             for m in range(num):
                 while len(self._steps) < min(m + stages + 1, num):
-                    # What stage 0 answers a period ago is there: this bounds what waits, and makes nobody wait.
+                    # Stage 0 has answered micro-batches of a period ago: taking those bounds memory without waiting.
                     self._answer(len(self._steps) - 2 * stages)
                     self._begin(len(self._steps))
                 losses.append(self._forward_and_backward(m))

@@ -1,6 +1,6 @@
-"""The process of a rank that is no driver, ``python -m strategies.pipeline.worker.serve WORLD NUMBER``: one session.
+"""The process of a rank that is not a driver, ``python -m strategies.pipeline.worker.serve WORLD NUMBER``: one session.
 
-Then it replaces itself and waits for the next one, so each session has a fresh process, under the same process id.
+After the session the process replaces itself by a new one with the same process id, which waits for the next session.
 """
 
 import json
@@ -28,16 +28,16 @@ _ASK_SECONDS = 2.0
 
 
 def main(world: World, number: int) -> None:
-    """Waits for the driver's session ``number`` and serves it; the next one is another process's, or there is none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers itself, with what it wants to keep
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # SLURM's notice, which Lightning answers on the driver
+    """Waits for session ``number`` of the driver and serves it, then replaces this process for the next session."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers, after it has fetched their state
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice of SLURM, which Lightning handles on the driver
     store = world.store()
     call, session = _next_session(world, store, number)
     try:
         _serve(world, store, call, session)
     except RuntimeError as error:
         if not _is_over(store, call):
-            session.forget()  # nobody else is left to do it
+            session.forget()  # the driver cannot do it any more
             sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, is gone: {error}\n")
             os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -54,7 +54,7 @@ def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Se
             return call, Session.from_json(session)
         store.set(gone_key(world.rank), "")
     except dist.DistNetworkError:
-        pass  # whoever kept the store has ended, and how is its own affair: nothing is lost here
+        pass  # the process with the store has ended and reports its own errors; this process holds nothing
     os._exit(0)
 
 
@@ -62,14 +62,14 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
     """Returns when the session is over.
 
     Raises:
-        RuntimeError: If the driver has died (one that is only slow does not break the connection).
+        RuntimeError: If the driver has died. A slow driver does not break the connection.
     """
     torch.set_num_threads(session.threads)
     stage = world.rank - world.driver - 1
     store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid()]))
     with _ending_with(world, call, session):
         join_rpc(session, stage)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs what this process holds
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs the state in this process
     asked, asked_at = None, 0.0
     while not store.check([over_key(call)]):
         time.sleep(_LOOK_SECONDS)
@@ -82,7 +82,7 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
 
 @contextmanager
 def _ending_with(world: World, call: str, session: Session) -> Iterator[None]:
-    """Ends this process if the driver gives up the session, or is gone: joining waits in C++, deaf to everything."""
+    """Ends this process if the driver ends the session, or dies, while this process joins RPC."""
     done, store = threading.Event(), world.store()
 
     def has_ended() -> bool:
@@ -102,7 +102,7 @@ def _ending_with(world: World, call: str, session: Session) -> Iterator[None]:
 
 
 def _is_over(store: dist.Store, call: str) -> bool:
-    """Whether the driver has ended the session, or does within a moment: its connections close just before."""
+    """Whether the driver has ended the session, or ends it within 2 s: its connections close before it sets the key."""
     try:
         return appear(store, [over_key(call)], _ASK_SECONDS)
     except dist.DistNetworkError:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, batches, check, compare, fit
+from parity_layers import Unembed
 from torch import Tensor, nn
-from torch.nn.functional import linear, mse_loss
+from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
@@ -182,17 +183,6 @@ def none_returned() -> None:
 @pytest.mark.slow
 def test_steps_without_a_loss() -> None:
     run(none_returned, timeout_seconds=170)
-
-
-class Unembed(nn.Module):
-    """An output layer that has the embedding's weight."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
 
 
 class Tied(Once):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import run
 from parity import Small, batches, check, fit
+from parity_layers import Unembed
 from pytorch_lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
@@ -13,17 +14,6 @@ from torch.nn.functional import linear, mse_loss
 from strategies import RPCSequentialStrategy
 
 WIDTH = 6
-
-
-class Unembed(nn.Module):
-    """An output layer that has the embedding's weight."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
 
 
 class Tied(Small):
