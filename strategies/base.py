@@ -24,12 +24,6 @@ from typing import Any, cast
 from uuid import uuid4
 
 import torch
-from pytorch_lightning import Trainer
-from pytorch_lightning.plugins import CheckpointIO
-from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.trainer.states import TrainerStatus
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
@@ -41,7 +35,19 @@ from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
 from strategies.launch.rank_monitor import Rank0Watch
 from strategies.lightning.arguments import check_backend, checked
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
-from strategies.lightning.compat import WrappingCheckpointIO, given_backend_of, is_stand_in, start_method_of, unwrapped
+from strategies.lightning.compat import (
+    CheckpointIO,
+    MisconfigurationException,
+    Strategy,
+    Trainer,
+    TrainerStatus,
+    WrappingCheckpointIO,
+    given_backend_of,
+    is_stand_in,
+    rank_zero_warn,
+    start_method_of,
+    unwrapped,
+)
 from strategies.lightning.launch.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.lightning.launch.script_launcher import in_place_of, mark_entered
 from strategies.optim.restricted import check_optimizer_states, parameters_of

@@ -4,8 +4,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +11,7 @@ from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
 from strategies.common.names import did_you_mean
-from strategies.lightning.compat import backend_of, register_ddp_comm_hook
+from strategies.lightning.compat import MisconfigurationException, backend_of, pl, register_ddp_comm_hook
 
 # The communication hooks, and the backends on which each works. For gloo this was measured (torch 2.13: fp16 halves the
 # traffic with a relative error of 5e-4 per gradient, and torch refuses bf16); for NCCL it is taken from torch's

@@ -11,10 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel
 from torch.optim import Optimizer
@@ -23,7 +20,7 @@ from torchmetrics import Metric
 from strategies.base import StrategyPlugin
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 from strategies.lightning.checks import is_external
-from strategies.lightning.compat import set_device
+from strategies.lightning.compat import MisconfigurationException, ParallelStrategy, pl, set_device
 from strategies.lightning.hooks import logs_collected
 
 

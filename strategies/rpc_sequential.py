@@ -7,12 +7,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.plugins import CheckpointIO, ClusterEnvironment, Precision
-from pytorch_lightning.profilers import PyTorchProfiler
-from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,7 +18,20 @@ from strategies.checkpoint.writer import snapshot
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.lightning import checks
-from strategies.lightning.compat import is_stand_in, unwrapped
+from strategies.lightning.compat import (
+    CheckpointIO,
+    ClusterEnvironment,
+    LightningModule,
+    MisconfigurationException,
+    Precision,
+    PyTorchProfiler,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    is_stand_in,
+    rank_zero_warn,
+    unwrapped,
+)
 from strategies.lightning.hooks import (
     Undo,
     after_backward,

@@ -7,13 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import pytorch_lightning as pl
 import torch.distributed as dist
-from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
-from pytorch_lightning.plugins.precision import Precision
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, device
 from torch.optim import Optimizer
 
@@ -23,7 +17,19 @@ from strategies.checkpoint.store import load_sharded, without_values
 from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
 from strategies.lightning.checks import as_misconfiguration, check_dense_gradients, check_state_dict_type
-from strategies.lightning.compat import is_stand_in, optimizers_to_device, sync_module_states, unwrapped
+from strategies.lightning.compat import (
+    CheckpointIO,
+    ClusterEnvironment,
+    MisconfigurationException,
+    Precision,
+    TrainerFn,
+    is_stand_in,
+    optimizers_to_device,
+    pl,
+    rank_zero_warn,
+    sync_module_states,
+    unwrapped,
+)
 from strategies.lightning.hooks import (
     GradientOperations,
     Undo,

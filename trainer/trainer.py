@@ -5,14 +5,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-import pytorch_lightning as pl
-from pytorch_lightning.strategies import Strategy, StrategyRegistry
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-
 import strategies
 from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
-from strategies.lightning.compat import defaults_from_env_vars
+from strategies.lightning.compat import (
+    MisconfigurationException,
+    Strategy,
+    StrategyRegistry,
+    defaults_from_env_vars,
+    pl,
+)
 from trainer.resume.loops import (
     ResumingCheckpointConnector,
     ResumingEpochLoop,

@@ -8,12 +8,11 @@ from functools import wraps
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import pytorch_lightning as pl
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.distributed import Backend
 from torch.nn.parallel import DistributedDataParallel
 
 from strategies.common.names import did_you_mean
+from strategies.lightning.compat import MisconfigurationException, pl
 
 
 def check_backend(backend: str | None) -> None:

@@ -6,16 +6,18 @@ from itertools import chain
 from typing import Any
 
 import torch
-from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
-from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.plugins.precision import DoublePrecision
-from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_file
 from strategies.checkpoint.writer import Writer
+from strategies.lightning.compat import (
+    DoublePrecision,
+    MisconfigurationException,
+    ModelCheckpoint,
+    Strategy,
+    TorchCheckpointIO,
+    Trainer,
+    TrainerFn,
+)
 from strategies.lightning.hooks import before_file_exists
 
 

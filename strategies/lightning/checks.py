@@ -4,25 +4,27 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning import LightningModule
-from pytorch_lightning.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelPruning,
-    StochasticWeightAveraging,
-)
-from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.plugins import ClusterEnvironment
-from pytorch_lightning.plugins.environments import LightningEnvironment
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 
 from strategies.checkpoint.store import STATE_DICT_TYPES
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm
-from strategies.lightning.compat import logs_graph, searches_without_training, training_loaders
+from strategies.lightning.compat import (
+    BatchSizeFinder,
+    ClusterEnvironment,
+    LearningRateFinder,
+    LightningEnvironment,
+    LightningModule,
+    MisconfigurationException,
+    ModelPruning,
+    StochasticWeightAveraging,
+    TensorBoardLogger,
+    logs_graph,
+    rank_zero_warn,
+    searches_without_training,
+    sized_len,
+    training_loaders,
+)
 from strategies.pipeline.executor.settings import Settings
 
 _RESTART_OUTSIDE = (

@@ -1,64 +1,28 @@
-"""The only module of ``strategies`` and ``trainer`` that uses private names of Lightning, torchmetrics, jsonargparse.
+"""Which package of Lightning this process uses, and the only module that uses its private names.
 
-Each private function, class or attribute is imported or read here once; other modules use the public names below.
-``tests/unit/test_compat.py`` lists every private name with its use and fails, with the package's version, when one is
-gone. It also fails if another module uses a private name. What a subclass of one of Lightning's classes overrides, or
-reads from ``self``, stays in that subclass; the same test lists it.
+Lightning is published twice, as ``pytorch_lightning`` with ``lightning_fabric`` and as ``lightning`` with
+``lightning.pytorch`` and ``lightning.fabric``. The two are separate copies of the same code, so that a
+``lightning.pytorch.LightningModule`` is no ``pytorch_lightning.LightningModule``. The import of this module decides:
+the package that has been imported first, or ``pytorch_lightning`` if neither has been. All other modules of
+``strategies`` and ``trainer`` take Lightning's names from here, and the names of its command line from
+``trainer.cli.lightning_cli``.
+
+Each private function, class or attribute of Lightning, torchmetrics and jsonargparse is read here once too; other
+modules use the public names below. ``tests/unit/test_compat.py`` lists every private name with its use and fails, with
+the package's version, when one is gone. It also fails if another module imports Lightning or uses a private name. What
+a subclass of one of Lightning's classes overrides, or reads from ``self``, stays in that subclass; the same test lists
+it.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from lightning_fabric.utilities.distributed import _DatasetSamplerWrapper as DatasetSamplerWrapper
-from lightning_fabric.utilities.distributed import _destroy_dist_connection as destroy_dist_connection
-from lightning_fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
-from lightning_fabric.utilities.distributed import _init_dist_connection as init_dist_connection
-from lightning_fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
-from lightning_fabric.utilities.distributed import _sync_ddp_if_available as sync_ddp_if_available
-from lightning_fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning_fabric.utilities.seed import _collect_rng_states as collect_rng_states
-from lightning_fabric.utilities.seed import _set_rng_states as set_rng_states
-from lightning_fabric.utilities.types import _Stateful as Stateful
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import (
-    BatchSizeFinder,
-    LearningRateFinder,
-    ModelCheckpoint,
-    ModelSummary,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from pytorch_lightning.core.optimizer import LightningOptimizer, _MockOptimizer
-from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.loops.fetchers import _DataFetcher as DataFetcher
-from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher as DataLoaderIterDataFetcher
-from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher as PrefetchDataFetcher
-from pytorch_lightning.loops.fit_loop import _FitLoop as FitLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
-from pytorch_lightning.overrides.distributed import _register_ddp_comm_hook as register_ddp_comm_hook
-from pytorch_lightning.overrides.distributed import _sync_module_states as sync_module_states
-from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO as WrappingCheckpointIO
-from pytorch_lightning.profilers import PyTorchProfiler
-from pytorch_lightning.profilers.pytorch import RegisterRecordFunction
-from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
-from pytorch_lightning.strategies.launchers.launcher import _Launcher as Launcher
-from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector as CheckpointConnector
-from pytorch_lightning.trainer.connectors.data_connector import _DataLoaderSource as DataLoaderSource
-from pytorch_lightning.trainer.connectors.logger_connector import _LoggerConnector as LoggerConnector
-from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata as ResultMetadata
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultCollection as ResultCollection
-from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric as ResultMetric
-from pytorch_lightning.trainer.connectors.logger_connector.result import _Sync as ResultSync
-from pytorch_lightning.utilities.argparse import _defaults_from_env_vars as defaults_from_env_vars
-from pytorch_lightning.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
-from pytorch_lightning.utilities.combined_loader import (
-    _shutdown_workers_and_reset_iterator as shutdown_workers_and_reset_iterator,
-)
-from pytorch_lightning.utilities.model_helpers import _ModuleMode as ModuleMode
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
@@ -66,38 +30,103 @@ from torchmetrics import Metric
 
 from strategies.common.torch_compat import forward_hooks
 
-__all__ = [
-    "CheckpointConnector",
-    "DataFetcher",
-    "DataLoaderIterDataFetcher",
-    "DataLoaderSource",
-    "DatasetSamplerWrapper",
-    "FitLoop",
-    "Launcher",
-    "LoggerConnector",
-    "ModuleMode",
-    "PrefetchDataFetcher",
-    "ResultCollection",
-    "ResultMetadata",
-    "ResultMetric",
-    "ResultSync",
-    "Stateful",
-    "SubprocessScriptLauncher",
-    "TrainingEpochLoop",
-    "WrappingCheckpointIO",
-    "collect_rng_states",
-    "defaults_from_env_vars",
-    "destroy_dist_connection",
-    "distributed_is_initialized",
-    "init_dist_connection",
-    "optimizers_to_device",
-    "register_ddp_comm_hook",
-    "set_num_threads_if_needed",
-    "set_rng_states",
-    "shutdown_workers_and_reset_iterator",
-    "sync_ddp_if_available",
-    "sync_module_states",
-]
+_FABRIC_OF = {"pytorch_lightning": "lightning_fabric", "lightning.pytorch": "lightning.fabric"}
+"""The two packages, the default first, and the package with the lower layer of each."""
+
+
+def _decide() -> str:
+    """Return the package that has been imported first; if neither has been, the first one that is installed."""
+    imported = [name for name in sys.modules if name in _FABRIC_OF]
+    installed = (name for name in _FABRIC_OF if find_spec(name.partition(".")[0]) is not None)
+    return imported[0] if imported else next(installed, "pytorch_lightning")
+
+
+PACKAGE = _decide()
+"""The package of Lightning that this process uses: ``"pytorch_lightning"`` or ``"lightning.pytorch"``."""
+
+if TYPE_CHECKING:
+    import lightning_fabric as fabric
+    import pytorch_lightning as pl
+    import pytorch_lightning.overrides as _overrides
+    import pytorch_lightning.plugins.io as _io
+    import pytorch_lightning.trainer.connectors as _connectors
+else:
+    pl, fabric = import_module(PACKAGE), import_module(_FABRIC_OF[PACKAGE])
+    _overrides, _io, _connectors = pl.overrides, pl.plugins.io, pl.trainer.connectors
+
+# Public names
+
+BatchSizeFinder = pl.callbacks.BatchSizeFinder
+Callback = pl.callbacks.Callback
+CheckpointIO = fabric.plugins.CheckpointIO
+ClosureResult = pl.loops.optimization.automatic.ClosureResult
+ClusterEnvironment = fabric.plugins.ClusterEnvironment
+CombinedLoader = pl.utilities.combined_loader.CombinedLoader
+DoublePrecision = pl.plugins.precision.DoublePrecision
+LearningRateFinder = pl.callbacks.LearningRateFinder
+LightningEnvironment = fabric.plugins.environments.LightningEnvironment
+LightningModule = pl.LightningModule
+LightningOptimizer = pl.core.optimizer.LightningOptimizer
+MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
+ModelCheckpoint = pl.callbacks.ModelCheckpoint
+ModelPruning = pl.callbacks.ModelPruning
+ModelSummary = pl.callbacks.ModelSummary
+ParallelStrategy = pl.strategies.ParallelStrategy
+PossibleUserWarning = fabric.utilities.warnings.PossibleUserWarning
+Precision = pl.plugins.Precision
+PyTorchProfiler = pl.profilers.PyTorchProfiler
+RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
+StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
+Strategy = pl.strategies.Strategy
+StrategyRegistry = pl.strategies.StrategyRegistry
+Summary = pl.utilities.model_summary.ModelSummary
+TensorBoardLogger = pl.loggers.TensorBoardLogger
+TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
+Trainer = pl.Trainer
+TrainerFn = pl.trainer.states.TrainerFn
+TrainerStatus = pl.trainer.states.TrainerStatus
+WeightAveraging = pl.callbacks.WeightAveraging
+distributed_log = fabric.utilities.distributed.log
+get_filesystem = fabric.utilities.cloud_io.get_filesystem
+is_overridden = pl.utilities.model_helpers.is_overridden
+rank_zero_only = pl.utilities.rank_zero.rank_zero_only
+rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
+recursive_detach = pl.utilities.memory.recursive_detach
+reset_seed = fabric.utilities.seed.reset_seed
+sized_len = fabric.utilities.data.sized_len
+
+# Private names
+
+CheckpointConnector = _connectors.checkpoint_connector._CheckpointConnector
+DataFetcher = pl.loops.fetchers._DataFetcher
+DataLoaderIterDataFetcher = pl.loops.fetchers._DataLoaderIterDataFetcher
+DataLoaderSource = _connectors.data_connector._DataLoaderSource
+DatasetSamplerWrapper = fabric.utilities.distributed._DatasetSamplerWrapper
+FitLoop = pl.loops.fit_loop._FitLoop
+Launcher = pl.strategies.launchers.launcher._Launcher
+LoggerConnector = _connectors.logger_connector._LoggerConnector
+ModuleMode = pl.utilities.model_helpers._ModuleMode
+PrefetchDataFetcher = pl.loops.fetchers._PrefetchDataFetcher
+ResultCollection = _connectors.logger_connector.result._ResultCollection
+ResultMetadata = _connectors.logger_connector.result._Metadata
+ResultMetric = _connectors.logger_connector.result._ResultMetric
+ResultSync = _connectors.logger_connector.result._Sync
+Stateful = fabric.utilities.types._Stateful
+SubprocessScriptLauncher = pl.strategies.launchers._SubprocessScriptLauncher
+TrainingEpochLoop = pl.loops.training_epoch_loop._TrainingEpochLoop
+WrappingCheckpointIO = _io.wrapper._WrappingCheckpointIO
+collect_rng_states = fabric.utilities.seed._collect_rng_states
+defaults_from_env_vars = pl.utilities.argparse._defaults_from_env_vars
+destroy_dist_connection = fabric.utilities.distributed._destroy_dist_connection
+distributed_is_initialized = fabric.utilities.distributed._distributed_is_initialized
+init_dist_connection = fabric.utilities.distributed._init_dist_connection
+optimizers_to_device = fabric.utilities.optimizer._optimizers_to_device
+register_ddp_comm_hook = _overrides.distributed._register_ddp_comm_hook
+set_num_threads_if_needed = fabric.utilities.distributed._set_num_threads_if_needed
+set_rng_states = fabric.utilities.seed._set_rng_states
+shutdown_workers_and_reset_iterator = pl.utilities.combined_loader._shutdown_workers_and_reset_iterator
+sync_ddp_if_available = fabric.utilities.distributed._sync_ddp_if_available
+sync_module_states = _overrides.distributed._sync_module_states
 
 
 # Optimizers
@@ -110,7 +139,7 @@ def unwrapped(optimizer: Optimizer | LightningOptimizer) -> Optimizer:
 
 def is_stand_in(optimizer: Optimizer | LightningOptimizer) -> bool:
     """Return whether Lightning made this optimizer because ``configure_optimizers`` returned ``None``."""
-    return isinstance(unwrapped(optimizer), _MockOptimizer)
+    return isinstance(unwrapped(optimizer), pl.core.optimizer._MockOptimizer)
 
 
 # Strategies
@@ -174,7 +203,7 @@ def combined_mode(loader: CombinedLoader) -> Any:
 
 def combined_iterator(mode: Any, loaders: list[Any], limits: Any) -> Any:
     """Return an iterator over several loaders, as a combined loader of that mode makes one."""
-    return cast(Any, _SUPPORTED_MODES)[mode]["iterator"](loaders, limits)
+    return cast(Any, pl.utilities.combined_loader._SUPPORTED_MODES)[mode]["iterator"](loaders, limits)
 
 
 def combined_position(iterator: Any) -> tuple[int, list[bool] | None]:

@@ -13,19 +13,26 @@ from inspect import signature
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import Callback, ModelCheckpoint, ModelSummary
-from pytorch_lightning.core.optimizer import LightningOptimizer
-from pytorch_lightning.plugins import Precision
-from pytorch_lightning.profilers import PyTorchProfiler
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
 from strategies.common.torch_compat import replacing_unscale_grads, unscale_grads
-from strategies.lightning.compat import is_stand_in, replacing_summary, unwrapped
+from strategies.lightning.compat import (
+    Callback,
+    LightningModule,
+    LightningOptimizer,
+    MisconfigurationException,
+    ModelCheckpoint,
+    ModelSummary,
+    Precision,
+    PyTorchProfiler,
+    Trainer,
+    is_overridden,
+    is_stand_in,
+    replacing_summary,
+    unwrapped,
+)
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 
 Undo = Callable[[], Any]

@@ -7,14 +7,13 @@ from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from pytorch_lightning import LightningModule
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from strategies.common.names import did_you_mean
 from strategies.launch.workers import share_of_threads
 from strategies.lightning.checks import as_misconfiguration
+from strategies.lightning.compat import LightningModule, MisconfigurationException
 from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs
 from strategies.pipeline.partition.probe import input_of
 from strategies.pipeline.partition.sequential import check_balance

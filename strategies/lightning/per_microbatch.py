@@ -11,15 +11,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule
-from pytorch_lightning.loops.optimization.automatic import ClosureResult
-from pytorch_lightning.plugins import Precision
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.memory import recursive_detach
 from torch import Tensor
 from torchmetrics import Metric
 
-from strategies.lightning.compat import forward_cache, set_forward_cache
+from strategies.lightning.compat import (
+    ClosureResult,
+    LightningModule,
+    MisconfigurationException,
+    Precision,
+    forward_cache,
+    recursive_detach,
+    set_forward_cache,
+)
 from strategies.lightning.hooks import logs_collected, scaler_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.microbatch.split import split_batch

@@ -10,11 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pytorch_lightning.profilers import PyTorchProfiler
 from torch import nn
 from torch.profiler import ProfilerAction
 
-from strategies.lightning.compat import ModuleLabels, emits_nvtx, exports_to_chrome, profile_arguments, profile_filename
+from strategies.lightning.compat import (
+    ModuleLabels,
+    PyTorchProfiler,
+    emits_nvtx,
+    exports_to_chrome,
+    profile_arguments,
+    profile_filename,
+)
 from strategies.lightning.hooks import Undo, around_stop
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline

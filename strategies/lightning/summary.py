@@ -14,15 +14,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelSummary
-from pytorch_lightning.utilities.model_summary import ModelSummary as Summary
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from strategies.common.torch_compat import tree_map
-from strategies.lightning.compat import example_batch_of, has_own_summary, summary_depth
+from strategies.lightning.compat import (
+    LightningModule,
+    ModelSummary,
+    Summary,
+    Trainer,
+    example_batch_of,
+    has_own_summary,
+    rank_zero_warn,
+    summary_depth,
+)
 from strategies.lightning.hooks import Undo, show_summary
 from strategies.pipeline.partition.sequential import cut
 

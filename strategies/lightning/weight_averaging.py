@@ -8,12 +8,16 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from pytorch_lightning.callbacks import Callback, StochasticWeightAveraging, WeightAveraging
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from strategies.lightning.compat import averaged_model
+from strategies.lightning.compat import (
+    Callback,
+    MisconfigurationException,
+    StochasticWeightAveraging,
+    TrainerFn,
+    WeightAveraging,
+    averaged_model,
+)
 from strategies.lightning.hooks import Undo, run_hooks_within
 from strategies.pipeline.driver import ModelCopy
 from strategies.pipeline.state.remote_operations import OnStages

@@ -20,6 +20,7 @@ from paths import ROOT
 
 _TORCH_COMPAT = Path("strategies/common/torch_compat.py")
 _LIGHTNING_COMPAT = Path("strategies/lightning/compat.py")
+_LIGHTNING_CLI = Path("trainer/cli/lightning_cli.py")
 
 _IN_TORCH_COMPAT = {
     "torch.Tensor._version": "notice whether a layer has changed its input in place",
@@ -322,6 +323,18 @@ def test_no_other_module_uses_a_private_name() -> None:
     assert not found, "Use a public name, or add the private one to a compat module:\n" + "\n".join(found)
 
 
+def test_no_other_module_imports_lightning() -> None:
+    # Else a process could use both packages of Lightning, whose classes are not each other's.
+    found = [
+        f"{path}:{line} imports {name}"
+        for path in _modules()
+        if path not in (_LIGHTNING_COMPAT, _LIGHTNING_CLI)
+        for name, line in _imports(ast.parse((ROOT / path).read_text()))
+        if name.split(".")[0] in ("pytorch_lightning", "lightning_fabric", "lightning")
+    ]
+    assert not found, f"Import the name from {_LIGHTNING_COMPAT}:\n" + "\n".join(found)
+
+
 def _modules() -> list[Path]:
     found = [path for package in ("strategies", "trainer") for path in (ROOT / package).rglob("*.py")]
     return [path.relative_to(ROOT) for path in found]
@@ -332,18 +345,21 @@ def _is_private(name: str) -> bool:
 
 
 def _private_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    for name, line in _imports(tree):
+        if name.split(".")[0] not in ("strategies", "trainer") and any(map(_is_private, name.split("."))):
+            yield name, line
+
+
+def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """The full names that import statements and calls of ``import_module`` name, with their lines."""
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] not in ("strategies", "trainer")
-        ):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        yield from ((name, node.lineno) for name in names if any(map(_is_private, name.split("."))))
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+            (name,) = node.args
+            yield ast.literal_eval(name) if isinstance(name, ast.Constant) else "", node.lineno
 
 
 def _private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -17,12 +17,10 @@ from pickle import UnpicklingError
 from typing import NoReturn
 
 from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning.cli import ArgsType, LightningArgumentParser, LightningCLI
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.common.names import PLUGINS
-from strategies.lightning.compat import run_stage_function
+from strategies.lightning.compat import MisconfigurationException, rank_zero_only, run_stage_function
+from trainer.cli.lightning_cli import ArgsType, LightningArgumentParser, LightningCLI
 from trainer.cli.parser import ConstructorRaised, Parser
 from trainer.cli.saved_config import SaveConfigBesideCheckpoints
 from trainer.trainer import Trainer, resolve_strategy

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from pytorch_lightning.cli import LightningArgumentParser
-
 from strategies.lightning.compat import type_of_argument
+from trainer.cli.lightning_cli import LightningArgumentParser
 from trainer.cli.messages import classes_in, condense, unknown_class, unknown_key
 
 _UNRECOGNIZED = "unrecognized arguments: "

@@ -3,9 +3,8 @@
 import itertools
 import posixpath
 
-import pytorch_lightning as pl
-from lightning_fabric.utilities.cloud_io import get_filesystem
-from pytorch_lightning.cli import SaveConfigCallback
+from strategies.lightning.compat import get_filesystem, pl
+from trainer.cli.lightning_cli import SaveConfigCallback
 
 
 class SaveConfigBesideCheckpoints(SaveConfigCallback):

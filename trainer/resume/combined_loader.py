@@ -4,11 +4,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-
-from strategies.lightning.compat import combined_iterator, combined_position, set_combined_position
+from strategies.lightning.compat import (
+    CombinedLoader,
+    MisconfigurationException,
+    combined_iterator,
+    combined_position,
+    set_combined_position,
+    sized_len,
+)
 from trainer.resume.loader import Resumption, TrackedLoader
 from trainer.resume.random_state import plain, random_state, set_random_state
 

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
-from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from strategies.common.torch_compat import index_sampler, makes_own_iterator
-from strategies.lightning.compat import Stateful, shutdown_workers_and_reset_iterator
+from strategies.lightning.compat import (
+    MisconfigurationException,
+    Stateful,
+    shutdown_workers_and_reset_iterator,
+    sized_len,
+)
 from trainer.resume.random_state import plain, preserved_random_state
 from trainer.resume.replay import Replayable, owners_of_order
 from trainer.resume.sample_order import describe_order, samples_of_process

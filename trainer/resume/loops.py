@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from lightning_fabric.utilities.warnings import PossibleUserWarning
-from pytorch_lightning import Trainer
-from pytorch_lightning.trainer.states import TrainerFn
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
 
 from strategies.lightning.compat import (
     CheckpointConnector,
+    CombinedLoader,
     DataFetcher,
     DataLoaderIterDataFetcher,
     DataLoaderSource,
     FitLoop,
     LoggerConnector,
+    PossibleUserWarning,
     PrefetchDataFetcher,
+    Trainer,
+    TrainerFn,
     TrainingEpochLoop,
     combined_mode,
     update_callback_metrics,

@@ -7,11 +7,10 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, IterableDataset
 
 from strategies.common.torch_compat import tree_flatten
-from strategies.lightning.compat import Stateful
+from strategies.lightning.compat import MisconfigurationException, Stateful
 
 
 class StatefulDataset:

@@ -18,15 +18,18 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from lightning_fabric.utilities.distributed import log
-from pytorch_lightning.plugins import ClusterEnvironment
-from pytorch_lightning.plugins.environments import LightningEnvironment
-from pytorch_lightning.strategies import ParallelStrategy
 
 from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
 from strategies.launch.supervision import Watchdog
-from strategies.lightning.compat import backend_of, destroy_dist_connection
+from strategies.lightning.compat import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    ParallelStrategy,
+    backend_of,
+    destroy_dist_connection,
+    distributed_log,
+)
 
 PARENT = "RELAY_RANK_0"
 """The variable that tells the other ranks the process id of rank 0, from their start to the end of a fit."""
@@ -135,7 +138,7 @@ def connect(strategy: ParallelStrategy, timeout: timedelta) -> ExitStack:
     if not dist.is_initialized():
         cast(Any, strategy).set_world_ranks()
         device, size = strategy.root_device, strategy.world_size
-        log.info(  # as Lightning does
+        distributed_log.info(  # as Lightning does
             f"Initializing distributed: GLOBAL_RANK: {strategy.global_rank}, MEMBER: {strategy.global_rank + 1}/{size}"
         )
         backend = backend_of(strategy)

@@ -5,10 +5,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
-from pytorch_lightning.strategies import Strategy
-
 from strategies.common.activity import Note
 from strategies.common.patching import replaced
+from strategies.lightning.compat import Strategy
 
 _PHASES = {
     "training_step": "training step",

@@ -4,12 +4,10 @@ import atexit
 from collections.abc import Callable
 from typing import Any
 
-from pytorch_lightning import Trainer
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.distributed import Store
 
 from strategies.launch.ranks import World, become_worker, dismiss
-from strategies.lightning.compat import Launcher
+from strategies.lightning.compat import Launcher, MisconfigurationException, Trainer
 
 
 class RanksLauncher(Launcher):

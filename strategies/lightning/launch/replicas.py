@@ -3,27 +3,28 @@
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
-from lightning_fabric.utilities.seed import reset_seed
-from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.strategies.strategy import TBroadcast
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from strategies.launch.ranks import World
 from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
 from strategies.lightning.checks import check_launch, is_external
 from strategies.lightning.compat import (
+    MisconfigurationException,
+    ParallelStrategy,
     SubprocessScriptLauncher,
     distributed_is_initialized,
     init_dist_connection,
+    rank_zero_only,
+    reset_seed,
     sync_ddp_if_available,
 )
 from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.pipeline.optim.replicas import Replicas
+
+_Value = TypeVar("_Value")
 
 
 class ReplicatedStrategy(ParallelStrategy):
@@ -159,7 +160,7 @@ class ReplicatedStrategy(ParallelStrategy):
         if distributed_is_initialized() and self.is_distributed:
             torch.distributed.barrier()
 
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+    def broadcast(self, obj: _Value, src: int = 0) -> _Value:
         """Returns the object that replica ``src`` has passed."""
         if not (distributed_is_initialized() and self.is_distributed):
             return obj

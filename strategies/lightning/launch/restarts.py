@@ -16,11 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning_fabric.utilities.cloud_io import get_filesystem
-from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint, WeightAveraging
-from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
-from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -28,12 +23,21 @@ from torchmetrics import Metric
 from strategies.common.errors import WorkerLost
 from strategies.lightning.checks import check_restarted_callbacks
 from strategies.lightning.compat import (
+    BatchSizeFinder,
     Launcher,
+    LearningRateFinder,
+    ModelCheckpoint,
     ModuleMode,
+    Trainer,
+    TrainerFn,
+    TrainerStatus,
+    WeightAveraging,
     collect_rng_states,
     forget_saved_step,
     forget_update_epoch,
+    get_filesystem,
     logged_results,
+    rank_zero_warn,
     set_rng_states,
     tear_down,
 )

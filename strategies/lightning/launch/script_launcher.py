@@ -5,12 +5,11 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from pytorch_lightning import Trainer
 
 from strategies.launch.rank_monitor import MonitoredRank, RankLost, RankMonitor, new_notes, places
 from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import environment_variables
-from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, set_num_threads_if_needed
+from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, Trainer, set_num_threads_if_needed
 from strategies.lightning.launch.loopback import PARENT, LoopbackEnvironment
 from strategies.lightning.launch.phases import noting_phases
 
