@@ -8,6 +8,7 @@ notebooks that must run in one process.
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ from strategies.base import StrategyPlugin
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten
 from strategies.lightning.checks import is_external
 from strategies.lightning.compat import MisconfigurationException, ParallelStrategy, pl, set_device
-from strategies.lightning.hooks import logs_collected
+from strategies.lightning.hooks import collect_logs
 
 
 class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
@@ -206,10 +207,8 @@ class _Step(nn.Module):
         logged: list[tuple[str, Any, dict[str, Any]]] = []
         set_device(self.model, device)
         # DataParallel calls this on a new thread, which has autocast's defaults.
-        with (
-            logs_collected(self.model, lambda *call: logged.append(call)),
-            torch.autocast(device.type, dtype=autocast[1], enabled=autocast[0]),
-        ):
+        with ExitStack() as ending, torch.autocast(device.type, dtype=autocast[1], enabled=autocast[0]):
+            ending.callback(collect_logs(self.model, lambda: lambda *call: logged.append(call)))
             output = getattr(self.model, name)(*args, **kwargs)
         return Part(len(tensors[0]) if tensors[0].ndim else 1, logged, output)
 

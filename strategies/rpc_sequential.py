@@ -35,6 +35,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import (
     Undo,
     after_backward,
+    collect_logs,
     follow_optimizers,
     follow_precision,
     operations_over_stages,
@@ -43,7 +44,7 @@ from strategies.lightning.hooks import (
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module
-from strategies.lightning.per_microbatch import training_step_per_microbatch
+from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, averages_weights, find_copies
@@ -166,6 +167,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._seeds: Seeds | None = None  # go on over several fits
         self._state_dict_type, self._async_save = state_dict_type, async_save
         self._stage_states: StageStates | None = None
+        self._per_microbatch: TrainingStepPerMicrobatch | None = None
         self._divides_states = shard_optimizer_states
         self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
         self._averages_gradients = True
@@ -266,7 +268,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._profiled is not None:
             self._profiled.follow(pipeline)
         pipeline.optimizers.skips_infinite_steps = scaler_of(self.precision_plugin) is not None
+        if self._settings.interleaves:
+            steps = TrainingStepPerMicrobatch(model, pipeline, self.precision_plugin, self._settings.microbatches)
+            self._per_microbatch, collecting = steps, [collect_logs(model, steps.collector)]
+        else:
+            self._per_microbatch, collecting = None, []
         self._undo = [
+            *collecting,
             *show_stages(trainer, pipeline.module, balance),
             *follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
             *([after_backward(self.precision_plugin, self._after_backward)] if self.world_size > 1 else []),
@@ -301,14 +309,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         assert model is not None
         if self._batch_norms and not self._has_warned_of_batch_norm:
             self._has_warned_of_batch_norm = checks.warn_of_batch_norm(model, self._batch_norms, self._settings)
-        if self._settings.schedule == "gpipe":
+        if self._per_microbatch is None:
             return super().training_step(*args, **kwargs)
         if not model.automatic_optimization:  # switched off since the start
             checks.check_automatic_optimization(model, self._settings.schedule)
         batch, *rest = (*args, *kwargs.values())
-        return training_step_per_microbatch(
-            model, self._running(), self.precision_plugin, self._settings.microbatches, batch, rest
-        )
+        return self._per_microbatch(batch, rest)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: the backward pass of the loss runs the backward pass of every stage."""
@@ -443,7 +449,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def teardown(self) -> None:
         """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks."""
         self._writer.settle()  # stages may be writing
-        self._stage_states = None
+        self._stage_states = self._per_microbatch = None
         for undo in self._undo:
             undo()
         self._undo, self._batch_norms = [], {}

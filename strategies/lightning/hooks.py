@@ -5,11 +5,12 @@ returns what puts them back; strategies call that in ``teardown``. :func:`overri
 :func:`steps_may_run_in_backward` look at the other direction: which of Lightning's hooks the user has overridden.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -185,19 +186,24 @@ def around_stop(profiler: PyTorchProfiler, stop: Callable[[Callable[[str], None]
     return replaced(profiler, "stop", partial(stop, profiler.stop))
 
 
-@contextmanager
-def logs_collected(model: LightningModule, collect: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
-    """Within this, ``self.log`` of a model calls ``collect`` with the name, the value, and other arguments by name."""
+Collect = Callable[[str, Any, dict[str, Any]], None]
+"""Called with the name and the value that ``self.log`` got, and its other arguments by name."""
+
+
+def collect_logs(model: LightningModule, collector: Callable[[], Collect | None]) -> Undo:
+    """Make ``self.log`` of a model call ``collector()``, or Lightning's method if that is ``None``.
+
+    The model can still be copied and pickled: ``log`` of the copy is a method of the copy.
+    """
     others = list(signature(LightningModule.log).parameters)[3:]  # after self, name and value
 
-    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        collect(name, value, {**dict(zip(others, args, strict=False)), **kwargs})
+    def log(self: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if (collect := collector()) is None:
+            type(self).log(self, name, value, *args, **kwargs)
+        else:
+            collect(name, value, {**dict(zip(others, args, strict=False)), **kwargs})
 
-    undo = replaced(model, "log", log)
-    try:
-        yield
-    finally:
-        undo()
+    return replaced(model, "log", MethodType(log, model))
 
 
 # Hooks of the user

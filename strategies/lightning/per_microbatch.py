@@ -23,60 +23,69 @@ from strategies.lightning.compat import (
     recursive_detach,
     set_forward_cache,
 )
-from strategies.lightning.hooks import logs_collected, scaler_of
+from strategies.lightning.hooks import Collect, scaler_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.microbatch.split import split_batch
 from strategies.pipeline.stage.layers import PassContext
 
 
-def training_step_per_microbatch(
-    model: LightningModule,
-    pipeline: Pipeline,
-    precision: Precision,
-    microbatches: int,
-    batch: Any,
-    rest: Sequence[Any],
-) -> Any:
-    """Do what ``model.training_step(batch, *rest)`` does, one micro-batch at a time.
+class TrainingStepPerMicrobatch:
+    """Does what ``model.training_step(batch, *rest)`` does, one micro-batch at a time.
 
     Args:
         model: The model. If it has a method ``split_batch(batch, num_microbatches)``, that returns the micro-batches.
         pipeline: The running pipeline.
         precision: Gives the context of ``training_step``, and the loss scale if it has a gradient scaler.
         microbatches: The largest number of micro-batches.
-        batch: The whole batch.
-        rest: The other arguments of ``training_step``, the same for every micro-batch.
-
-    Returns:
-        The combined output of ``training_step``.
-
-    Raises:
-        MisconfigurationException: If the batch cannot be split, or if ``training_step`` returns something that
-            Lightning does not accept.
     """
-    parts, sizes = _split(model, batch, microbatches)
-    logs = _Logs(sizes)
-    outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
-    def step(m: int) -> Tensor | None:
-        logs.begin(m)
-        output = model.training_step(parts[m], *rest)
-        parts[m] = None
-        loss = ClosureResult.from_training_step_output(output).closure_loss  # raises Lightning's own errors
-        if isinstance(output, Mapping):
-            outputs[m] = recursive_detach(output)  # otherwise the graphs of all micro-batches would be kept
-        return loss
+    def __init__(self, model: LightningModule, pipeline: Pipeline, precision: Precision, microbatches: int) -> None:
+        self._model, self._pipeline, self._precision, self._microbatches = model, pipeline, precision, microbatches
+        self._scaler = scaler_of(precision)
+        self._thread = threading.local()
 
-    scaler = scaler_of(precision)
-    scale = scaler.get_scale() if scaler is not None else 1.0
-    with precision.train_step_context():
-        context = PassContext.capture(pipeline.device.type)
-    weights = [size / max(1, sum(sizes)) for size in sizes]
-    with logs_collected(model, logs.collect):
-        loss = pipeline.interleave([partial(step, m) for m in range(len(parts))], weights, context, scale)
-    with context.entered(grad=True):
-        logs.log_to(model)
-    return _combine_outputs(outputs, loss, sizes)
+    def collector(self) -> Collect | None:
+        """Return what collects the values that this thread logs now, for ``collect_logs``."""
+        return getattr(self._thread, "collect", None)
+
+    def __call__(self, batch: Any, rest: Sequence[Any]) -> Any:
+        """Run ``training_step`` of all micro-batches, and their backward passes.
+
+        Args:
+            batch: The whole batch.
+            rest: The other arguments of ``training_step``, the same for every micro-batch.
+
+        Returns:
+            The combined output of ``training_step``.
+
+        Raises:
+            MisconfigurationException: If the batch cannot be split, or if ``training_step`` returns something that
+                Lightning does not accept.
+        """
+        parts, sizes = _split(self._model, batch, self._microbatches)
+        logs = _Logs(sizes)
+        outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
+
+        def step(m: int) -> Tensor | None:
+            self._thread.collect = partial(logs.collect, m)
+            try:
+                output = self._model.training_step(parts[m], *rest)
+            finally:
+                self._thread.collect = None
+            parts[m] = None
+            loss = ClosureResult.from_training_step_output(output).closure_loss  # raises Lightning's own errors
+            if isinstance(output, Mapping):
+                outputs[m] = recursive_detach(output)  # otherwise the graphs of all micro-batches would be kept
+            return loss
+
+        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        with self._precision.train_step_context():
+            context = PassContext.capture(self._pipeline.device.type)
+        weights = [size / max(1, sum(sizes)) for size in sizes]
+        loss = self._pipeline.interleave([partial(step, m) for m in range(len(parts))], weights, context, scale)
+        with context.entered(grad=True):
+            logs.log_to(self._model)
+        return _combine_outputs(outputs, loss, sizes)
 
 
 def _split(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
@@ -114,15 +123,10 @@ class _Logs:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = sizes
         self._logged: dict[str, list[_Logged]] = {}
-        self._thread = threading.local()
 
-    def begin(self, m: int) -> None:
-        """Count what this thread logs from now on to micro-batch ``m``."""
-        self._thread.microbatch = m
-
-    def collect(self, name: str, value: Any, settings: dict[str, Any]) -> None:
-        """Keep one logged value."""
-        size = settings.get("batch_size") or self._sizes[self._thread.microbatch]
+    def collect(self, m: int, name: str, value: Any, settings: dict[str, Any]) -> None:
+        """Keep one value that micro-batch ``m`` has logged."""
+        size = settings.get("batch_size") or self._sizes[m]
         if isinstance(value, Tensor):
             value = value.detach()
         elif isinstance(value, Metric):

@@ -1,6 +1,8 @@
 """Each function of ``hooks`` replaces a method of one object, and what it returns puts the original back."""
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,8 +20,8 @@ from strategies.lightning.hooks import (
     after_backward,
     around_stop,
     before_file_exists,
+    collect_logs,
     follow_precision,
-    logs_collected,
     overridden_gradient_hooks,
     run_hooks_within,
     show_summary,
@@ -157,17 +159,32 @@ def test_a_summary_and_the_look_for_a_file_and_the_stop_of_a_profiler_are_replac
 
 def test_logged_values_are_collected_with_the_names_of_their_arguments() -> None:
     model, collected = LightningModule(), []
-    with logs_collected(model, lambda *call: collected.append(call)):
-        model.log("loss", 1.0, True, on_epoch=True)
+    undo = collect_logs(model, lambda: lambda *call: collected.append(call))
+    model.log("loss", 1.0, True, on_epoch=True)
     assert collected == [("loss", 1.0, {"prog_bar": True, "on_epoch": True})]
+    undo()
     assert "log" not in vars(model)
 
 
-def test_logged_values_are_not_collected_after_an_error() -> None:
-    model = LightningModule()
-    with pytest.raises(ZeroDivisionError), logs_collected(model, lambda *call: None):
-        raise ZeroDivisionError
-    assert "log" not in vars(model)
+class Logging(LightningModule):
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        vars(self).setdefault("logged", []).append((name, value, args, kwargs))
+
+
+def test_logged_values_that_nobody_collects_go_to_the_model() -> None:
+    model = Logging()
+    collect_logs(model, lambda: None)
+    model.log("loss", 1.0, True, on_epoch=True)
+    assert vars(model)["logged"] == [("loss", 1.0, (True,), {"on_epoch": True})]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_model_whose_logged_values_are_collected_can_be_copied(copied: Callable[[Any], Any]) -> None:
+    model = Logging()
+    collect_logs(model, lambda: None)
+    other = copied(model)
+    other.log("loss", 1.0)
+    assert vars(other)["logged"] == [("loss", 1.0, (), {})] and "logged" not in vars(model)
 
 
 def test_who_reads_gradients_before_the_step() -> None:
