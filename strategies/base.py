@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
@@ -50,6 +49,7 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.launch.loopback import LoopbackEnvironment, connect, on_loopback
 from strategies.lightning.launch.script_launcher import in_place_of, mark_entered
+from strategies.optim.calls import after_steps
 from strategies.optim.restricted import check_optimizer_states, parameters_of
 
 
@@ -73,7 +73,8 @@ class StrategyPlugin(Strategy):
     """Directory of the values that have not been read of the checkpoint that is being loaded."""
     _timeout: timedelta | None = None
     """Time limit of operations of the process group."""
-    _step_handles: tuple[RemovableHandle, ...] = ()
+    _undo_step_hooks: tuple[Callable[[], None], ...] = ()
+    """Functions that remove the step hooks of the optimizers."""
     _rank_0_watch: Rank0Watch | None = None
     _undo_waiting: Sequence[Callable[[], None]] = ()
     _on_loopback: ExitStack | None = None
@@ -207,26 +208,20 @@ class StrategyPlugin(Strategy):
 
     # Optimizers
 
-    @property
-    def optimizers(self) -> list[Optimizer]:
-        """The user's optimizers. Assigning them, as Lightning does in ``setup``, adds the hook on each."""
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
+    def _set_optimizers(self, optimizers: list[Optimizer]) -> None:
         vars(Strategy)["optimizers"].__set__(self, optimizers)
         # Lightning assigns the same list twice in a set-up, and a user may keep an optimizer over several fits.
         self._remove_step_hooks()
         own = {id(optimizer): optimizer for optimizer in map(unwrapped, optimizers) if not is_stand_in(optimizer)}
-        self._step_handles = tuple(
-            optimizer.register_step_post_hook(lambda stepped, args, kwargs: self.post_optimizer_step(stepped))
-            for optimizer in own.values()
-        )
+        self._undo_step_hooks = tuple(after_steps(optimizer, self.post_optimizer_step) for optimizer in own.values())
+
+    optimizers: list[Optimizer] = vars(Strategy)["optimizers"].setter(_set_optimizers)
+    """The user's optimizers. Assigning them, as Lightning does in ``setup``, adds the hook on each."""
 
     def _remove_step_hooks(self) -> None:
-        for handle in self._step_handles:
-            handle.remove()
-        self._step_handles = ()
+        for undo in self._undo_step_hooks:
+            undo()
+        self._undo_step_hooks = ()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Optimizer | None = None) -> Tensor:
         """Scale the gradients so that their total norm, over all processes, is at most ``max_norm``.

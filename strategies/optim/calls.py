@@ -1,5 +1,8 @@
 """Calls of the user's optimizer that other processes follow: ``step``, and the methods that its class adds to torch's.
 
+With a call travel its arguments, which must be plain, and the hyperparameters that the optimizer has then. They may
+change from step to step, so learning-rate schedulers stay in the process in which the user made them.
+
 Only calls by user code are followed. What an optimizer calls within its own step or methods runs in every process
 anyway, because every process makes the step or calls the method::
 
@@ -23,9 +26,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
+from strategies.common.torch_compat import tree_map_only
 
 _running: ContextVar[tuple[Optimizer, ...]] = ContextVar("optimizers whose own code runs", default=())
 """The optimizers whose own code runs in this thread, the innermost last; empty while user code runs."""
@@ -150,6 +155,15 @@ def follow_steps(
     return [optimizer.register_step_pre_hook(_StepHook(update, evaluate, refused)).remove, track_steps(optimizer)]
 
 
+def after_steps(optimizer: Optimizer, function: Callable[[Optimizer], None]) -> Callable[[], None]:
+    """Call a function with the optimizer after each of its steps; returns a function that undoes this."""
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        function(optimizer)
+
+    return optimizer.register_step_post_hook(hook).remove
+
+
 @dataclass(frozen=True)
 class _StepHook:
     update: Update
@@ -189,6 +203,9 @@ class _CalledOnce:
         return result
 
 
+# What travels with a call
+
+
 def arguments_of_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[[], Any] | None, dict[str, Any]]:
@@ -210,6 +227,39 @@ def arguments_of_step(
     closure = others.pop("closure", None)
     _check_plain(f"{type(optimizer).__name__}.step", others)
     return closure, others
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups of an optimizer without the parameters: learning rates, betas, weight decays and so on.
+
+    Tensors are copied, because schedulers change them in place, possibly before they have been sent.
+    """
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
+
+
+def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:
+    """Set what :func:`hyperparameters` returned on an optimizer with the same groups."""
+    for group, new in zip(optimizer.param_groups, values, strict=True):
+        group.update(new)
+
+
+def _check_plain(method: str, arguments: Any) -> None:
+    if foreign := _foreign(arguments):
+        raise TypeError(
+            f"{method} was called with a {foreign}. Parameters that it changes live in other processes, where it is "
+            "called too, and only numbers, flags, strings and containers of those are sent to them. Call it before or "
+            "after fit, or keep what it needs in the optimizer from the start."
+        )
+
+
+def _foreign(value: Any) -> str:
+    """Return the name of the class of something in ``value`` that is not of a plain type, or an empty string."""
+    if type(value) in (dict, list, tuple, set):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        return next((found for item in items if (found := _foreign(item))), "")
+    plain = isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | torch.device)
+    return "" if plain else type(value).__name__
 
 
 # Other methods
@@ -301,21 +351,3 @@ def same_result(optimizer: Optimizer, call: MethodCall, result: Any, ask: Callab
                 "which is whole."
             )
     return result
-
-
-def _check_plain(method: str, arguments: Any) -> None:
-    if foreign := _foreign(arguments):
-        raise TypeError(
-            f"{method} was called with a {foreign}. Parameters that it changes live in other processes, where it is "
-            "called too, and only numbers, flags, strings and containers of those are sent to them. Call it before or "
-            "after fit, or keep what it needs in the optimizer from the start."
-        )
-
-
-def _foreign(value: Any) -> str:
-    """Return the name of the class of something in ``value`` that is not of a plain type, or an empty string."""
-    if type(value) in (dict, list, tuple, set):
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        return next((found for item in items if (found := _foreign(item))), "")
-    plain = isinstance(value, bool | int | float | complex | str | bytes | None | torch.dtype | torch.device)
-    return "" if plain else type(value).__name__

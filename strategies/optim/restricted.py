@@ -1,8 +1,7 @@
 """The user's optimizer, restricted to the parameters that one process owns, and the state of such parts.
 
-``configure_optimizers`` runs once, on the whole model. Hyperparameters, which may change from step to step, are in
-``param_groups`` and are sent with each step, so learning-rate schedulers stay in the process in which the user made
-them. Parameters are numbered over all groups, as in ``Optimizer.state_dict()``.
+``configure_optimizers`` runs once, on the whole model. Parameters are numbered over all groups, as in
+``Optimizer.state_dict()``.
 """
 
 import math
@@ -14,7 +13,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from strategies.common.torch_compat import tree_map_only
 from strategies.optim.calls import added_methods
 
 
@@ -56,21 +54,6 @@ def put_together(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
     optimizer = object.__new__(cls)
     optimizer.__setstate__(attributes)
     return optimizer
-
-
-def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer without the parameters: learning rates, betas, weight decays and so on.
-
-    Tensors are copied, because schedulers change them in place, possibly before they have been sent.
-    """
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
-
-
-def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:
-    """Set what :func:`hyperparameters` returned on an optimizer with the same groups."""
-    for group, new in zip(optimizer.param_groups, values, strict=True):
-        group.update(new)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.optim.restricted import hyperparameters, parameters_of, put_together, set_hyperparameters, taken_apart
+from strategies.optim.calls import hyperparameters, set_hyperparameters
+from strategies.optim.restricted import parameters_of, put_together, taken_apart
 
 _STEPS = 10
 _ELEMENTS = 3

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from strategies.optim.restricted import hyperparameters
+from strategies.optim.calls import hyperparameters
 from strategies.remote.client import ModuleClient
 from strategies.remote.commands import ModuleCommands
 

@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
 from strategies.common.trees import with_meta_tensors
-from strategies.optim.calls import MethodCall, follow_methods, follow_steps, own_code, same_result
+from strategies.optim.calls import MethodCall, follow_methods, follow_steps, hyperparameters, own_code, same_result
 from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
     check_optimizer_state,
-    hyperparameters,
     in_order,
     narrowed,
     parameters_of,

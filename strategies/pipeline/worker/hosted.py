@@ -15,14 +15,13 @@ from strategies.common.autograd import GatheredGradients
 from strategies.common.formatting import describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, unscale_grads
 from strategies.common.trees import flat, layouts, on_cpu
-from strategies.optim.calls import MethodCall
+from strategies.optim.calls import MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
     load_states,
     parameters_of,
     part_of,
     put_together,
-    set_hyperparameters,
 )
 from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference

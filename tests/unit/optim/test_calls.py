@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from strategies.optim.calls import (
     MethodCall,
+    after_steps,
     arguments_of_step,
     follow_methods,
     follow_steps,
+    hyperparameters,
     own_code,
     runs_own_code,
     same_result,
+    set_hyperparameters,
     track_steps,
 )
 
@@ -209,3 +212,23 @@ def test_a_result_is_the_same_in_every_process(optimizer: Noting) -> None:
         same_result(optimizer, call, 1.5, lambda: {"stage 0": 1.5, "stage 1": 2.5})
     with pytest.raises(RuntimeError, match=r"Noting\.note_twice returned a Tensor, which belongs to the parameters of"):
         same_result(optimizer, call, [torch.ones(1)], dict)
+
+
+def test_hyperparameters_follow() -> None:
+    whole, part = (AdamW([{"params": [nn.Parameter(torch.ones(2))]}, {"params": []}]) for _ in range(2))
+    whole.param_groups[0].update(lr=0.25, betas=(0.5, 0.6))
+    assert "params" not in hyperparameters(whole)[0]
+    set_hyperparameters(part, hyperparameters(whole))
+    assert part.param_groups[0]["lr"] == 0.25 and part.param_groups[0]["betas"] == (0.5, 0.6)
+    assert len(part.param_groups[0]["params"]) == 1
+    with pytest.raises(ValueError, match="shorter"):
+        set_hyperparameters(part, hyperparameters(whole)[:1])
+
+
+def test_after_each_step_of_the_user_a_function_is_called() -> None:
+    optimizer, called = SGD([nn.Parameter(torch.ones(2))]), []
+    undo = after_steps(optimizer, called.append)
+    optimizer.step()
+    undo()
+    optimizer.step()
+    assert called == [optimizer]

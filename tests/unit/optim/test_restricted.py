@@ -12,17 +12,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LinearLR
 
-from strategies.optim.calls import added_methods
+from strategies.optim.calls import added_methods, hyperparameters
 from strategies.optim.gradients import norms_of_gradients
 from strategies.optim.restricted import (
     check_optimizer_states,
-    hyperparameters,
     load_states,
     numbers_of,
     parameters_of,
     put_together,
     restricted,
-    set_hyperparameters,
     taken_apart,
 )
 
@@ -180,19 +178,6 @@ def test_state_and_options_over_a_pickle(arguments: dict[str, Any]) -> None:
     step(arrived)
     step(whole)
     assert torch.equal(layer.weight, second.weight) and torch.equal(layer.bias, second.bias)
-
-
-def test_hyperparameters_follow() -> None:
-    first, second = two_layers()
-    whole = two_groups(first, second)
-    part = restricted(whole, list(second.parameters()))
-    whole.param_groups[0].update(lr=0.25, betas=(0.5, 0.6))
-    assert "params" not in hyperparameters(whole)[0]
-    set_hyperparameters(part, hyperparameters(whole))
-    assert part.param_groups[0]["lr"] == 0.25 and part.param_groups[0]["betas"] == (0.5, 0.6)
-    assert len(part.param_groups[0]["params"]) == 1
-    with pytest.raises(ValueError, match="shorter"):
-        set_hyperparameters(part, hyperparameters(whole)[:1])
 
 
 def test_states_are_loaded_as_load_state_dict_does_it() -> None:
