@@ -200,7 +200,6 @@ _EXTENDED = {
     f"{_STRATEGY}._configure_launcher": "check settings when the Trainer is built, and start ranks",
     f"{_STRATEGY}._launcher": "start ranks",
     f"{_STRATEGY}._lightning_optimizers": "follow calls of the user's optimizers",
-    f"{_STRATEGY}._optimizers": "follow calls of the user's optimizers",
     f"{_LIGHTNING}.trainer.connectors.checkpoint_connector._CheckpointConnector._loaded_checkpoint": "resume a run",
     f"{_LIGHTNING}.trainer.connectors.checkpoint_connector._CheckpointConnector._restore_modules_and_callbacks": (
         "resume a run"
