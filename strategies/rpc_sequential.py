@@ -211,6 +211,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
                 world=self.world,
                 copies=find_copies(trainer, module, self._module_path),
+                path=self._module_path,
             )
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)

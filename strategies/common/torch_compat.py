@@ -82,6 +82,11 @@ without_torch_function = torch._C.DisableTorchFunctionSubclass
 """A context manager in which ``__torch_function__`` of tensor subclasses is not called."""
 
 
+def wrapper_of(kind: type[Tensor], like: Tensor, device: torch.device) -> Any:
+    """Return a tensor of a subclass without storage, which has the shape and dtype of ``like``."""
+    return Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=device)
+
+
 def norms_of(tensors: list[Tensor], norm_type: float) -> tuple[Tensor, ...]:
     """Return the norm of each tensor, computed by one fused operation as in ``torch.nn.utils.clip_grad_norm_``."""
     return torch._foreach_norm(tensors, norm_type)
@@ -133,6 +138,15 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
+
+
+CALL_ATTRIBUTE = "_compiled_call_impl"
+"""Attribute of a module that, if set, is called in place of the module and its hooks. Copies of a module lose it."""
+
+
+def call_of_module(module: nn.Module) -> Callable[..., Any]:
+    """Return what a call of ``module`` runs: its hooks and ``forward``, compiled or not."""
+    return module._compiled_call_impl or module._call_impl
 
 
 def convert_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -44,6 +44,7 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
             f"name another one by RPCSequentialStrategy(module=...){hint}"
         ) from None
     if isinstance(module, nn.ModuleList):
+        return module
         raise MisconfigurationException(
             f"{kind}.{path} is an nn.ModuleList, whose layers the model calls itself, so a pipeline cannot run them on "
             "other processes. If each layer takes what the previous one returns, make it an nn.Sequential (parameters "

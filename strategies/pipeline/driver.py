@@ -26,6 +26,8 @@ from strategies.launch.session import Session, join_data_plane
 from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
+from strategies.pipeline.blocks.calls import call_blocks
+from strategies.pipeline.blocks.recorder import DeferredBlocks
 from strategies.pipeline.control.client import NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.failures import Failures, InterruptibleWait
@@ -37,7 +39,7 @@ from strategies.pipeline.executor.whole_batch import WholeBatch
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
 from strategies.pipeline.partition.sequential import cut
-from strategies.pipeline.stage.layers import Layers, PassContext, Seeds
+from strategies.pipeline.stage.layers import Layers, PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage
 from strategies.pipeline.state.remote_operations import Holder
@@ -61,7 +63,7 @@ class ModelCopy:
     """
 
     model: nn.Module
-    module: nn.Sequential
+    module: nn.Sequential | nn.ModuleList
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,14 @@ class Pipeline(NotCopyable):
         seeds: Source of the layers' random numbers; by default the process's own generator.
         replicas: The other pipelines, if there are several.
         world: The ranks of this run, if a launcher such as torchrun has started the processes.
+        path: Dotted path of ``module`` in ``model``, for messages.
         copies: Copies of ``model`` to which operations on all stages apply. They cannot be called while the pipeline
             runs.
     """
 
     def __init__(
         self,
-        module: nn.Sequential,
+        module: nn.Sequential | nn.ModuleList,
         balance: Sequence[int],
         devices: Sequence[torch.device],
         settings: Settings,
@@ -118,6 +121,7 @@ class Pipeline(NotCopyable):
         replicas: Replicas | None = None,
         world: World | None = None,
         copies: Sequence[ModelCopy] = (),
+        path: str = "",
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
@@ -130,6 +134,7 @@ class Pipeline(NotCopyable):
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._copies = [(copy, cut(copy.module, balance)) for copy in copies]
+        self._blocks = DeferredBlocks(module, path, self._forward) if isinstance(module, nn.ModuleList) else None
         self._running: _Running | None = None
 
     # The pipeline while it runs
@@ -139,7 +144,7 @@ class Pipeline(NotCopyable):
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(input)
-        return self._usable().whole_batch(input)
+        return self._usable().whole_batch(input, microbatches=None if self._blocks is None else 1)
 
     def interleave(
         self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
@@ -242,7 +247,11 @@ class Pipeline(NotCopyable):
         keep_freed_memory()
         workers = self._launch(blobs, threads, ending) if blobs else _Workers([], Connections.of_one_stage())
         layers = Layers(
-            self.stages[last], first_layer, self.device, deferred_batch_norm=self._settings.deferred_batch_norm
+            self.stages[last],
+            first_layer,
+            self.device,
+            deferred_batch_norm=self._settings.deferred_batch_norm,
+            call=call_in_turn if self._blocks is None else self._blocks.call,
         )
         stage = Stage(layers, workers.connections.ports, side_outputs=SideOutputs.of(last, self.stages[last]))
         ending.callback(stage.close)
@@ -273,7 +282,11 @@ class Pipeline(NotCopyable):
         if self._settings.interleaves:
             per_microbatch = PerMicrobatch(executor, self._parameters_here)
             ending.callback(per_microbatch.close)
-        ending.callback(replaced(self.module, "forward", self._forward))
+        if self._blocks is None:
+            ending.callback(replaced(self.module, "forward", self._forward))
+        else:
+            self._blocks.start()
+            ending.callback(self._blocks.end)
         state = StateOfStages(self.module, self.stages, workers.remotes)
         ending.callback(state.end)
         for number, (copy, stages) in enumerate(self._copies, start=1):
@@ -329,6 +342,7 @@ class Pipeline(NotCopyable):
             numbers=[numbers_of(optimizer, owned) for optimizer in self.optimizers.optimizers],
             ties=self._ties,
             replicas=self._replicas,
+            call=call_in_turn if self._blocks is None else call_blocks,
             notes_side_outputs=True,
             copies=[stages[i] for _, stages in self._copies],
         )

@@ -67,8 +67,13 @@ class WholeBatch:
         self._announcing: PassContext | None = None
         """Settings of passes that are announced on the data plane; ``None`` if stages wait for commands."""
 
-    def __call__(self, input: Any) -> Any:
-        """Take and return what the module's own forward function does."""
+    def __call__(self, input: Any, microbatches: int | None = None) -> Any:
+        """Take and return what the module's own forward function does.
+
+        Args:
+            input: The input.
+            microbatches: Into how many parts to split it; by default as many as the settings say.
+        """
         input = pack_objects(input, NoChunk)
         given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
         grad = torch.is_grad_enabled() and (
@@ -76,7 +81,7 @@ class WholeBatch:
         )
         inputs = [t for t in given if grad and t.requires_grad]
         with torch.no_grad(), self._executor.explained():
-            parts = split(input, self._executor.settings.microbatches)
+            parts = split(input, microbatches or self._executor.settings.microbatches)
             this = self._executor.begin(len(parts), grad=grad)
             results = self._forward(parts, this, [grad and t.requires_grad for t in given])
             output = merge(results)

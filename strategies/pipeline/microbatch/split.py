@@ -33,7 +33,9 @@ from strategies.common.torch_compat import (
     register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
     tree_unflatten,
+    version_of,
     without_torch_function,
 )
 
@@ -113,9 +115,11 @@ def split(value: Any, microbatches: int) -> list[Any]:
         The parts in order, nested like ``value``. Their tensors are views of those of ``value``.
 
     Raises:
-        ValueError: If no tensor has a batch dimension, or if two tensors differ in it.
+        ValueError: If there are several parts and no tensor has a batch dimension, or two tensors differ in it.
     """
     leaves, spec = tree_flatten(value)
+    if microbatches == 1:
+        return [tree_unflatten([plain(leaf) for leaf in leaves], spec)]
     rows = _num_rows(value, leaves)
     parts = max(1, min(microbatches, rows))
     columns = [leaf.tensor_split(parts) if has_rows(leaf) else [plain(leaf)] * parts for leaf in leaves]
@@ -296,6 +300,17 @@ def unpack_objects(value: Any) -> Any:
         elif isinstance(leaf, _Again):
             leaves[place] = made[leaf]
     return tree_unflatten(leaves, spec)
+
+
+def objects_in(value: Any) -> list[Any]:
+    """Return the leaves of ``value`` that :func:`pack_objects` may replace."""
+    return [leaf for leaf in tree_leaves(value) if not isinstance(leaf, _KEPT)]
+
+
+def freeze(leaf: Any) -> Any:
+    """Return a value that is equal for two states of an object if it has not changed in between."""
+    packed = _pack(leaf, lambda tensor: tensor)
+    return None if packed is None else (packed.rest, [(id(tensor), version_of(tensor)) for tensor in packed.tensors])
 
 
 def _pack(leaf: Any, mark: Callable[[Tensor], Tensor]) -> Packed | None:

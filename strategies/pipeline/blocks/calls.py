@@ -1,0 +1,173 @@
+"""Calls of blocks as data, and how a stage runs them.
+
+The value that travels through the stages is a table of tensors and a plan. The plan holds, for each block, the
+arguments and the output of its call; where there was a tensor, there is a :class:`Slot`, the number of a table entry:
+
+    table   0: hidden   1: mask   2: output of block 0   3: output of block 1
+    plan    block 0: ((Slot 0,), {mask: Slot 1}) -> Slot 2, drop 0
+            block 1: ((Slot 2,), {mask: Slot 1}) -> Slot 3, drop 1, 2
+
+A tensor that several blocks take is in the table once, so it travels once per stage and micro-batch. A tensor that no
+later block takes is dropped.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.torch_compat import tree_flatten, tree_map, version_of
+from strategies.pipeline.microbatch.split import freeze, objects_in, unpack_objects
+from strategies.pipeline.stage.layers import Before
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The number of an entry of the table, in place of a tensor."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class BlockCall:
+    """One call of a block.
+
+    Attributes:
+        arguments: Positional and keyword arguments, with a :class:`Slot` for each tensor.
+        output: The output, with a :class:`Slot` for each tensor; not used for the last block.
+        fixed: For each table entry that the block must not change in place, the name of the argument.
+        has_objects: Whether any argument is an object that is neither a tensor nor a plain value.
+        dropped: Table entries that nothing takes after this call.
+        assumed: For an output whose nesting could not be found in advance, the shape beyond the first dimension and
+            the dtype that the model was told; ``None`` otherwise.
+    """
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    output: Any
+    fixed: Mapping[int, str]
+    has_objects: bool
+    dropped: Sequence[int]
+    assumed: tuple[tuple[int, ...], torch.dtype] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The calls of all blocks.
+
+    Attributes:
+        path: Dotted path of the blocks in the model, for messages.
+        calls: The call of each block, by the block's name in its ``nn.ModuleList``.
+        last: The name of the block that is called last.
+        returned: Table entries that the model may use after the last call.
+    """
+
+    path: str
+    calls: Mapping[str, BlockCall]
+    last: str
+    returned: Sequence[int]
+
+
+Value = tuple[list[Any], bytes]
+"""The table and the pickled plan."""
+
+
+def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
+    """Run the recorded calls of some blocks; see :data:`~strategies.pipeline.stage.layers.CallLayers`.
+
+    Returns:
+        The value for the next stage. After the last block: the output of that block and the entries of the table that
+        the plan returns.
+
+    Raises:
+        RuntimeError: If a block has changed an argument in place, or its output is nested otherwise than foreseen.
+    """
+    table, pickled = list(value[0]), value[1]
+    del value
+    plan = _unpickled(pickled)
+    for place, (name, block) in enumerate(layers._modules.items()):
+        call = plan.calls[name]
+        arguments = tree_map(
+            lambda leaf: table[leaf.number] if isinstance(leaf, Slot) else leaf, call.arguments, is_leaf=_is_slot
+        )
+        args, kwargs = unpack_objects(arguments)
+        del arguments
+        before(place, args)
+        versions = {slot: _version(table[slot]) for slot in call.fixed}
+        objects = {key: freeze(leaf) for key, leaf in _objects(args, kwargs)} if call.has_objects else {}
+        assert block is not None
+        output = block(*args, **kwargs)
+        for slot, argument in call.fixed.items():
+            if _version(table[slot]) != versions[slot]:
+                raise _changed(f"{plan.path}.{name}", argument, "tensor")
+        for argument, leaf in _objects(args, kwargs) if objects else ():
+            if freeze(leaf) != objects[argument]:
+                raise _changed(f"{plan.path}.{name}", argument, type(leaf).__name__)
+        del args, kwargs
+        if name == plan.last:
+            return output, [table[slot] for slot in plan.returned]
+        _store(f"{plan.path}.{name}", call, output, table)
+        del output
+        for slot in call.dropped:
+            table[slot] = None
+    return table, pickled
+
+
+@lru_cache(maxsize=64)
+def _unpickled(plan: bytes) -> Plan:
+    found: Plan = pickle.loads(plan)
+    return found
+
+
+def _is_slot(node: Any) -> bool:
+    return isinstance(node, Slot)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the objects among the arguments, each with the name or number of its argument."""
+    for argument, value in [*enumerate(args), *kwargs.items()]:
+        for number, leaf in enumerate(objects_in(value)):
+            yield f"{argument}" if number == 0 else f"{argument}, object {number}", leaf
+
+
+def _changed(block: str, argument: str, kind: str) -> RuntimeError:
+    return RuntimeError(
+        f"block {block} changed its argument {argument!r}, a {kind}, in place. Other processes would not see the "
+        "change. Let the block return what it computes, or change a copy. For a key-value cache of Hugging Face, call "
+        "the model with use_cache=False."
+    )
+
+
+def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
+    """Put the tensors of an output into the table."""
+    if call.assumed is not None:
+        shape, dtype = call.assumed
+        found = (output.shape[1:], output.dtype) if isinstance(output, Tensor) else None
+        if found != (shape, dtype):
+            what = f"a tensor of shape [*, {list(found[0])}]" if found else f"a {type(output).__name__}"
+            raise RuntimeError(
+                f"block {block} returned {what}, but its code cannot run without values (on the meta device), so the "
+                f"model was told that it returns a tensor like its first argument. Let the block return that, or put "
+                "an nn.Sequential in place of the loop over the blocks."
+            )
+    leaves, spec = tree_flatten(output)
+    expected, expected_spec = tree_flatten(call.output)
+    fits = spec == expected_spec and all(
+        isinstance(leaf, Tensor) if isinstance(slot, Slot) else not isinstance(leaf, Tensor)
+        for leaf, slot in zip(leaves, expected, strict=True)
+    )
+    if not fits:
+        raise RuntimeError(
+            f"block {block} returned {spec}, but {expected_spec} in the first call. A pipeline needs outputs of the "
+            "same nesting in every call with arguments of the same kinds."
+        )
+    for leaf, slot in zip(leaves, expected, strict=True):
+        if isinstance(slot, Slot):
+            table[slot.number] = leaf

@@ -1,0 +1,88 @@
+"""The output of a block before the block has run, as the model's own code sees it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.common.torch_compat import tree_leaves, tree_map_only, without_torch_function, wrapper_of
+
+_READS = frozenset(
+    getattr(attribute, "__get__", attribute)
+    for attribute in (
+        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.requires_grad),
+        *(Tensor.is_cuda, Tensor.is_cpu, Tensor.is_meta, Tensor.is_mps, Tensor.is_sparse, Tensor.is_quantized),
+        *(Tensor.is_nested, Tensor.itemsize),
+    )
+) | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.get_device, Tensor.__len__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride, Tensor.__repr__),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+"""What can be read of an output before the block has run."""
+
+
+class Placeholder(Tensor):
+    """Stands for a tensor that a block will return. Only shape, dtype and device can be read before the blocks have run.
+
+    Once the last block has been called, every operation uses the value.
+
+    Args:
+        like: A tensor with the shape, dtype and device; it may be on the ``meta`` device.
+        device: The device of the value.
+        slot: The place of the value in the table of the recording.
+        description: What the tensor is, for messages.
+    """
+
+    slot: int
+    description: str
+    value: Tensor | None
+    ended: str
+    """Why there will be no value; empty as long as there may be one."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, slot: int, description: str) -> "Placeholder":
+        made = wrapper_of(cls, like, device)
+        made.slot, made.description, made.value, made.ended = slot, description, None, ""
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        waiting = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder) and leaf.value is None]
+        if not waiting:
+            args, kwargs = tree_map_only(Placeholder, lambda leaf: leaf.value, (tuple(args), dict(kwargs)))
+            return func(*args, **kwargs)
+        if func in _READS:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        raise waiting[0].refusal(func)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        waiting = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder) and leaf.value is None]
+        if waiting:
+            raise waiting[0].refusal(func)
+        args, kwargs = tree_map_only(Placeholder, lambda leaf: leaf.value, (tuple(args), dict(kwargs or {})))
+        return func(*args, **kwargs)
+
+    def refusal(self, func: Any) -> RuntimeError:
+        """Return the error for an operation on a value that is not there."""
+        operation = getattr(func, "__name__", str(func))
+        if operation == "__get__":  # a property of a tensor
+            operation = getattr(getattr(func, "__self__", None), "__name__", operation)
+        return RuntimeError(
+            f"the model uses {self.description} in {operation}, but "
+            + (self.ended or "the blocks run on several processes once the last of them has been called")
+            + ". Between two blocks only the shape, dtype and device of an output can be read. Move the operation into "
+            "a block, or name another list of blocks by module=..."
+        )

@@ -1,0 +1,341 @@
+"""Records the calls of blocks while the model's own code runs, and runs them as one pass over the stages.
+
+    for block in self.layers:              call of block 0      recorded, returns a placeholder
+        hidden = block(hidden, mask)       call of block 1      recorded, returns a placeholder
+    hidden = self.norm(hidden)             call of the last     runs all of them, returns the output
+
+What the model does before, between and after the calls runs on the driver, as it stands.
+"""
+
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from strategies.common.patching import replaced
+from strategies.common.torch_compat import (
+    CALL_ATTRIBUTE,
+    call_of_module,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks
+from strategies.pipeline.blocks.placeholder import Placeholder
+from strategies.pipeline.microbatch.split import objects_in, pack_objects
+from strategies.pipeline.stage.layers import Before, preserved_random_state
+
+Run = Callable[[Value], tuple[Any, list[Any]]]
+"""Runs the value through all stages; returns the output of the last block and the returned table entries."""
+
+
+class DeferredBlocks:
+    """Takes over the calls of the blocks in an ``nn.ModuleList`` between :meth:`start` and :meth:`end`.
+
+    Args:
+        blocks: The list.
+        path: Its dotted path in the model, for messages.
+        run: Runs the recorded calls.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, path: str, run: Run) -> None:
+        self._blocks, self.path, self._run = blocks, path, run
+        self._names = list(blocks._modules)
+        self._outputs: dict[Any, _Known] = {}
+        """What blocks return, by block and the kinds of its arguments; see :meth:`_output`."""
+        self._recording: _Recording | None = None
+        self._in_stage = False
+        self._ending = ExitStack()
+
+    def start(self) -> None:
+        """Take over the calls of all blocks."""
+        for name, block in self._blocks._modules.items():
+            assert block is not None
+            call = partial(self._called, name, call_of_module(block))
+            self._ending.callback(replaced(block, CALL_ATTRIBUTE, call))
+
+    def end(self) -> None:
+        """Give the blocks their own calls back."""
+        self._ending.close()
+
+    def call(self, layers: nn.Sequential, value: Value, before: Before) -> Any:
+        """Run recorded calls on this process; see :func:`~strategies.pipeline.blocks.calls.call_blocks`."""
+        self._in_stage = True
+        try:
+            return call_blocks(layers, value, before)
+        finally:
+            self._in_stage = False
+
+    def _called(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record a call of a block by the model, or run one that a stage makes."""
+        if self._in_stage:
+            return own(*args, **kwargs)
+        recording = self._recording
+        if recording is None or (recording.names[0] == name and not recording.made_any_of((args, kwargs))):
+            if recording is not None:
+                recording.abandon(f"block {self.path}.{name} was called first for another pass")
+            recording = self._recording = _Recording(self.path, self._names, self._blocks)
+        try:
+            if not recording.record(name, args, kwargs, self._output):
+                return recording.last_output()
+        except BaseException:
+            self._recording = None
+            raise
+        self._recording = None
+        output, returned = self._run(recording.value())
+        recording.give_values(returned)
+        return output
+
+    def _output(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Find out how the output of a block is nested, and the shapes of the tensors in it, without running the block.
+
+        The block's code runs on the ``meta`` device, once for each combination of kinds of arguments.
+
+        Returns:
+            The output, with tensors on the ``meta`` device; and whether it is a guess, because the code needs values: a
+            tensor like the first one among the arguments.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        if first is None:
+            raise RuntimeError(
+                f"block {self.path}.{name} got no tensor of floating-point numbers, so what it returns is not known "
+                "before it runs; give it the hidden state as its first argument"
+            )
+        kinds = [
+            (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) if objects_in(leaf) else leaf
+            for leaf in leaves
+        ]
+        key = name, str(spec), repr(kinds), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        shapes = [tensor.shape for tensor in tensors]
+        known = self._outputs.get(key)
+        if known is None or not (known.is_like_first or known.shapes == shapes):
+            found = _on_meta(self._blocks._modules[name], args, kwargs)
+            given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+            is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
+            known = self._outputs[key] = _Known(found, shapes, is_like_first)
+        if known.output is None:
+            return _like(first), True
+        output = known.output[0]
+        return tree_map_only(Tensor, lambda _: _like(first), output) if known.is_like_first else output, False
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a block returns for some kinds of arguments.
+
+    Attributes:
+        output: The output on the ``meta`` device, in a tuple; ``None`` if the code needs values.
+        shapes: The shapes of the arguments for which this is known.
+        is_like_first: Whether every tensor has the shape and dtype of the first one among the arguments, as is then
+            taken to hold for other shapes too.
+    """
+
+    output: tuple[Any] | None
+    shapes: list[torch.Size]
+    is_like_first: bool
+
+
+class _Recording:
+    """The calls of one pass.
+
+    Args:
+        path: Dotted path of the blocks.
+        names: The names of the blocks, in order.
+        blocks: The blocks.
+    """
+
+    def __init__(self, path: str, names: Sequence[str], blocks: nn.ModuleList) -> None:
+        self._path, self.names, self._blocks = path, names, blocks
+        self._calls: dict[str, BlockCall] = {}
+        self._table: list[Any] = []
+        self._slots: dict[int, int] = {}
+        """The slot of each tensor that is given from outside, by identity; the table keeps it alive."""
+        self._placeholders: list[ref[Placeholder]] = []
+        self._last_use: dict[int, str] = {}
+        self._last_output: Any = None
+
+    def record(
+        self,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        find_output: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Any, bool]],
+    ) -> bool:
+        """Record a call.
+
+        Returns:
+            Whether it was that of the last block.
+
+        Raises:
+            RuntimeError: If another block should have been called, or an argument cannot be sent to another process.
+        """
+        self._check_order(name)
+        block = f"{self._path}.{name}"
+        packed_args, packed_kwargs = pack_objects((args, kwargs))
+        fixed: dict[int, str] = {}
+        is_first = True
+        given: dict[str, Any] = {}
+        for argument, value in [*((str(k), v) for k, v in enumerate(packed_args)), *packed_kwargs.items()]:
+            leaves, spec = tree_flatten(value)
+            for place, leaf in enumerate(leaves):
+                if not isinstance(leaf, Tensor):
+                    _check_plain(block, argument, leaf)
+                    continue
+                slot, is_input = self._slot_of(block, argument, leaf)
+                if is_input and not is_first:
+                    fixed[slot] = argument
+                is_first = False
+                self._last_use[slot] = name
+                leaves[place] = Slot(slot)
+            given[argument] = tree_unflatten(leaves, spec)
+        for argument, value in [*((str(k), v) for k, v in enumerate(args)), *kwargs.items()]:
+            for leaf in objects_in(value):
+                _check_object(block, argument, leaf)
+        arguments = tuple(given[str(k)] for k in range(len(args))), {key: given[key] for key in kwargs}
+        has_objects = bool(objects_in((args, kwargs)))
+        if name == self.names[-1]:
+            self._calls[name] = BlockCall(arguments, None, fixed, has_objects, [])
+            return True
+        output, is_guess = find_output(name, args, kwargs)
+        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        leaves, spec = tree_flatten(output)
+        slots: list[Any] = []
+        for place, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                _check_plain(block, "output", leaf)
+                slots.append(leaf)
+                continue
+            what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
+            placeholder = Placeholder(leaf, device or torch.device("cpu"), len(self._table), what)
+            self._table.append(None)
+            self._placeholders.append(ref(placeholder))
+            slots.append(Slot(placeholder.slot))
+            leaves[place] = placeholder
+        self._last_output = tree_unflatten(leaves, spec)
+        assumed = (tuple(output.shape[1:]), output.dtype) if is_guess else None
+        self._calls[name] = BlockCall(arguments, tree_unflatten(slots, spec), fixed, has_objects, [], assumed)
+        return False
+
+    def last_output(self) -> Any:
+        """Return the output of the last recorded call, with placeholders; only once."""
+        output, self._last_output = self._last_output, None
+        return output
+
+    def made_any_of(self, value: Any) -> bool:
+        """Return whether a placeholder of this recording is in ``value``."""
+        return any(isinstance(leaf, Placeholder) and self._made(leaf) for leaf in tree_leaves(value))
+
+    def _made(self, placeholder: Placeholder) -> bool:
+        return any(made() is placeholder for made in self._placeholders)
+
+    def _check_order(self, name: str) -> None:
+        expected = self.names[len(self._calls)]
+        if name == expected:
+            return
+        called = ", ".join(self._calls) or "none"
+        what = "a second time" if name in self._calls else f"before block {expected}"
+        raise RuntimeError(
+            f"the model calls block {self._path}.{name} {what} (called so far: {called}); a pipeline runs the blocks "
+            f"{self.names[0]} to {self.names[-1]} once each, in this order. Switch off what skips or repeats blocks, "
+            "such as layerdrop, or name another list of blocks by module=..."
+        )
+
+    def _slot_of(self, block: str, argument: str, tensor: Tensor) -> tuple[int, bool]:
+        """Return the slot of a tensor, and whether the tensor is given from outside."""
+        if isinstance(tensor, Placeholder):
+            if self._made(tensor):
+                return tensor.slot, False
+            if tensor.value is None:
+                raise tensor.refusal(torch.Tensor.to)
+            tensor = tensor.value
+        if id(tensor) not in self._slots:
+            self._slots[id(tensor)] = len(self._table)
+            self._table.append(tensor)
+        return self._slots[id(tensor)], True
+
+    def value(self) -> Value:
+        """Return what travels through the stages."""
+        alive = [made for made in (made() for made in self._placeholders) if made is not None]
+        returned = [made.slot for made in alive]
+        kept = set(returned)
+        used = {slot for slot, _ in self._last_use.items()}
+        dropped: dict[str, list[int]] = {name: [] for name in self.names}
+        for slot, name in self._last_use.items():
+            if slot not in kept:
+                dropped[name].append(slot)
+        for name, call in self._calls.items():
+            slots = [leaf.number for leaf in tree_leaves(call.output) if isinstance(leaf, Slot)]
+            dropped[name] += [slot for slot in slots if slot not in used and slot not in kept]
+        calls = {name: replace(call, dropped=dropped[name]) for name, call in self._calls.items()}
+        plan = Plan(self._path, calls, self.names[-1], returned)
+        table, self._table = self._table, []
+        return table, cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def give_values(self, returned: Sequence[Any]) -> None:
+        """Give the placeholders that are still there their values, in the order of their slots."""
+        alive = [made for made in (made() for made in self._placeholders) if made is not None]
+        for placeholder, value in zip(alive, returned, strict=True):
+            placeholder.value = value
+
+    def abandon(self, reason: str) -> None:
+        """Tell the placeholders that they get no values."""
+        for made in self._placeholders:
+            if (placeholder := made()) is not None:
+                placeholder.ended = reason
+
+
+def _check_plain(block: str, argument: str, leaf: Any) -> None:
+    if isinstance(leaf, nn.Module):
+        raise RuntimeError(
+            f"block {block} gets a module as argument {argument!r} ({type(leaf).__name__}). A module is not data: its "
+            "parameters would be trained on a copy in another process. Make it a part of the block."
+        )
+
+
+def _check_object(block: str, argument: str, leaf: Any) -> None:
+    if any(kind.__name__.endswith("Cache") for kind in type(leaf).__mro__):
+        raise RuntimeError(
+            f"block {block} gets a key-value cache as argument {argument!r} ({type(leaf).__name__}), which blocks in "
+            "other processes would fill without effect. Call the model with use_cache=False, or set "
+            "model.config.use_cache = False."
+        )
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
+    """Run a block's code on the ``meta`` device; return its output, or ``None`` if the code needs values."""
+    tensors = {name: _like(t) for name, t in [*block.named_parameters(), *block.named_buffers()]}
+    given, named = tree_map_only(Tensor, _like, (args, dict(kwargs)))
+    attributes = [(module, dict(vars(module))) for module in block.modules()]
+    own = [(module, dict(module._parameters), dict(module._buffers)) for module in block.modules()]
+    try:
+        with torch.no_grad(), preserved_random_state(torch.device("cpu")):
+            for module, _ in attributes:
+                vars(module).pop(CALL_ATTRIBUTE, None)
+            output = torch.func.functional_call(block, tensors, given, named)
+    except Exception:  # whatever the code raises that finds no values
+        return None
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for module, parameters, buffers in own:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+    if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(output)):
+        return None
+    return (tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output),)
