@@ -43,23 +43,24 @@ from strategies.lightning.hooks import (
 )
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
-from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module
+from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, averages_weights, find_copies
 from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
+from strategies.pipeline.blocks.transformers_compat import switch_off_cache
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.stage.layers import Seeds
 from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
 from strategies.sharding.states import gather_state_dict
 
 
 class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
-    """Divides an ``nn.Sequential`` of the model into stages and trains each stage in a process of its own.
+    """Divides the layers of a model into stages and trains each stage in a process of its own.
 
     The process that runs the script is the driver: it runs Lightning's loop, the loss and the last stage. The other
     stages run in worker processes, which the driver starts and which run nothing of the script. Under torchrun or SLURM
@@ -99,7 +100,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             less memory; ``training_step`` runs once per micro-batch, and its results are means weighted by rows.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. Default: ``False``.
-        module: Dotted path of the ``nn.Sequential`` in the model. Default: ``"sequential_module"``.
+        module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
+            ``sequential_module``, else the list of blocks of a Hugging Face model, else the only ``nn.ModuleList`` with
+            enough layers. The blocks of an ``nn.ModuleList`` are called by the model's own ``forward``, which runs in
+            this process.
         data_parallel_size: Number of replicas of the pipeline, among which devices and data are divided. Default: 1.
         shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among them
             (ZeRO stage 1). Default: ``False``.
@@ -131,7 +135,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         *,
         schedule: str = "gpipe",
         deferred_batch_norm: bool = False,
-        module: str = "sequential_module",
+        module: str | None = None,
         data_parallel_size: int = 1,
         shard_optimizer_states: bool = False,
         state_dict_type: str = "full",
@@ -162,7 +166,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         super().__init__(data_parallel_size, *parallel)
         self.balance: Sequence[int] | Literal["even"] | None = balance
         self._timeout = timedelta(seconds=self._settings.patience_seconds)
-        self._given_balance, self._balance_mode, self._module_path = balance, balance_mode, module
+        self._given_balance, self._balance_mode, self._given_path = balance, balance_mode, module
+        self._module_path = module or "sequential_module"
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
         self._state_dict_type, self._async_save = state_dict_type, async_save
@@ -216,12 +221,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
 
-    def _checked_module(self, trainer: Trainer, model: LightningModule, fitting: bool) -> nn.Sequential:
+    def _checked_module(self, trainer: Trainer, model: LightningModule, fitting: bool) -> Pipelined:
         """Check model, callbacks and loggers, and return the part of the model that is pipelined."""
         if fitting:
             checks.check_callbacks(trainer)
             checks.check_automatic_optimization(model, self._settings.schedule)
             checks.check_loggers(trainer)
+        self._module_path = find_path(model, self._given_path, len(self.devices))
         module = find_module(model, self._module_path)
         checks.warn_of_time_first(module, self._module_path)
         self._batch_norms = {
@@ -232,7 +238,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checks.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
         return module
 
-    def _prepare_model(self, model: LightningModule, module: nn.Sequential) -> list[int]:
+    def _prepare_model(self, model: LightningModule, module: Pipelined) -> list[int]:
         """Convert the model to its precision, find the balance, and move the driver's part to its device."""
         self.model = self.precision_plugin.convert_module(model)
         balance = self.balance = find_balance(
@@ -276,6 +282,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._per_microbatch, collecting = None, []
         self._undo = [
             *collecting,
+            *(switch_off_cache(model) if isinstance(pipeline.module, nn.ModuleList) else ()),
             *show_stages(trainer, pipeline.module, balance),
             *follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
             *([after_backward(self.precision_plugin, self._after_backward)] if self.world_size > 1 else []),
@@ -425,7 +432,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return  # load_state_dict of the model checks by itself then
         module = dict(model.named_modules()).get(self._module_path)
         stage_of: DescribeStage = no_stage
-        if given is not None and given != "even" and isinstance(module, nn.Sequential):
+        if given is not None and given != "even" and isinstance(module, Pipelined):
             stage_of = stages_by_name(cut(module, given), f"{self._module_path}.")
         check_fit(model, state, strict=strict, stage_of=stage_of)
 

@@ -286,7 +286,7 @@ def smallest_batch(trainer: Any) -> int | None:
     return min(sizes, default=None)
 
 
-def warn_of_time_first(module: nn.Sequential, path: str) -> None:
+def warn_of_time_first(module: nn.Module, path: str) -> None:
     """Warn if a layer takes time as the first dimension, because a pipeline splits that dimension as the batch."""
     for name, layer in module.named_children():
         if getattr(getattr(layer, "self_attn", layer), "batch_first", True) is False:

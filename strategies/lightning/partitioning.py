@@ -13,50 +13,101 @@ from torch.nn.parameter import is_lazy
 from strategies.common.names import did_you_mean
 from strategies.launch.workers import share_of_threads
 from strategies.lightning.checks import as_misconfiguration
-from strategies.lightning.compat import LightningModule, MisconfigurationException
+from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info
+from strategies.pipeline.blocks.transformers_compat import lists_of_blocks
 from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs
 from strategies.pipeline.partition.probe import input_of
-from strategies.pipeline.partition.sequential import check_balance
+from strategies.pipeline.partition.sequential import Pipelined, check_balance
 from strategies.pipeline.stage.calling import call_with_one
 from strategies.pipeline.stage.skip import verify_skippables
 
 BALANCE_MODES = ("balance_by_size", "balance_by_time")
 
 
-def find_module(model: LightningModule, path: str) -> nn.Sequential:
-    """Return the ``nn.Sequential`` to be pipelined.
+def find_path(model: nn.Module, given: str | None, num_stages: int) -> str:
+    """Return the dotted path of the part of the model that is pipelined.
 
     Args:
         model: The model.
-        path: The dotted path of the ``nn.Sequential`` in the model.
+        given: The path that the user has given; ``None`` to find it: ``"sequential_module"``, else the list of blocks
+            of the classes that a model of Hugging Face names in ``_no_split_modules``, else the only ``nn.ModuleList``
+            (or, without any, the only ``nn.Sequential``) with at least one layer per stage.
+        num_stages: Number of stages.
 
     Raises:
-        MisconfigurationException: If there is no ``nn.Sequential`` at the path, if its parameters have no shapes or no
-            values, or if the skip connections between its layers do not match.
+        MisconfigurationException: If there are several candidates, or none.
+    """
+    if given is not None:
+        return given
+    if hasattr(model, "sequential_module"):
+        return "sequential_module"
+    kind = type(model).__name__
+    found = lists_of_blocks(model)
+    if not found:
+        found = _outermost(model, nn.ModuleList, num_stages) or _outermost(model, nn.Sequential, num_stages)
+    if len(found) > 1:
+        listed = ", ".join(f"{path!r} ({_described(model, path)})" for path in found)
+        raise MisconfigurationException(
+            f"{kind} has several lists of layers that could be pipelined: {listed}. Name one of them, such as "
+            f"RPCSequentialStrategy(module={found[0]!r}); the others then run in the driver's process."
+        )
+    if not found:
+        raise MisconfigurationException(
+            f"{kind} has no nn.Sequential or nn.ModuleList with at least {num_stages} layers, one for each of the "
+            f"{num_stages} devices, so there is nothing to pipeline. Put its layers into one, such as "
+            "`self.sequential_module = nn.Sequential(...)`, or use fewer devices."
+        )
+    rank_zero_info(f"RPCSequentialStrategy pipelines {found[0]!r} of {kind} ({_described(model, found[0])}).")
+    return found[0]
+
+
+def _outermost(model: nn.Module, kind: type[Pipelined], num_layers: int) -> list[str]:
+    """Return the paths of modules of a class with enough layers, except those inside another one."""
+    found: list[str] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in found)
+        if path and not is_inside and type(module) is kind and len(module) >= num_layers:
+            found.append(path)
+    return found
+
+
+def _described(model: nn.Module, path: str) -> str:
+    module = model.get_submodule(path)
+    kinds = dict.fromkeys(type(child).__name__ for child in module.children())
+    return f"{len(list(module.children()))} {' and '.join(kinds)}"
+
+
+def find_module(model: nn.Module, path: str) -> Pipelined:
+    """Return the part of the model that is pipelined.
+
+    Args:
+        model: The model.
+        path: Its dotted path in the model.
+
+    Raises:
+        MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, if its parameters
+            have no shapes or no values, if a block is in the list twice, or if the skip connections between layers do
+            not match.
     """
     kind = type(model).__name__
-    hint = _other_modules(model, path)
     try:
         module = attrgetter(path)(model)
     except AttributeError:
         raise MisconfigurationException(
-            f"{kind} has no {path!r}, the nn.Sequential to be pipelined: set `self.{path} = nn.Sequential(...)`, or "
-            f"name another one by RPCSequentialStrategy(module=...){hint}"
+            f"{kind} has no {path!r}, the nn.Sequential or nn.ModuleList to be pipelined{_other_modules(model, path)}"
         ) from None
+    if not isinstance(module, Pipelined):
+        raise MisconfigurationException(
+            f"{kind}.{path} must be an nn.Sequential or an nn.ModuleList to be pipelined, but is a "
+            f"{type(module).__name__}{_other_modules(model, path)}"
+        )
     if isinstance(module, nn.ModuleList):
-        return module
-        raise MisconfigurationException(
-            f"{kind}.{path} is an nn.ModuleList, whose layers the model calls itself, so a pipeline cannot run them on "
-            "other processes. If each layer takes what the previous one returns, make it an nn.Sequential (parameters "
-            f"keep their names, so checkpoints still load) and call `x = self.{path}(x)` in place of the loop over it. "
-            "Anything else that the loop does has to move into the layers."
-        )
-    if not isinstance(module, nn.Sequential):
-        raise MisconfigurationException(
-            f"{kind}.{path} must be an nn.Sequential to be pipelined, but is a {type(module).__name__}: put its "
-            f"layers into one, or name another one by RPCSequentialStrategy(module=...){hint}"
-        )
-    if type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
+        if len(set(module)) < len(module):
+            raise MisconfigurationException(
+                f"{kind}.{path} contains the same block several times, so one process would have to run it at several "
+                "places of the pipeline. Give each place a block of its own, or share parameters instead of blocks."
+            )
+    elif type(module).forward is not nn.Sequential.forward or "forward" in vars(module):
         raise MisconfigurationException(
             f"{kind}.{path} is a {type(module).__name__} with its own forward method, which a pipeline would not run, "
             "because it calls the layers one after another. Move the code of that method into a layer, or use a plain "
@@ -82,18 +133,15 @@ def find_module(model: LightningModule, path: str) -> nn.Sequential:
 
 def _other_modules(model: nn.Module, path: str) -> str:
     """Return the end of a message that names other modules which the user may have meant."""
-    sequentials = [name for name, child in model.named_modules() if isinstance(child, nn.Sequential) and name]
-    if sequentials:
-        return did_you_mean(path, sequentials)
-    lists = [name for name, child in model.named_modules() if isinstance(child, nn.ModuleList)]
-    if not lists:
-        return "; it has no nn.Sequential at all"
-    return f"; it has no nn.Sequential, but an nn.ModuleList, {lists[0]!r}: make that an nn.Sequential"
+    paths = [name for name, child in model.named_modules() if isinstance(child, Pipelined) and name]
+    if paths:
+        return did_you_mean(path, paths)
+    return "; it has neither anywhere: put its layers into one, such as `self.sequential_module = nn.Sequential(...)`"
 
 
 def find_balance(
     model: LightningModule,
-    module: nn.Sequential,
+    module: Pipelined,
     *,
     num_stages: int,
     given: list[int] | Literal["even"] | None,
@@ -126,8 +174,8 @@ def find_balance(
             return check_balance(given, len(module), num_stages)
     if len(module) < num_stages:
         raise MisconfigurationException(
-            f"The pipelined nn.Sequential has {len(module)} layers, too few for {num_stages} devices: each stage needs "
-            f"one. Set devices to at most {len(module)}, or divide it into more layers."
+            f"The pipelined {type(module).__name__} has {len(module)} layers, too few for {num_stages} devices: each "
+            f"stage needs one. Set devices to at most {len(module)}, or divide it into more layers."
         )
     if num_stages == 1:
         return [len(module)]
@@ -145,7 +193,7 @@ def find_balance(
         return measure(num_stages, module, sample, device=device, call=call_with_one)
 
 
-def _are_alike(layers: nn.Sequential) -> bool:
+def _are_alike(layers: Pipelined) -> bool:
     """Return whether all layers have the same class, the same modules inside, and tensors of the same shapes."""
     kinds = [
         [

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from strategies.common.torch_compat import tree_map
+from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_map
 from strategies.lightning.compat import (
     LightningModule,
     ModelSummary,
@@ -32,7 +32,7 @@ from strategies.lightning.hooks import Undo, show_summary
 from strategies.pipeline.partition.sequential import cut
 
 
-def show_stages(trainer: Any, module: nn.Sequential, balance: Sequence[int]) -> list[Undo]:
+def show_stages(trainer: Any, module: nn.Module, balance: Sequence[int]) -> list[Undo]:
     """Make the summary callbacks of a Trainer show the stage of each layer.
 
     Args:
@@ -69,7 +69,7 @@ class StageSummary(Summary):
         balance: Number of layers of each stage.
     """
 
-    def __init__(self, model: LightningModule, max_depth: int, module: nn.Sequential, balance: Sequence[int]) -> None:
+    def __init__(self, model: LightningModule, max_depth: int, module: nn.Module, balance: Sequence[int]) -> None:
         self._module, self._last = module, len(balance) - 1
         self._stages: dict[nn.Module, set[int]] = {}
         for i, stage in enumerate(cut(module, balance)):
@@ -124,15 +124,18 @@ def _cell_of(stages: set[int]) -> str:
 
 
 @contextmanager
-def _in_one_process(model: nn.Module, module: nn.Sequential) -> Iterator[None]:
+def _in_one_process(model: nn.Module, module: nn.Module) -> Iterator[None]:
     """Within this, the model is in evaluation mode, and ``module`` calls its layers in this process."""
     modes = {part: part.training for part in model.modules()}
     pipelined = vars(module).pop("forward", None)
+    intercepted = [(part, vars(part).pop(CALL_ATTRIBUTE)) for part in module.children() if CALL_ATTRIBUTE in vars(part)]
     try:
         model.eval()
         yield
     finally:
         if pipelined is not None:
             vars(module)["forward"] = pipelined
+        for part, call in intercepted:
+            vars(part)[CALL_ATTRIBUTE] = call
         for part, mode in modes.items():
             part.training = mode

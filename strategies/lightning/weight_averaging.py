@@ -20,6 +20,7 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.hooks import Undo, run_hooks_within
 from strategies.pipeline.driver import ModelCopy
+from strategies.pipeline.partition.sequential import Pipelined
 from strategies.pipeline.state.remote_operations import OnStages
 
 _HOOKS = [
@@ -30,12 +31,12 @@ _HOOKS = [
 """The hooks in which a callback may change weights. A checkpoint gathers the values of every stage in any case."""
 
 
-def find_copies(trainer: Any, module: nn.Sequential, path: str) -> list[ModelCopy]:
+def find_copies(trainer: Any, module: Pipelined, path: str) -> list[ModelCopy]:
     """Return the copies of the model in which callbacks keep averages.
 
     Args:
         trainer: The Trainer with the callbacks.
-        module: The pipelined ``nn.Sequential`` of the model.
+        module: The pipelined part of the model.
         path: The dotted path of ``module`` in the model.
 
     Raises:
@@ -49,7 +50,7 @@ def find_copies(trainer: Any, module: nn.Sequential, path: str) -> list[ModelCop
             copied = attrgetter(path)(model)
         except AttributeError:
             copied = None
-        if not isinstance(copied, nn.Sequential) or _layout(copied) != _layout(module):
+        if not isinstance(copied, Pipelined) or _layout(copied) != _layout(module):
             raise MisconfigurationException(
                 f"{type(callback).__name__} holds the average of another model than the one that is run: its {path} "
                 f"is {copied!r:.200}. Use a new {type(callback).__name__} for each model."

@@ -2,7 +2,8 @@
 
     input ──▶ worker: stage 0 ──▶ worker: stage 1 ──▶ driver: last stage ──▶ output
 
-Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Sequential`` runs the pipeline.
+Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Sequential`` runs the pipeline. For an
+``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.blocks`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,7 @@ from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.executor.whole_batch import WholeBatch
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
-from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.stage.layers import Layers, PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage
@@ -59,11 +60,11 @@ class ModelCopy:
 
     Attributes:
         model: The copy.
-        module: Its ``nn.Sequential``, with the layers of the pipelined one.
+        module: Its pipelined module.
     """
 
     model: nn.Module
-    module: nn.Sequential | nn.ModuleList
+    module: Pipelined
 
 
 @dataclass(frozen=True)
@@ -91,10 +92,10 @@ class _Workers:
 
 
 class Pipeline(NotCopyable):
-    """Runs an ``nn.Sequential`` over several processes, the last stage in this one.
+    """Runs layers over several processes, the last stage in this one.
 
     Args:
-        module: The layers.
+        module: The layers: an ``nn.Sequential``, or an ``nn.ModuleList`` whose blocks the model calls itself.
         balance: Number of layers of each stage.
         devices: Device of each stage; the last one is this process's.
         settings: How to run.
@@ -110,7 +111,7 @@ class Pipeline(NotCopyable):
 
     def __init__(
         self,
-        module: nn.Sequential | nn.ModuleList,
+        module: Pipelined,
         balance: Sequence[int],
         devices: Sequence[torch.device],
         settings: Settings,
@@ -316,8 +317,8 @@ class Pipeline(NotCopyable):
         averaging.share()
         return averaging
 
-    def _all(self) -> list[tuple[nn.Module, nn.Sequential, list[nn.Sequential], Sequence[Optimizer]]]:
-        """The model and its copies: each with its ``nn.Sequential``, the stages of that, and its optimizers."""
+    def _all(self) -> list[tuple[nn.Module, nn.Module, list[nn.Sequential], Sequence[Optimizer]]]:
+        """The model and its copies: each with its pipelined module, the stages of that, and its optimizers."""
         own = self._model or self.module, self.module, self.stages, self.optimizers.optimizers
         return [own, *((copy.model, copy.module, stages, ()) for copy, stages in self._copies)]
 
@@ -432,7 +433,7 @@ def _close(remotes: Sequence[RemoteStage]) -> None:
 
 
 @contextmanager
-def _copy_on_stages(module: nn.Sequential, number: int) -> Iterator[None]:
+def _copy_on_stages(module: nn.Module, number: int) -> Iterator[None]:
     """Within this, a copy of the model whose first layers live on workers can be moved, but not called."""
 
     def forward(*args: Any) -> NoReturn:

@@ -38,7 +38,9 @@ _IN_TORCH_COMPAT = {
     "torch.nn.Module._state_dict_hooks": "copy a module without the pipeline's own hooks",
     "torch.nn.Module._load_state_dict_pre_hooks": "copy a module without the pipeline's own hooks",
     "torch.nn.Module._non_persistent_buffers_set": "check a state dict before it is loaded",
-    "torch.nn.Module._compiled_call_impl": "warn that compile() is lost on the way to a worker",
+    "torch.nn.Module._compiled_call_impl": "take over calls of blocks; warn that compile() is lost",
+    "torch.nn.Module._call_impl": "run a block whose calls are taken over",
+    "torch.Tensor._make_wrapper_subclass": "make a placeholder for the output of a block that has not run",
     "torch.nn.Module._apply": "move a copy of the model whose layers are on workers",
     "torch._C._will_engine_execute_node": "refuse torch.autograd.grad through a pipeline",
     "torch._C._current_graph_task_id": "tell one backward pass from the next under ZeRO",
@@ -173,6 +175,8 @@ _COMBINED = f"{_LIGHTNING}.utilities.combined_loader.CombinedLoader"
 _SUMMARY = f"{_LIGHTNING}.utilities.model_summary.model_summary.ModelSummary"
 _MODULE = "torch.nn.modules.module.Module"
 
+_IN_TRANSFORMERS_COMPAT = {"transformers.PreTrainedModel._no_split_modules": "find the blocks of a model"}
+
 _EXTENDED = {
     "argparse._ActionsContainer._actions": "list the keys of a configuration",
     "jsonargparse._core.ArgumentParser._subcommands_action": "list the keys of a configuration",
@@ -234,7 +238,7 @@ _ACCEPTED = {
 _DISTRIBUTIONS = {"lightning_fabric": "pytorch_lightning"}
 """Packages that another distribution installs."""
 
-_ALL = {**_IN_TORCH_COMPAT, **_IN_LIGHTNING_COMPAT, **_EXTENDED}
+_ALL = {**_IN_TORCH_COMPAT, **_IN_LIGHTNING_COMPAT, **_IN_TRANSFORMERS_COMPAT, **_EXTENDED}
 
 
 @pytest.mark.parametrize("path", _ALL)

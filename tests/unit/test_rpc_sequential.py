@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from strategies import RPCSequentialStrategy
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
+from strategies.lightning.partitioning import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer
 from trainer.cli import main
@@ -219,11 +220,6 @@ def without_sequential(model: Model) -> None:
     del model.sequential_module
 
 
-def renamed(model: Model) -> None:
-    model.sequential_modul = model.sequential_module
-    del model.sequential_module
-
-
 def no_sequential(model: Model) -> None:
     model.sequential_module = nn.Linear(4, 2)
 
@@ -233,13 +229,26 @@ def a_list(model: Model) -> None:
     model.sequential_module = [nn.Linear(4, 2)]
 
 
-def module_list(model: Model) -> None:
-    model.layers, model.sequential_module = model.sequential_module, nn.ModuleList([nn.Linear(4, 2)])
-
-
-def blocks(model: Model) -> None:
-    model.blocks = nn.ModuleList(model.sequential_module)
+def renamed(model: Model) -> None:
+    model.body = nn.Module()
+    model.body.blocks = nn.ModuleList(model.sequential_module)
     del model.sequential_module
+
+
+def renamed_beside_a_sequential(model: Model) -> None:
+    renamed(model)
+    model.head = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+
+
+def two_lists(model: Model) -> None:
+    del model.sequential_module
+    model.down = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    model.up = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model.head = nn.ModuleList([nn.Linear(4, 2)])
+
+
+def repeated(model: Model) -> None:
+    model.sequential_module = nn.ModuleList([nn.Linear(4, 4)] * 3)
 
 
 def no_example(model: Model) -> None:
@@ -302,24 +311,16 @@ def layer_with_the_model(model: Model) -> None:
     [
         (
             without_sequential,
-            "Model has no 'sequential_module', the nn.Sequential to be pipelined: set `self.sequential_module = "
-            "nn.Sequential(...)`, or name another one by RPCSequentialStrategy(module=...); it has no nn.Sequential",
+            "Model has no nn.Sequential or nn.ModuleList with at least 2 layers, one for each of the 2 devices",
         ),
         (
-            renamed,
-            "Model has no 'sequential_module'.*RPCSequentialStrategy(module=...); did you mean 'sequential_modul'",
+            two_lists,
+            "Model has several lists of layers that could be pipelined: 'down' (2 Linear), 'up' (3 Linear). Name one "
+            "of them, such as RPCSequentialStrategy(module='down')",
         ),
-        (
-            no_sequential,
-            "Model.sequential_module must be an nn.Sequential to be pipelined, but is a Linear: put its layers into",
-        ),
-        (a_list, "Model.sequential_module must be an nn.Sequential to be pipelined, but is a list"),
-        (
-            module_list,
-            "Model.sequential_module is an nn.ModuleList, whose layers the model calls itself, .*make it an nn.Sequent"
-            "ial .*call `x = self.sequential_module(x)` in place of the loop over it",
-        ),
-        (blocks, "Model has no 'sequential_module', .*it has no nn.Sequential, but an nn.ModuleList, 'blocks': make"),
+        (repeated, "Model.sequential_module contains the same block several times"),
+        (no_sequential, "Model.sequential_module must be an nn.Sequential or an nn.ModuleList to be pipelined, but is"),
+        (a_list, "Model.sequential_module must be an nn.Sequential or an nn.ModuleList to be pipelined, but is a list"),
         (
             no_example,
             "Measuring the layers needs an example input: set `self.example_input_array` on Model to a batch of "
@@ -361,6 +362,25 @@ def test_models(spoil: Callable[[Model], None], message: str) -> None:
         fit(model, **settings)
     assert {id(p) for p in model.parameters() if p.is_meta} == before
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "expected"),
+    [
+        (lambda model: None, "sequential_module"),
+        (lambda model: model.register_module("blocks", nn.ModuleList(model.sequential_module)), "sequential_module"),
+        (renamed, "body.blocks"),
+        (
+            lambda model: renamed(model) or model.register_module("head", nn.Sequential(*model.body.blocks)),
+            "body.blocks",
+        ),
+    ],
+)
+def test_the_pipelined_part_is_found(spoil: Callable[[Model], Any], expected: str) -> None:
+    model = Model()
+    spoil(model)
+    assert find_path(model, None, 2) == expected
+    assert find_path(model, "anything", 2) == "anything"
 
 
 def test_an_example_is_not_needed_where_nothing_is_to_be_found() -> None:
@@ -424,8 +444,8 @@ def test_layers_that_cannot_be_pickled(layer: Callable[[], nn.Module]) -> None:
     ("path", "message"),
     [
         ("net.layer", "Nested has no 'net.layer', .*did you mean 'net.layers'"),
-        ("net", "Nested.net must be an nn.Sequential to be pipelined, but is a ModuleDict"),
-        ("nothing.at.all", "Nested has no 'nothing.at.all', the nn.Sequential .*valid names: net.layers"),
+        ("net", "Nested.net must be an nn.Sequential or an nn.ModuleList to be pipelined, but is a"),
+        ("nothing.at.all", "Nested has no 'nothing.at.all', the nn.Sequential or .*valid names: net.layers"),
     ],
 )
 def test_path_of_the_module(path: str, message: str) -> None:

@@ -1,7 +1,7 @@
 """The output of a block before the block has run, as the model's own code sees it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ _READS = frozenset(
 
 
 class Placeholder(Tensor):
-    """Stands for a tensor that a block will return. Only shape, dtype and device can be read before the blocks have run.
+    """Stands for a tensor that a block will return. Until the blocks have run, only its shape, dtype and device exist.
 
     Once the last block has been called, every operation uses the value.
 
@@ -65,15 +65,7 @@ class Placeholder(Tensor):
                 return func(*args, **kwargs)
         raise waiting[0].refusal(func)
 
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        waiting = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder) and leaf.value is None]
-        if waiting:
-            raise waiting[0].refusal(func)
-        args, kwargs = tree_map_only(Placeholder, lambda leaf: leaf.value, (tuple(args), dict(kwargs or {})))
-        return func(*args, **kwargs)
+    __torch_dispatch__ = cast(Any, staticmethod(lambda func, types, args, kwargs: _dispatched(func, args, kwargs)))
 
     def refusal(self, func: Any) -> RuntimeError:
         """Return the error for an operation on a value that is not there."""
@@ -86,3 +78,12 @@ class Placeholder(Tensor):
             + ". Between two blocks only the shape, dtype and device of an output can be read. Move the operation into "
             "a block, or name another list of blocks by module=..."
         )
+
+
+def _dispatched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
+    """Run an operation that reached a placeholder below ``__torch_function__``, such as one of a custom function."""
+    waiting = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder) and leaf.value is None]
+    if waiting:
+        raise waiting[0].refusal(func)
+    args, given = tree_map_only(Placeholder, lambda leaf: leaf.value, (args, dict(kwargs or {})))
+    return func(*args, **given)

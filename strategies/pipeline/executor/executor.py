@@ -121,7 +121,7 @@ class PipelineParts:
         averaging: This process's part in averaging gradients; ``None`` if there is one pipeline only.
     """
 
-    module: nn.Sequential
+    module: nn.Module
     stages: Sequence[nn.Sequential]
     stage: Stage
     connections: Connections

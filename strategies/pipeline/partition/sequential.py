@@ -1,9 +1,12 @@
-"""Splitting an ``nn.Sequential`` into stages of consecutive layers."""
+"""Splitting an ``nn.Sequential`` or an ``nn.ModuleList`` into stages of consecutive layers."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 
 from torch import nn
+
+Pipelined = nn.Sequential | nn.ModuleList
+"""What can be divided into stages: layers that call each other's output, or blocks that the model calls itself."""
 
 
 def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
@@ -33,7 +36,7 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> l
     return sizes
 
 
-def cut(module: nn.Sequential, balance: Sequence[int]) -> list[nn.Sequential]:
+def cut(module: nn.Module, balance: Sequence[int]) -> list[nn.Sequential]:
     """Split ``module`` into stages of consecutive layers, which share its layers and keep their names."""
     children = list(module._modules.items())  # named_children() leaves out a layer that is there twice
     ends = list(accumulate(balance))

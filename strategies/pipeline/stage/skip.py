@@ -122,7 +122,7 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[L
     return decorated
 
 
-def verify_skippables(module: nn.Sequential) -> None:
+def verify_skippables(module: nn.Module) -> None:
     """Check that one layer stashes each skip and one later layer pops it; both may be inside one layer.
 
     Raises:

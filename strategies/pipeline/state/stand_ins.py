@@ -17,7 +17,7 @@ from strategies.pipeline.state.remote_tensor import Source, remote_buffer, remot
 
 
 @contextmanager
-def without_layers(module: nn.Sequential, number: int) -> Iterator[None]:
+def without_layers(module: nn.Module, number: int) -> Iterator[None]:
     """Remove the first ``number`` layers from ``module`` while the context is active."""
     children = dict(module._modules)
     for name in list(children)[:number]:

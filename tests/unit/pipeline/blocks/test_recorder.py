@@ -1,0 +1,278 @@
+"""Blocks of an ``nn.ModuleList`` whose calls are recorded and run stage by stage, here all in one process."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.pipeline.blocks.recorder import DeferredBlocks
+from strategies.pipeline.partition.sequential import cut
+
+
+class Block(nn.Module):
+    """Takes a mask, a scale and a bias, and returns a tensor."""
+
+    def __init__(self, kind: str = "full") -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(4, 4), kind
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None, *, bias: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = hidden + scale * torch.tanh(self.linear(hidden)) + bias
+        return hidden if mask is None else hidden * mask
+
+
+class TupleBlock(Block):
+    """Returns the hidden state, a bias for the next block, statistics, and nothing."""
+
+    def forward(self, hidden: Tensor, bias: Tensor | None = None) -> Any:
+        hidden = hidden + torch.tanh(self.linear(hidden)) + (0 if bias is None else bias)
+        return hidden, hidden.mean(-1, keepdim=True), None
+
+
+class Loop(nn.Module):
+    """A model that calls its blocks by ``run``."""
+
+    def __init__(self, blocks: list[nn.Module], run: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.embed, self.run = nn.ModuleList(blocks), nn.Linear(4, 4), run
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, self.embed(x))
+
+
+@contextmanager
+def deferred(model: Loop, balance: list[int]) -> Iterator[list[list[Any]]]:
+    """Run the calls of the blocks through stages in this process; yields the tables that enter the stages."""
+    tables: list[list[Any]] = []
+
+    def run(value: Any) -> Any:
+        for stage in cut(model.blocks, balance):
+            tables.append(value[0])
+            value = blocks.call(stage, value, lambda place, given: None)
+        return value
+
+    blocks = DeferredBlocks(model.blocks, "blocks", run)
+    blocks.start()
+    try:
+        yield tables
+    finally:
+        blocks.end()
+
+
+def equals_one_process(model: Loop, balance: list[int], x: Tensor) -> list[list[Any]]:
+    """Compare outputs and all gradients with those of a plain call."""
+
+    def grads(output: Any) -> list[Tensor | None]:
+        model.zero_grad()
+        sum(t.square().sum() for t in (output if isinstance(output, tuple) else (output,))).backward()
+        return [p.grad for p in model.parameters()]
+
+    expected = model(x)
+    expected_grads = grads(expected)
+    with deferred(model, balance) as tables:
+        found = model(x)
+    found_grads = grads(found)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    for one, other in zip(found_grads, expected_grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    return tables
+
+
+def looping(model: Loop, hidden: Tensor) -> Tensor:
+    mask = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    for number, block in enumerate(model.blocks[:]):
+        hidden = block(hidden, mask if block.kind == "masked" else None, bias=model.bias, scale=number + 0.5)
+    return hidden.tanh()
+
+
+def with_tuples(model: Loop, hidden: Tensor) -> tuple[Tensor, ...]:
+    bias, statistics = None, []
+    for block in model.blocks:
+        outputs = block(hidden, bias)
+        hidden, bias, nothing = outputs
+        assert nothing is None and len(outputs) == 3
+        assert outputs[0].shape == (3, 4) and outputs[0].dtype == torch.float32 and isinstance(outputs[0], Tensor)
+        statistics.append(bias)
+    return hidden, *statistics[1:]
+
+
+X = torch.arange(12.0).reshape(3, 4) / 12
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 1, 1]])
+def test_masks_biases_and_numbers_of_each_block(balance: list[int]) -> None:
+    model = Loop([Block(), Block("masked"), Block(), Block("masked")], looping)
+    tables = equals_one_process(model, balance, X)
+    # The bias, which every block takes, is in the table once; of the hidden states the current one only.
+    assert [sum(isinstance(entry, Tensor) for entry in table) for table in tables] == [3] * len(balance)
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 1, 1]])
+def test_blocks_that_return_tuples(balance: list[int]) -> None:
+    equals_one_process(Loop([TupleBlock() for _ in range(3)], with_tuples), balance, X)
+
+
+def test_hidden_states_that_the_model_collects() -> None:
+    def run(model: Loop, hidden: Tensor) -> tuple[Tensor, ...]:
+        collected = (hidden,)
+        for block in model.blocks:
+            hidden = block(hidden, bias=model.bias)
+            collected += (hidden,)
+        return collected
+
+    equals_one_process(Loop([Block() for _ in range(3)], run), [1, 1, 1], X)
+
+
+def test_a_block_is_itself_again_after_the_end() -> None:
+    model = Loop([Block(), Block()], looping)
+    with deferred(model, [1, 1]):
+        pass
+    assert type(model.blocks[0](X, bias=model.bias)) is Tensor
+
+
+def test_two_passes_one_after_the_other() -> None:
+    model = Loop([Block(), Block()], lambda m, h: looping(m, looping(m, h)))
+    equals_one_process(model, [1, 1], X)
+
+
+def adds_between(model: Loop, hidden: Tensor) -> Tensor:
+    for block in model.blocks:
+        hidden = block(hidden, bias=model.bias) + 1
+    return hidden
+
+
+def one_twice(model: Loop, hidden: Tensor) -> Tensor:
+    first = model.blocks[0](hidden, bias=model.bias)
+    return model.blocks[0](first, bias=model.bias)
+
+
+def one_skipped(model: Loop, hidden: Tensor) -> Tensor:
+    hidden = model.blocks[0](hidden, bias=model.bias)
+    return model.blocks[2](hidden, bias=model.bias)
+
+
+def backwards(model: Loop, hidden: Tensor) -> Tensor:
+    for block in reversed(model.blocks):
+        hidden = block(hidden, bias=model.bias)
+    return hidden
+
+
+def ends_early(model: Loop, hidden: Tensor) -> Tensor:
+    return model.blocks[0](hidden, bias=model.bias).tanh()
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (adds_between, "uses the output of block blocks.0 in (__add__|add)"),
+        (ends_early, "uses the output of block blocks.0 in tanh"),
+        (one_twice, "calls block blocks.0 a second time"),
+        (one_skipped, "calls block blocks.2 before block 1"),
+        (backwards, "calls block blocks.2 before block 0"),
+    ],
+)
+def test_what_cannot_be_deferred_is_refused(run: Callable[..., Any], message: str) -> None:
+    model = Loop([Block() for _ in range(3)], run)
+    with deferred(model, [1, 2]), pytest.raises(RuntimeError, match=message):
+        model(X)
+
+
+class KeyValueCache:
+    """A cache, recognised by the name of its class."""
+
+
+class Notes:
+    """An object that a block changes."""
+
+    def __init__(self) -> None:
+        self.kept: list[int] = []
+
+
+class ChangingBlock(nn.Module):
+    """Changes its argument in place."""
+
+    def forward(self, hidden: Tensor, kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            kept.add_(1)
+        elif isinstance(kept, Notes):
+            kept.kept.append(1)
+        return hidden + 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (KeyValueCache, "block blocks.0 gets a key-value cache as argument 'kept' .*use_cache=False"),
+        (lambda: torch.zeros(4), "block blocks.0 changed its argument 'kept', a tensor, in place"),
+        (Notes, "block blocks.0 changed its argument 'kept', a Notes, in place"),
+        (lambda: nn.Linear(4, 4), "block blocks.0 gets a module as argument 'kept'"),
+    ],
+)
+def test_arguments_that_a_block_would_change_elsewhere_are_refused(make: Callable[[], Any], message: str) -> None:
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        kept = make()
+        for block in model.blocks:
+            hidden = block(hidden, kept=kept)
+        return hidden
+
+    model = Loop([ChangingBlock(), ChangingBlock()], run)
+    with deferred(model, [1, 1]), pytest.raises(RuntimeError, match=message):
+        model(X)
+
+
+class ValueBlock(nn.Module):
+    """Needs values, so its output is not known in advance."""
+
+    def __init__(self, returns: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.returns(hidden * hidden.sum().item())
+
+
+@pytest.mark.parametrize("returns", [lambda h: (h, h), lambda h: h[:, :2], lambda h: h.double()])
+def test_a_wrong_guess_of_an_output_is_refused(returns: Callable[[Tensor], Any]) -> None:
+    def run(model: Loop, hidden: Tensor) -> Any:
+        for block in model.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    equals_one_process(Loop([ValueBlock(lambda h: h + 1), ValueBlock(lambda h: h)], run), [1, 1], X)
+    model = Loop([ValueBlock(returns), ValueBlock(lambda h: h)], run)
+    with (
+        deferred(model, [1, 1]),
+        pytest.raises(RuntimeError, match=r"block blocks\.0 returned .* told that it returns"),
+    ):
+        model(X)
+
+
+def test_finding_an_output_in_advance_leaves_the_block_as_it_was() -> None:
+    class Remembers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.dropout, self.last = nn.BatchNorm1d(4), nn.Dropout(0.5), None
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.last = hidden.detach()
+            return self.dropout(self.norm(hidden))
+
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        for block in model.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    models = [Loop([Remembers(), Remembers()], run) for _ in range(2)]
+    torch.manual_seed(1)
+    expected = models[0](X)
+    torch.manual_seed(1)
+    with deferred(models[1], [1, 1]):
+        assert torch.equal(models[1](X), expected)
+    for one, other in zip(models[0].blocks, models[1].blocks, strict=True):
+        assert torch.equal(one.last, other.last)
+        assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
