@@ -802,8 +802,8 @@ MISTAKES = {
     "balance=evn": "strategies.rpc_sequential.RPCSequentialStrategy: balance: expected 'even' or list[int] or null",
     "balance=[7]": "The provided balance [7] is for 1 stages, but there are 2 devices.",
     "balance=[7,0]": "The provided balance [7, 0] must consist of whole numbers above 0: no stage without a layer.",
-    "module=sequential": "GPT has no 'sequential', the nn.Sequential to be pipelined: set `self.sequential = ",
-    "module=perplexity": "GPT.perplexity must be an nn.Sequential to be pipelined, but is a Perplexity: put its layers",
+    "module=sequential": "GPT has no 'sequential', the nn.Sequential or nn.ModuleList to be pipelined; did you mean",
+    "module=perplexity": "GPT.perplexity must be an nn.Sequential or an nn.ModuleList to be pipelined, but is a",
 }
 
 
