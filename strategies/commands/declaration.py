@@ -10,15 +10,12 @@ class HostedStage(StageCommands): ...              # the process that runs it
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
-P = ParamSpec("P")
-R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
-Commands = TypeVar("Commands")
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
-"""A call of a command on the wire: the name of the method, its positional and its keyword arguments."""
+"""A call of a command as it travels: the name of the method, its positional and its keyword arguments."""
 
 _ATTRIBUTE = "relay_command"
 
@@ -56,18 +53,7 @@ def command(*, changes_values: bool = True, doing: str = "", collective: bool = 
     return declare
 
 
-def declaration_of(command: Callable[..., Any]) -> Declaration:
-    """Return what :func:`command` declared for a method of a ``Protocol``."""
-    declaration: Declaration = vars(command)[_ATTRIBUTE]
-    return declaration
-
-
 def declarations_of(protocol: type) -> dict[str, Declaration]:
     """Return the commands of a ``Protocol`` by name."""
     methods = {name: getattr(protocol, name) for name in dir(protocol)}
     return {name: vars(m)[_ATTRIBUTE] for name, m in methods.items() if _ATTRIBUTE in getattr(m, "__dict__", ())}
-
-
-def call_of(command: Callable[Concatenate[Commands, P], R], *args: P.args, **kwargs: P.kwargs) -> Call:
-    """Return a call of a command as it travels. This is the one place where a command becomes a string."""
-    return command.__name__, args, kwargs

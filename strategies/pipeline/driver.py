@@ -29,9 +29,8 @@ from strategies.optim.restricted import numbers_of, parameters_of, restricted, t
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.blocks.calls import call_blocks
 from strategies.pipeline.blocks.recorder import DeferredBlocks
-from strategies.pipeline.control.client import NotCopyable, RemoteStage, StageProcess
+from strategies.pipeline.control.client import Failures, InterruptibleWait, NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.failures import Failures, InterruptibleWait
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Connections, Executor, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch

@@ -7,7 +7,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from torch.distributed import rpc
 from torch.futures import Future
 
-from strategies.commands.declaration import call_of
+from strategies.commands.declaration import Call
 from strategies.commands.failure import Failure
 from strategies.commands.host import perform
 from strategies.remote.commands import ModuleCommands
@@ -38,8 +38,8 @@ class ModuleClient:
     def start(self, command: ModuleCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> Future[Any]:
         """Send a command, without waiting; :meth:`answer` takes the future."""
         numbers = [self._forgotten.popleft() for _ in range(len(self._forgotten))]
-        calls = [call_of(ModuleCommands.forget, number) for number in numbers]
-        calls.append(call_of(command, *args, **kwargs))
+        calls: list[Call] = [(ModuleCommands.forget.__name__, (number,), {}) for number in numbers]
+        calls.append((command.__name__, args, kwargs))
         reply: Future[Any] = rpc.rpc_async(self.host.owner(), perform, args=(self.host, calls))
         return reply
 

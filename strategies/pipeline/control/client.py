@@ -1,27 +1,150 @@
-"""The driver's client of a stage: it sends numbered calls of commands and records what fails."""
+"""The driver's calls to stages, and what ends its waits: the reply, the message, or a failure of any process.
 
+RemoteStage          sends numbered calls of commands ──▶ results
+                              │ what fails
+other threads ── add ──▶ Failures ──▶ ends RemoteStage.result and InterruptibleWait at once, with the cause
+"""
+
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 from torch import futures
 from torch.distributed import rpc
 
-from strategies.commands.declaration import Call, call_of, declaration_of
+from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.failure import Failure
 from strategies.commands.host import perform, progress
-from strategies.common.errors import WorkerLost, is_consequence
+from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.failures import Failures
 from strategies.pipeline.transport.channel import unrecorded
 
 P = ParamSpec("P")
 R = TypeVar("R")
 StageCommand = Callable[Concatenate[StageCommands, P], R]
 """A method of :class:`StageCommands`, such as ``StageCommands.backward``."""
+
+_CHANGING = frozenset(name for name, declared in declarations_of(StageCommands).items() if declared.changes_values)
+"""Names of the commands after which parameters, buffers or gradients of a stage may be others."""
+
+_DIAGNOSIS_SECONDS = 2.0
+"""How long to wait for the cause of a failure that is only the consequence of another one."""
+
+
+class Failures:
+    """Collects the failures of all processes, from whichever thread detects them.
+
+    A failure is a *consequence* if it results from the failure of another process, such as a closed connection.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._found: list[tuple[BaseException, bool]] = []
+        self.first: Future[None] = Future()
+        """Done as soon as there is a failure."""
+        self._cause: Future[None] = Future()
+        self.raised = False
+        """Whether a failure has been raised to the user."""
+
+    def add(self, error: BaseException, *, consequence: bool) -> None:
+        """Record a failure."""
+        with self._lock:
+            self._found.append((error, consequence))
+            if not self.first.done():
+                self.first.set_result(None)
+            if not consequence and not self._cause.done():
+                self._cause.set_result(None)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a failure."""
+        return self.first.done()
+
+    def raise_untold(self) -> None:
+        """Raise the cause of the failures, if there are any and none has been raised."""
+        if self.any and not self.raised:
+            self.raise_cause()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raise the cause of an exception that leaves this context, which may be a failure of another process."""
+        try:
+            yield
+        except BaseException as error:  # Ctrl-C as well
+            self.add(error, consequence=is_consequence(error))
+            self.raise_cause()
+
+    def raise_cause(self) -> NoReturn:
+        """Raise the first failure that is not a consequence; if there is none within 2 s, the first consequence."""
+        wait([self._cause], _DIAGNOSIS_SECONDS)
+        with self._lock:
+            self.raised = True
+            causes = [error for error, consequence in self._found if not consequence]
+            # A stage that did not answer is named in its error; an error of its neighbour does not name it.
+            consequences = sorted((error for error, _ in self._found), key=lambda e: isinstance(e, PeerFailed))
+            raise (causes or consequences)[0]
+
+
+class InterruptibleWait:
+    """Runs waits for messages on a thread of its own, so that Ctrl-C or a failure of any process ends them at once.
+
+    A wait inside gloo blocks its thread in C++, where Python runs no signal handlers.
+
+    Args:
+        failures: The failures that end a wait.
+    """
+
+    def __init__(self, failures: Failures) -> None:
+        self._failures = failures
+        self._waits: SimpleQueue[Callable[[], Any] | None] = SimpleQueue()
+        self._ended: SimpleQueue[tuple[Callable[[], Any] | None, BaseException | None]] = SimpleQueue()
+        self._has_ended = False
+        failures.first.add_done_callback(self._wake)
+        threading.Thread(target=self._work, name="relay-wait", daemon=True).start()
+
+    def __call__(self, wait_for_message: Callable[[], Any]) -> None:
+        """Call a function that waits for a message.
+
+        Raises:
+            Exception: What the function raises, or the cause of the failures if there are any.
+            RuntimeError: If the pipeline has ended.
+        """
+        if self._has_ended:
+            raise RuntimeError("the pipeline has ended, so its stages send no more messages")
+        if self._failures.any:
+            self._failures.raise_cause()
+        self._waits.put(wait_for_message)
+        while True:
+            which, error = self._ended.get()
+            if which is None:
+                self._failures.raise_cause()
+            if which is wait_for_message:
+                break
+        if error is not None:
+            raise error
+
+    def end(self) -> None:
+        """Let the thread end, once its last wait has returned or the connection has been closed."""
+        self._has_ended = True
+        self._waits.put(None)
+
+    def _wake(self, _: Any) -> None:
+        self._ended.put((None, None))
+
+    def _work(self) -> None:
+        while (wait_for_message := self._waits.get()) is not None:
+            error: BaseException | None = None
+            try:
+                wait_for_message()
+            except BaseException as caught:
+                error = caught
+            self._ended.put((wait_for_message, error))
+            wait_for_message = error = None
 
 
 class NotCopyable:
@@ -124,16 +247,15 @@ class RemoteStage(NotCopyable):
 
     def queue(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
         """Queue a command, to be run just before that of the next call. Its result is dropped."""
-        self._note(command)
-        self._queued.append(call_of(command, *args, **kwargs))
+        self.version += command.__name__ in _CHANGING
+        self._queued.append((command.__name__, args, kwargs))
 
     def queue_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
         """Queue the clearing of a parameter's gradient; consecutive ones become one command."""
-        clear = call_of(StageCommands.zero_grads, [name], set_to_none, module)
-        last = self._queued[-1] if self._queued else None
-        if last is not None and last[0] == clear[0] and last[1][1:] == clear[1][1:]:
-            self._note(StageCommands.zero_grads)
-            last[1][0].append(name)
+        command, arguments, _ = self._queued[-1] if self._queued else ("", (), {})
+        if command == StageCommands.zero_grads.__name__ and arguments[1:] == (set_to_none, module):
+            self.version += 1
+            arguments[0].append(name)
         else:
             self.queue(StageCommands.zero_grads, [name], set_to_none, module)
 
@@ -142,13 +264,13 @@ class RemoteStage(NotCopyable):
 
         Failures are recorded as soon as they are known; see :meth:`result`.
         """
-        self._note(command)
+        self.version += command.__name__ in _CHANGING
         if self._end is not None:
             self._end()  # if Ctrl-C interrupts this, the next command does it again
             self._end = None
         done: Future[R] = Future()
         calls = [self._queued.popleft() for _ in range(len(self._queued))]
-        calls.append(call_of(command, *args, **kwargs))
+        calls.append((command.__name__, args, kwargs))
         arguments = (self._host, calls, self._number)
         reply: Any = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
         self._number += 1
@@ -230,9 +352,6 @@ class RemoteStage(NotCopyable):
         """
         return self._rescued(self.start(command, *args, **kwargs))
 
-    def _note(self, command: Callable[..., Any]) -> None:
-        self.version += declaration_of(command).changes_values
-
     def _rescued(self, started: "Future[R]") -> R:
         _wait_for_any(started, self._lost)
         if self.is_lost and not started.done():
@@ -264,13 +383,31 @@ def _wait_for_any(*futures: Future[Any]) -> None:
 
 
 @contextmanager
-def in_pass(remotes: Iterable[RemoteStage]) -> Iterator[None]:
-    """Mark that micro-batches go through the stages; may be nested."""
+def leading(failures: Failures, remotes: Iterable[RemoteStage], fail: Callable[[], None]) -> Iterator[None]:
+    """Lead micro-batches through stages: user code cannot read their values meanwhile, and errors get their cause.
+
+    May be nested.
+
+    Args:
+        failures: Failures of the stages. One that is known before the body runs is raised instead.
+        remotes: The stages on workers.
+        fail: Called if the body raises, Ctrl-C included, so that no stage waits for this process.
+
+    Raises:
+        Exception: The first failure of any process that is not a consequence of another one.
+    """
+    if failures.any:
+        failures.raise_cause()
     outermost = [remote for remote in remotes if not remote.in_pass]
     for remote in outermost:
         remote.in_pass = True
     try:
-        yield
+        with failures.explained():
+            try:
+                yield
+            except BaseException:
+                fail()
+                raise
     finally:
         for remote in outermost:
             remote.in_pass = False

@@ -11,8 +11,8 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
@@ -22,9 +22,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from strategies.common.waiting import Wait
-from strategies.pipeline.control.client import NotCopyable, RemoteStage, in_pass
+from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.failures import Failures
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.tables import SCHEDULES, Action
@@ -265,39 +264,15 @@ class Executor(NotCopyable):
         for remote in self.remotes:
             remote.queue(StageCommands.discard, number)
 
-    @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self) -> AbstractContextManager[None]:
         """Raise the cause of a failure rather than its consequences, and let no neighbour wait for this process."""
-        with leading(self._parts.failures, self.remotes, self._fail):
-            yield
+        return leading(self._parts.failures, self.remotes, self._fail)
 
     def _fail(self) -> None:
         self.has_failed = True
         ties = self.connections.ties
         for sender in (*self.senders, *(ties.senders if ties is not None else ())):
             sender.fail()
-
-
-@contextmanager
-def leading(failures: Failures, remotes: Iterable[RemoteStage], fail: Callable[[], None]) -> Iterator[None]:
-    """Lead micro-batches through stages: user code cannot read their values meanwhile, and errors get their cause.
-
-    Args:
-        failures: Failures of the stages. One that is known before the body runs is raised instead.
-        remotes: The stages on workers.
-        fail: Called if the body raises, Ctrl-C included, so that no stage waits for this process.
-
-    Raises:
-        Exception: The first failure of any process that is not a consequence of another one.
-    """
-    if failures.any:
-        failures.raise_cause()
-    with failures.explained(), in_pass(remotes):
-        try:
-            yield
-        except BaseException:
-            fail()
-            raise
 
 
 class Leader(Protocol):

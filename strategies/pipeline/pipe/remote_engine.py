@@ -32,11 +32,10 @@ from strategies.common.torch_compat import rpc_is_initialized, tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.control.client import NotCopyable, RemoteStage, StageProcess
+from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, StageProcess, leading
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.failures import Failures
 from strategies.pipeline.control.watch import Watch
-from strategies.pipeline.executor.executor import Run, leading
+from strategies.pipeline.executor.executor import Run
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 from strategies.pipeline.pipe.local_engine import ForwardPass, clock_cycles

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from strategies.commands.declaration import call_of, command
+from strategies.commands.declaration import Call, command
 from strategies.commands.failure import Failure
 from strategies.commands.host import Host
 from strategies.common.activity import Activity
@@ -58,6 +58,10 @@ class Numbers(Commands):
 
     def take(self, value: object) -> None:
         pass
+
+
+def call_of(command: Callable[..., Any], *args: Any) -> Call:
+    return command.__name__, args, {}
 
 
 def host(create: Any = Numbers, num_callers: int = 1) -> Host[Numbers]:

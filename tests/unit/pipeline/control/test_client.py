@@ -1,16 +1,19 @@
-"""What the driver's client sends to a stage, and what it makes of the answers. RPC is replaced by a list."""
+"""What the driver's client sends to a stage, and what it makes of the answers: RPC is replaced by a list.
 
+Which failure of a pipeline is raised, and waits that end with a failure.
+"""
+
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from strategies.commands.failure import Failure
-from strategies.common.errors import WorkerLost
+from strategies.common.errors import PeerFailed, WorkerLost
 from strategies.pipeline.control import client
-from strategies.pipeline.control.client import RemoteStage, StageProcess, in_pass
+from strategies.pipeline.control.client import Failures, InterruptibleWait, RemoteStage, StageProcess, leading
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.failures import Failures
 
 STAGE = "stage 0 (layers 0 to 1: Linear, ReLU)"
 
@@ -112,7 +115,7 @@ def test_after_a_failure_was_raised_other_stages_can_be_rescued(wire: Wire) -> N
 
 def test_reading_is_refused_within_a_pass_and_after_the_end(wire: Wire) -> None:
     remote = remote_stage()
-    with in_pass([remote]), in_pass([remote]):
+    with leading(Failures(), [remote], list), leading(Failures(), [remote], list):
         assert remote.in_pass
         with pytest.raises(RuntimeError, match=r"values of stage 0 .* cannot be read while micro-batches go through"):
             remote.read(StageCommands.value, "0.weight")
@@ -121,3 +124,63 @@ def test_reading_is_refused_within_a_pass_and_after_the_end(wire: Wire) -> None:
     with pytest.raises(RuntimeError, match="the pipeline has ended, and stage 0"):
         remote.read(StageCommands.value, "0.weight")
     assert not wire.sent
+
+
+def test_the_first_cause_is_raised_not_its_consequences() -> None:
+    failures = Failures()
+    assert not failures.any
+    failures.add(PeerFailed("rank 0 failed"), consequence=True)
+    failures.add(KeyError("cause"), consequence=False)
+    failures.add(ValueError("later"), consequence=False)
+    assert failures.any
+    for _ in range(2):
+        with pytest.raises(KeyError, match="cause"):
+            failures.raise_cause()
+
+
+def test_a_consequence_alone_is_raised_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.pipeline.control.client._DIAGNOSIS_SECONDS", 0.1)
+    failures = Failures()
+    failures.add(PeerFailed("rank 0 of the pipeline failed"), consequence=True)
+    with pytest.raises(PeerFailed, match="rank 0 of the pipeline failed"):
+        failures.raise_cause()
+
+
+def test_what_fails_in_a_context_is_explained_by_its_cause() -> None:
+    failures = Failures()
+    failures.raise_untold()
+    failures.add(KeyError("cause"), consequence=False)
+    with pytest.raises(KeyError, match="cause"), failures.explained():
+        raise PeerFailed("rank 0 failed")
+    failures.raise_untold()  # the user knows
+    assert failures.raised
+
+
+def test_where_passes_are_led_neighbours_hear_of_an_error_before_its_cause_is_raised() -> None:
+    failures, remote, told = Failures(), remote_stage(), []
+    with pytest.raises(KeyError, match="cause"), leading(failures, [remote], lambda: told.append(remote.in_pass)):
+        failures.add(KeyError("cause"), consequence=False)
+        raise PeerFailed("rank 0 failed")
+    assert told == [True] and not remote.in_pass
+    with pytest.raises(KeyError, match="cause"), leading(failures, [remote], lambda: told.append(True)):
+        raise AssertionError("does not run after a failure")
+    assert told == [True]
+
+
+def test_a_wait_returns_raises_or_ends_with_a_failure() -> None:
+    failures, arrived = Failures(), threading.Event()
+    wait = InterruptibleWait(failures)
+    arrived.set()
+    wait(arrived.wait)
+    with pytest.raises(ZeroDivisionError):
+        wait(lambda: 1 / 0)
+    arrived.clear()
+    threading.Timer(0.05, failures.add, [KeyError("elsewhere")], {"consequence": False}).start()
+    with pytest.raises(KeyError, match="elsewhere"):
+        wait(arrived.wait)
+    with pytest.raises(KeyError, match="elsewhere"):
+        wait(lambda: None)
+    arrived.set()
+    wait.end()
+    with pytest.raises(RuntimeError, match="the pipeline has ended"):
+        wait(lambda: None)

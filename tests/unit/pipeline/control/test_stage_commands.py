@@ -1,14 +1,13 @@
 """Commands are methods of one Protocol, which the driver names, the stage implements and mypy checks."""
 
 import inspect
-import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from strategies.commands.declaration import call_of, declaration_of, declarations_of
+from strategies.commands.declaration import declarations_of
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.worker.hosted import HostedStage
 
@@ -59,11 +58,10 @@ def test_a_class_that_lacks_a_command_has_no_objects() -> None:
 
 
 def test_what_a_command_declares() -> None:
-    assert declaration_of(StageCommands.step).changes_values and not declaration_of(StageCommands.step).doing
-    assert not declaration_of(StageCommands.grads).changes_values
-    assert declaration_of(StageCommands.extra_state).doing == "teardown, handing over extra states"
-    call = call_of(StageCommands.zero_grads, ["0.weight"], True, module=1)
-    assert pickle.loads(pickle.dumps(call)) == ("zero_grads", (["0.weight"], True), {"module": 1})
+    declared = declarations_of(StageCommands)
+    assert declared["step"].changes_values and not declared["step"].doing
+    assert not declared["grads"].changes_values
+    assert declared["extra_state"].doing == "teardown, handing over extra states"
 
 
 def test_mypy_finds_wrong_arguments_results_and_names(tmp_path: Path) -> None:

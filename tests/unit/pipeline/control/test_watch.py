@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from strategies.common.activity import Activity, Progress, noted
-from strategies.pipeline.control.client import RemoteStage, StageProcess
-from strategies.pipeline.control.failures import Failures
+from strategies.pipeline.control.client import Failures, RemoteStage, StageProcess
 from strategies.pipeline.control.watch import Watch
 
 TIMEOUT = 0.4

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from strategies.commands.declaration import call_of
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.state.remote_operations import HeldValues, Holder, OnStages
 from strategies.pipeline.state.stand_ins import move_to_meta
@@ -24,7 +23,7 @@ class Worker:
         self.commands: list[bytes] = []
 
     def queue(self, command: Callable[..., Any], *arguments: Any) -> None:
-        self.commands.append(pickle.dumps(call_of(command, *arguments)))
+        self.commands.append(pickle.dumps((command.__name__, arguments, {})))
 
     def read(self, command: Callable[..., Any], *arguments: Any) -> Any:
         assert command is StageCommands.held_value
