@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 
 from strategies.checkpoint.store import read_tensors, sharded_tensors, writing_shards
-from strategies.common.trees import flat, layouts, replaced, take_over, with_meta_tensors
+from strategies.common.trees import flat, layouts, take_over, with_meta_tensors, with_tensors
 from strategies.optim.restricted import in_order
 from strategies.sharding.ownership import Ownership, assign_owners
 from strategies.sharding.states import gather_state_dict, gather_states
@@ -83,7 +83,7 @@ class RankStates:
             mine = self._ownership.own_part(optimizer, state["state"])
             if shards is not None:
                 prefix = f"optimizer_states.{k}.state"
-                mine = replaced(mine, read_tensors(shards, flat(mine, prefix)), prefix)
+                mine = with_tensors(mine, read_tensors(shards, flat(mine, prefix)), prefix)
             own.append((optimizer, {**state, "state": mine}))
         for optimizer, state in own:  # only after everything has been read
             optimizer.load_state_dict(state)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from strategies.checkpoint.store import read_tensors, sharded_tensors, writing_shards
 from strategies.checkpoint.validate import check_before_loading
-from strategies.common.trees import flat, layouts, replaced, take_over, with_meta_tensors
+from strategies.common.trees import flat, layouts, take_over, with_meta_tensors, with_tensors
 from strategies.optim.restricted import parameters_of, part_of
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
@@ -180,7 +180,7 @@ class StageStates:
         ]
         here = [[n for n, p in enumerate(parameters_of(own)) if not p.is_meta] for own in optimizers.optimizers]
         mine = part(here.__getitem__)
-        mine = replaced(mine, read_tensors(shards, flat(mine, prefix)), prefix)
+        mine = with_tensors(mine, read_tensors(shards, flat(mine, prefix)), prefix)
         for reply in replies:
             reply.wait()
         for remote in self._pipeline.remotes:
@@ -247,7 +247,7 @@ def _write_shelved(stage: Any, shards: Path, plan: SavePlan) -> list[WriteResult
 def _read_to_shelf(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
     """Runs on an RPC thread of a worker: read tensors, and leave them on the shelf of its stage (an ``RRef``)."""
     bare = with_meta_tensors(layout)
-    stage.local_value().hosted.shelf[_NUMBER] = replaced(bare, read_tensors(shards, flat(bare, prefix)), prefix)
+    stage.local_value().hosted.shelf[_NUMBER] = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
 
 
 def _error_of(reply: Any) -> Exception | None:

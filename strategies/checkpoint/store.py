@@ -29,7 +29,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from strategies.checkpoint.atomic import new_directory, remove, replacing, sync_directory
-from strategies.common.trees import flat, replaced
+from strategies.common.trees import flat, with_tensors
 
 STATE_DICT_TYPES = ("full", "sharded")
 """The forms of a checkpoint, named as in Lightning's ``FSDPStrategy``."""
@@ -64,7 +64,7 @@ def without_values(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 def _on_meta(tree: Any) -> Any:
     bare = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in flat(tree).items()}
-    return replaced(tree, bare)
+    return with_tensors(tree, bare)
 
 
 # Writing
@@ -160,7 +160,7 @@ def load_sharded(
     _check_complete(shards, sharded_tensors(checkpoint))
     for key in keys:
         if key in checkpoint:
-            checkpoint[key] = replaced(checkpoint[key], read_tensors(shards, flat(checkpoint[key], key)), key)
+            checkpoint[key] = with_tensors(checkpoint[key], read_tensors(shards, flat(checkpoint[key], key)), key)
     if not checkpoint["relay"]:
         del checkpoint["relay"]
     return checkpoint, shards

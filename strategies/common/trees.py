@@ -22,7 +22,7 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     return {_name(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def replaced(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
+def with_tensors(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
     """Return the structure with ``tensors``, keyed as by :func:`flat`, in place of its own tensors of these keys."""
     result = tree_map_with_path(lambda path, leaf: tensors.get(_name(path, prefix), leaf), tree)
     if isinstance(tree, OrderedDict):

@@ -343,7 +343,7 @@ class Pipeline(NotCopyable):
             ties=self._ties,
             replicas=self._replicas,
             call=call_in_turn if self._blocks is None else call_blocks,
-            notes_side_outputs=True,
+            reports_side_outputs=True,
             copies=[stages[i] for _, stages in self._copies],
         )
 

@@ -97,13 +97,13 @@ class _Watched:
         self._at_one_thing = 0 if got_on else self._at_one_thing + 1
         busy = before is not None and abs(now.busy_seconds - before.busy_seconds) > _BUSY_SHARE * elapsed
         self._asleep = 0 if got_on or busy or (before and now.stack != before.stack) else self._asleep + 1
-        in_vain = now.waits and self.remote.failures.any  # what it waits for may never come
-        if not in_vain:
+        after_failure = now.waits and self.remote.failures.any  # what it waits for may never come
+        if not after_failure:
             self._waits_since = None
         elif self._waits_since is None:
             self._waits_since = time.monotonic()
         elif time.monotonic() - self._waits_since > self._timeout_seconds:
-            self._give_up("waits in vain", f"Its stack:\n{now.stack}")
+            self._give_up("still waits after another process has failed", f"Its stack:\n{now.stack}")
         if self._asleep >= _LOOKS:
             self._give_up("hangs", f"Its stack:\n{now.stack}")
         elif self._at_one_thing >= _LOOKS * BUSY_FACTOR:

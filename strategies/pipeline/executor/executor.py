@@ -28,7 +28,7 @@ from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
 from strategies.pipeline.schedule.tables import SCHEDULES, Action
 from strategies.pipeline.stage.layers import PassContext, num_recomputed
-from strategies.pipeline.stage.side_outputs import Marks, Noted
+from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
 from strategies.pipeline.stage.stage import Input, Mailbox, Output, Pass, Ports, Stage
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.transport.channel import FEED_TAG, Receiver, Sender
@@ -150,7 +150,7 @@ class Executor(NotCopyable):
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
         """For each worker, what it was last told about modes, flags and attributes of its layers."""
-        self.side_outputs = Marks(parts.stages)
+        self.side_outputs = Placeholders(parts.stages)
         """What stands in place of tensors that layers leave in their attributes."""
         self.has_failed = False
         """Whether this process has told its neighbours that it sends nothing more."""
@@ -205,14 +205,14 @@ class Executor(NotCopyable):
 
     def run(self, actions: Iterable[Action], this: Pass) -> None:
         """Run actions of the last stage."""
-        with self.side_outputs.hidden_from_layers() if self.side_outputs.known else nullcontext():
+        with self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext():
             self.stage.run(actions, this)
 
     def output(self, this: Pass, m: int) -> Any:
         """Return the output of the last layer for a micro-batch, with packed objects. Every skip has been popped."""
         value = self.connections.outputs.receive(this.number, m)
-        if isinstance(value, Noted):
-            value = self.side_outputs.taken(value)
+        if isinstance(value, WithSideOutputs):
+            value = self.side_outputs.unwrapped(value)
         return value[0]
 
     def move_tied_gradients(self, this: Pass) -> None:

@@ -169,11 +169,13 @@ class _Pass:
         executor, this, step = self._executor, self._this, self._steps[m]
         last = executor.num_stages - 1
         if self._side_outputs.known:
-            self._side_outputs.reveal()
+            self._side_outputs.restore()
         executor.run([Action("F", m, last)], this)
         leaves = executor.output(this, m)
         if self._side_outputs.known:
-            self._side_outputs.show(lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value)))
+            self._side_outputs.insert(
+                lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value))
+            )
         slots = [GradientSlot() for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         with torch.enable_grad():
             output = unpack_objects(entered(leaves, slots))

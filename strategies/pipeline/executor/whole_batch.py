@@ -104,7 +104,7 @@ class WholeBatch:
         executor = self._executor
         self._tell(this)
         if executor.side_outputs.known:
-            executor.side_outputs.reveal()
+            executor.side_outputs.restore()
         results: list[Any] = []
         actions = executor.parts_of_rows(this)[-1][0]
 
@@ -122,7 +122,7 @@ class WholeBatch:
         if isinstance(executor.connections.feed, Sender):
             executor.connections.feed.release()  # the outputs were computed from all of it
         if executor.side_outputs.known:
-            executor.side_outputs.show(partial(_is_of_whole_batch, this))
+            executor.side_outputs.insert(partial(_is_of_whole_batch, this))
         return results
 
     def _tell(self, this: Pass) -> None:
@@ -198,7 +198,7 @@ class WholeBatch:
         self._executor.forget(number)
 
     def close(self) -> None:
-        """Make the stages take commands again, and take the marks of side outputs away."""
+        """Make the stages take commands again, and remove the placeholders of side outputs."""
         self.end_announcements()
         self._executor.side_outputs.end()
 

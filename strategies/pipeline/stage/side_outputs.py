@@ -6,10 +6,10 @@ On a worker the side outputs of each micro-batch stay on that worker, with a gra
 Each stage searches for side outputs in the first and the last micro-batch of a pass, and sends the names of their
 attributes together with its output, so that the driver has the names before user code continues:
 
-    stage 0 ── (y, its attributes) ──▶ stage 1 ── (y, those of both) ──▶ driver: a mark in place of each attribute
+    stage 0 ── (y, its attributes) ──▶ stage 1 ── (y, those of both) ──▶ driver: a placeholder for each attribute
 
-Code that uses a mark gets an error that says what to do. On the driver's own stage an attribute keeps the value that
-the layer stored where that value is right: in a pass of one micro-batch, and where ``training_step`` runs once per
+Code that uses a placeholder gets an error that says what to do. On the driver's own stage an attribute keeps the value
+that the layer stored where that value is right: in a pass of one micro-batch, and where ``training_step`` runs once per
 micro-batch.
 
 Index letters: ``m`` micro-batch, ``i`` stage, ``k`` place of a module in ``modules()``.
@@ -48,7 +48,7 @@ class Attribute(NamedTuple):
     name: str
 
 
-class Noted(NamedTuple):
+class WithSideOutputs(NamedTuple):
     """What a stage sends to the next one if layers have side outputs."""
 
     value: Any
@@ -114,10 +114,10 @@ class _Watched:
                 yield name, [(tensor, 0 if tensor.is_inference() else version_of(tensor)) for tensor in held]
 
 
-class Mark:
+class Placeholder:
     """Replaces a side output whose value is in another process, or is not right; any use of it raises an error.
 
-    A copy of a mark is a copy of the value that the attribute had before.
+    A copy of a placeholder is a copy of the value that the attribute had before.
     """
 
     def __init__(self, message: str, before: Any) -> None:
@@ -132,8 +132,8 @@ class Mark:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> NoReturn:
-        mark = next(_marks_in((*args, *(kwargs or {}).values())))
-        raise RuntimeError(vars(mark)["_message"])
+        placeholder = next(_placeholders_in((*args, *(kwargs or {}).values())))
+        raise RuntimeError(vars(placeholder)["_message"])
 
     def __repr__(self) -> str:
         return f"<{vars(self)['_message']}>"
@@ -156,8 +156,8 @@ class Mark:
     __hash__ = object.__hash__
 
 
-class Marks:
-    """Puts marks in place of side outputs, on the driver.
+class Placeholders:
+    """Puts placeholders in place of side outputs, on the driver.
 
     Args:
         stages: The layers of each stage on the driver; the last stage is the driver's own.
@@ -165,66 +165,69 @@ class Marks:
 
     def __init__(self, stages: Sequence[nn.Sequential]) -> None:
         self._stages, self._own = stages, len(stages) - 1
-        self.known: dict[Attribute, tuple[dict[str, Any], Mark]] = {}
-        """For each side output that a stage has found: the attributes of its module, and its mark."""
-        self._hidden: dict[Attribute, Any] = {}
-        """Values of the own stage's side outputs that a mark replaces now."""
+        self.known: dict[Attribute, tuple[dict[str, Any], Placeholder]] = {}
+        """For each side output that a stage has found: the attributes of its module, and its placeholder."""
+        self._stored: dict[Attribute, Any] = {}
+        """Values of the own stage's side outputs that a placeholder replaces now."""
 
-    def taken(self, value: Any) -> Any:
+    def unwrapped(self, value: Any) -> Any:
         """Record the side outputs that have come with an output; return the output."""
-        if not isinstance(value, Noted):
+        if not isinstance(value, WithSideOutputs):
             return value
         for attribute in value.attributes:
             self._add(Attribute(*attribute))
         return value.value
 
-    def show(self, is_right: Callable[[Any], bool]) -> None:
-        """Put the marks in place, except for side outputs of the own stage whose value is right."""
-        for attribute, (own, mark) in self.known.items():
+    def insert(self, is_right: Callable[[Any], bool]) -> None:
+        """Put the placeholders in place, except for side outputs of the own stage whose value is right."""
+        for attribute, (own, placeholder) in self.known.items():
             if attribute.stage != self._own:
-                own[attribute.name] = mark
-            elif own.get(attribute.name) is not mark and not is_right(own.get(attribute.name)):
-                self._hide(attribute)
+                own[attribute.name] = placeholder
+            elif own.get(attribute.name) is not placeholder and not is_right(own.get(attribute.name)):
+                self._replace(attribute)
 
     @contextmanager
-    def hidden_from_layers(self) -> Iterator[None]:
+    def removed_for_layers(self) -> Iterator[None]:
         """Within the body, give the layers of the own stage the values that they have stored in their attributes."""
-        hidden = list(self._hidden.items())
-        self._hidden.clear()
-        for attribute, value in hidden:
-            own, mark = self.known[attribute]
-            if own.get(attribute.name) is mark:  # the user may have set another value
+        stored = list(self._stored.items())
+        self._stored.clear()
+        for attribute, value in stored:
+            own, placeholder = self.known[attribute]
+            if own.get(attribute.name) is placeholder:  # the user may have set another value
                 _set(own, attribute.name, value)
         try:
             yield
         finally:
-            for attribute, _ in hidden:
-                self._hide(attribute)
+            for attribute, _ in stored:
+                self._replace(attribute)
 
-    def reveal(self) -> None:
-        """Remove the marks of the own stage; :meth:`show` puts those back whose values are not right."""
-        for attribute, value in self._hidden.items():
-            own, mark = self.known[attribute]
-            if own.get(attribute.name) is mark:
+    def restore(self) -> None:
+        """Remove the placeholders of the own stage; :meth:`insert` puts those back whose values are not right."""
+        for attribute, value in self._stored.items():
+            own, placeholder = self.known[attribute]
+            if own.get(attribute.name) is placeholder:
                 _set(own, attribute.name, value)
-        self._hidden.clear()
+        self._stored.clear()
 
     @property
     def have_graphs(self) -> bool:
-        """Whether side outputs of the own stage without a mark have a graph, which a loss may share with outputs."""
+        """Whether side outputs of the own stage that no placeholder replaces have a graph, which a loss may use."""
         own = [
             values.get(a.name)
             for a, (values, _) in self.known.items()
-            if a.stage == self._own and a not in self._hidden
+            if a.stage == self._own and a not in self._stored
         ]
         return any(tensor.requires_grad for tensor in _tensors_in(own))
 
     def end(self) -> None:
-        """Remove all marks: layers of other stages get their earlier values, those of the own stage the stored ones."""
-        self.reveal()
-        for attribute, (own, mark) in self.known.items():
-            if own.get(attribute.name) is mark:
-                _set(own, attribute.name, vars(mark)["_before"])
+        """Remove all placeholders.
+
+        Layers of other stages get their earlier values, those of the own stage the values that they have stored.
+        """
+        self.restore()
+        for attribute, (own, placeholder) in self.known.items():
+            if own.get(attribute.name) is placeholder:
+                _set(own, attribute.name, vars(placeholder)["_before"])
         self.known.clear()
 
     def _add(self, attribute: Attribute) -> None:
@@ -243,13 +246,13 @@ class Marks:
                 "new)."
             )
         before = _MISSING if attribute.stage == self._own else vars(module).get(attribute.name, _MISSING)
-        mark = Mark(f"{message} Return them from the layer (as one more output of the module).", before)
-        self.known[attribute] = vars(module), mark
+        placeholder = Placeholder(f"{message} Return them from the layer (as one more output of the module).", before)
+        self.known[attribute] = vars(module), placeholder
 
-    def _hide(self, attribute: Attribute) -> None:
-        own, mark = self.known[attribute]
-        self._hidden[attribute] = own.get(attribute.name, _MISSING)
-        own[attribute.name] = mark
+    def _replace(self, attribute: Attribute) -> None:
+        own, placeholder = self.known[attribute]
+        self._stored[attribute] = own.get(attribute.name, _MISSING)
+        own[attribute.name] = placeholder
 
 
 def is_fresh(value: Any) -> bool:
@@ -294,9 +297,9 @@ def _set(own: dict[str, Any], name: str, value: Any) -> None:
         own[name] = value
 
 
-def _marks_in(values: Iterable[Any]) -> Iterator[Mark]:
+def _placeholders_in(values: Iterable[Any]) -> Iterator[Placeholder]:
     for value in values:
-        if isinstance(value, Mark):
+        if isinstance(value, Placeholder):
             yield value
         elif isinstance(value, list | tuple):
-            yield from _marks_in(value)
+            yield from _placeholders_in(value)

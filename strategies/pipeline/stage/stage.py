@@ -22,7 +22,7 @@ from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unfla
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import Carried, Flags, Layers, PassContext, preserved_random_state
-from strategies.pipeline.stage.side_outputs import Noted, SideOutputs
+from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Stage:
     def _forward(self, this: Pass, m: int) -> None:
         self.note(f"F{m}, waiting for its input")
         x = self._ports.inputs.receive(this.number, m)
-        x, noted = x if isinstance(x, Noted) else (x, ())
+        x, attributes = x if isinstance(x, WithSideOutputs) else (x, ())
         recompute = this.grad and m < this.recomputed
         kept = _Kept([GradientSlot() for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
         if recompute:
@@ -257,8 +257,10 @@ class Stage:
         if m == this.microbatches - 1:
             self._runner.end_forward()
         if self._side_outputs is not None and m in (0, this.microbatches - 1):
-            noted = (*noted, *self._side_outputs.find())
-        self._ports.outputs.send(Noted(y, noted) if noted else y, this.number, m, requires_grad=flags)
+            attributes = (*attributes, *self._side_outputs.find())
+        self._ports.outputs.send(
+            WithSideOutputs(y, attributes) if attributes else y, this.number, m, requires_grad=flags
+        )
 
     def _backward(self, this: Pass, microbatches: Sequence[int]) -> None:
         """Run the backward passes of the micro-batches in one call of autograd."""

@@ -66,7 +66,7 @@ class HostedStage(StageCommands):
             ),
             Ports(wiring.inputs, wiring.outputs, wiring.output_grads, wiring.input_grads),
             activity=activity,
-            side_outputs=SideOutputs.of(payload.index, self._layers) if payload.notes_side_outputs else None,
+            side_outputs=SideOutputs.of(payload.index, self._layers) if payload.reports_side_outputs else None,
         )
         named = dict(self._layers.named_parameters(remove_duplicate=False))
         self._ties = TiedParameters(payload.index, payload.ties, named, wiring.sender, wiring.receiver)
@@ -82,6 +82,13 @@ class HostedStage(StageCommands):
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of interleaved passes that have not been released, by the number of the pass."""
         self.shelf: dict[int, Any] = {}
+        """Tensors set aside for a sharded checkpoint, by number.
+
+        Commands put in and take out tensors, in turn with passes. Files are written and read on RPC threads
+        (``RemoteStage.beside``), so that the stage runs passes meanwhile: one function writes what a command has put
+        in, the other puts in what it has read, for the next command. The driver starts each when the one before has
+        ended, so an entry has one user at a time.
+        """
         """Tensors set aside for a sharded checkpoint, or read from one."""
         self._trace: torch.profiler.profile | None = None
         for parameter in self._layers.parameters():

@@ -30,7 +30,7 @@ class Payload:
         ties: The parameters that several stages share.
         replicas: The other pipelines, if there are several.
         call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
-        notes_side_outputs: Whether the stage reports which layers have side outputs.
+        reports_side_outputs: Whether the stage reports which layers have side outputs.
         copies: The same layers of copies of the model, such as averages, with values of their own.
     """
 
@@ -44,7 +44,7 @@ class Payload:
     ties: list[Tie] = field(default_factory=list)
     replicas: Replicas | None = None
     call: CallLayers = call_in_turn
-    notes_side_outputs: bool = False
+    reports_side_outputs: bool = False
     copies: list[nn.Sequential] = field(default_factory=list)
 
 

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline.stage.side_outputs import Attribute, Mark, Marks, Noted, SideOutputs, is_fresh
+from strategies.pipeline.stage.side_outputs import (
+    Attribute,
+    Placeholder,
+    Placeholders,
+    SideOutputs,
+    WithSideOutputs,
+    is_fresh,
+)
 
 LEFT = {"aux", "losses", "stats", "made", "average"}
 
@@ -59,51 +66,60 @@ def test_an_optimizer_changes_no_side_output() -> None:
 
 
 USES: dict[str, Callable[[Any], Any]] = {
-    "add": lambda mark: torch.ones(()) + mark,
-    "radd": lambda mark: mark + 1,
-    "multiply": lambda mark: 0.1 * mark,
-    "stack": lambda mark: torch.stack([torch.ones(()), mark]),
-    "sum": lambda mark: sum(mark),
-    "torch": lambda mark: torch.mean(mark),
-    "item": lambda mark: mark.item(),
-    "append": lambda mark: mark.append(1),
-    "values": lambda mark: mark.values(),
-    "key": lambda mark: mark["x"],
+    "add": lambda placeholder: torch.ones(()) + placeholder,
+    "radd": lambda placeholder: placeholder + 1,
+    "multiply": lambda placeholder: 0.1 * placeholder,
+    "stack": lambda placeholder: torch.stack([torch.ones(()), placeholder]),
+    "sum": lambda placeholder: sum(placeholder),
+    "torch": lambda placeholder: torch.mean(placeholder),
+    "item": lambda placeholder: placeholder.item(),
+    "append": lambda placeholder: placeholder.append(1),
+    "values": lambda placeholder: placeholder.values(),
+    "key": lambda placeholder: placeholder["x"],
     "length": len,
-    "truth": lambda mark: 1 if mark else 2,
+    "truth": lambda placeholder: 1 if placeholder else 2,
     "number": float,
-    "equal": lambda mark: mark == 1,
-    "format": lambda mark: f"{mark:.3f}",
-    "iterate": lambda mark: [*mark],
-    "contains": lambda mark: 1 in mark,
+    "equal": lambda placeholder: placeholder == 1,
+    "format": lambda placeholder: f"{placeholder:.3f}",
+    "iterate": lambda placeholder: [*placeholder],
+    "contains": lambda placeholder: 1 in placeholder,
 }
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_mark_cannot_be_used(use: str) -> None:
-    mark = Mark("layer 0 leaves it", [1])
+def test_a_placeholder_cannot_be_used(use: str) -> None:
+    placeholder = Placeholder("layer 0 leaves it", [1])
     with pytest.raises(RuntimeError, match="layer 0 leaves it"):
-        USES[use](mark)
+        USES[use](placeholder)
 
 
-def test_what_can_be_done_with_a_mark() -> None:
-    mark = Mark("layer 0 leaves it", [1])
-    assert repr(mark) == f"{mark}" == "<layer 0 leaves it>" and mark is not None and not hasattr(mark, "__deepcopy__")
-    assert copy.deepcopy(mark) == pickle.loads(pickle.dumps(mark)) == [1]
-    assert hash(mark) == hash(mark)
+def test_what_can_be_done_with_a_placeholder() -> None:
+    placeholder = Placeholder("layer 0 leaves it", [1])
+    assert (
+        repr(placeholder) == f"{placeholder}" == "<layer 0 leaves it>"
+        and placeholder is not None
+        and not hasattr(placeholder, "__deepcopy__")
+    )
+    assert copy.deepcopy(placeholder) == pickle.loads(pickle.dumps(placeholder)) == [1]
+    assert hash(placeholder) == hash(placeholder)
 
 
-def two_stages() -> tuple[list[nn.Sequential], Marks]:
+def two_stages() -> tuple[list[nn.Sequential], Placeholders]:
     stages = [nn.Sequential(Leaves(), nn.Tanh()), nn.Sequential(nn.Tanh(), Leaves())]
-    return stages, Marks(stages)
+    return stages, Placeholders(stages)
 
 
-def test_marks_of_another_stage() -> None:
-    stages, marks = two_stages()
+def test_placeholders_of_another_stage() -> None:
+    stages, placeholders = two_stages()
     layer = stages[0][0]
-    assert marks.taken(5) == 5
-    assert marks.taken(Noted(7, (Attribute(0, 1, "aux"), Attribute(0, 1, "losses"), Attribute(0, 1, "made")))) == 7
-    marks.show(lambda value: True)
+    assert placeholders.unwrapped(5) == 5
+    assert (
+        placeholders.unwrapped(
+            WithSideOutputs(7, (Attribute(0, 1, "aux"), Attribute(0, 1, "losses"), Attribute(0, 1, "made")))
+        )
+        == 7
+    )
+    placeholders.insert(lambda value: True)
     for name in ("aux", "losses", "made"):
         pattern = (
             rf"layer 0, a Leaves, leaves tensors in its attribute '{name}' on stage 0 \(layers 0 to 1: Leaves, Tanh\)"
@@ -111,24 +127,24 @@ def test_marks_of_another_stage() -> None:
         with pytest.raises(RuntimeError, match=pattern + ".*Return them from the layer"):
             bool(getattr(layer, name))
     layer.losses = []  # as training loops do ahead of a pass
-    marks.show(lambda value: True)
-    assert type(layer.losses) is Mark
-    marks.end()
+    placeholders.insert(lambda value: True)
+    assert type(layer.losses) is Placeholder
+    placeholders.end()
     assert (layer.aux, layer.losses) == (None, []) and not hasattr(layer, "made")
 
 
-def test_marks_of_the_own_stage() -> None:
+def test_placeholders_of_the_own_stage() -> None:
     """The layer itself always sees what it has left."""
-    stages, marks = two_stages()
+    stages, placeholders = two_stages()
     layer = stages[1][1]
     layer(torch.rand(2, WIDTH))
     value = layer.aux
-    marks.taken(Noted(0, (Attribute(1, 2, "aux"), Attribute(1, 2, "losses"))))
-    marks.show(is_fresh)
-    assert layer.aux is value and type(layer.losses) is Mark and marks.have_graphs
-    marks.show(lambda value: False)
-    assert type(layer.aux) is Mark and not marks.have_graphs
-    with marks.hidden_from_layers():
+    placeholders.unwrapped(WithSideOutputs(0, (Attribute(1, 2, "aux"), Attribute(1, 2, "losses"))))
+    placeholders.insert(is_fresh)
+    assert layer.aux is value and type(layer.losses) is Placeholder and placeholders.have_graphs
+    placeholders.insert(lambda value: False)
+    assert type(layer.aux) is Placeholder and not placeholders.have_graphs
+    with placeholders.removed_for_layers():
         layer(torch.rand(2, WIDTH))
         assert len(layer.losses) == 2 and layer.aux is not value
         value = layer.aux
@@ -136,10 +152,10 @@ def test_marks_of_the_own_stage() -> None:
         RuntimeError, match=r"'aux' on stage 1 .*once for each micro-batch: .*last one only.*1f1b.*never"
     ):
         layer.aux.item()
-    marks.reveal()
+    placeholders.restore()
     assert layer.aux is value
-    marks.show(lambda value: False)
-    marks.end()
+    placeholders.insert(lambda value: False)
+    placeholders.end()
     assert layer.aux is value and len(layer.losses) == 2
 
 
