@@ -43,6 +43,7 @@ from strategies.lightning.hooks import (
 )
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
+from strategies.lightning.loss_weights import LossWeights
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
 from strategies.lightning.profiler import ProfiledStages
@@ -97,13 +98,22 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             Default: 60.
         schedule: Order of the passes. ``"gpipe"`` (default): all forward passes, then all backward passes;
             ``training_step`` runs once for the batch. ``"1f1b"``: each backward pass as early as possible, which needs
-            less memory; ``training_step`` runs once per micro-batch, and its results are means weighted by rows.
+            less memory; ``training_step`` runs once per micro-batch, and its results are means weighted by
+            ``loss_weight``.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
             ``sequential_module``, else the list of blocks of a Hugging Face model, else the only ``nn.ModuleList`` with
             enough layers. The blocks of an ``nn.ModuleList`` are called by the model's own ``forward``, which runs in
             this process.
+        loss_weight: How much each micro-batch counts in losses, gradients, logged and returned means, where
+            ``training_step`` runs once per micro-batch. ``"rows"`` (default): by its number of rows, for a loss that is
+            a mean over rows; accumulated batches and replicas count the same, as in Lightning. ``"tokens"``: by its
+            number of labels other than -100, for a loss that is a mean over these; accumulated batches and replicas
+            count by their tokens too. The labels are the micro-batch's entry or attribute ``"shift_labels"``, or else
+            ``"labels"``, without the first of each row if the model contains a Hugging Face model whose loss shifts
+            them. If the model has a method ``microbatch_weight(microbatch) -> float``, the weights that it returns are
+            used like numbers of tokens, whatever ``loss_weight`` is.
         data_parallel_size: Number of replicas of the pipeline, among which devices and data are divided. Default: 1.
         shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among them
             (ZeRO stage 1). Default: ``False``.
@@ -136,6 +146,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         schedule: str = "gpipe",
         deferred_batch_norm: bool = False,
         module: str | None = None,
+        loss_weight: Literal["rows", "tokens"] = "rows",
         data_parallel_size: int = 1,
         shard_optimizer_states: bool = False,
         state_dict_type: str = "full",
@@ -160,6 +171,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             raise MisconfigurationException(
                 f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
             )
+        checks.check_loss_weight(loss_weight, self._settings)
         checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -168,6 +180,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._timeout = timedelta(seconds=self._settings.patience_seconds)
         self._given_balance, self._balance_mode, self._given_path = balance, balance_mode, module
         self._module_path = module or "sequential_module"
+        self._loss_weight = loss_weight
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
         self._state_dict_type, self._async_save = state_dict_type, async_save
@@ -276,7 +289,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._profiled.follow(pipeline)
         pipeline.optimizers.skips_infinite_steps = scaler_of(self.precision_plugin) is not None
         if self._settings.interleaves:
-            steps = TrainingStepPerMicrobatch(model, pipeline, self.precision_plugin, self._settings.microbatches)
+            weights = LossWeights(model, self._loss_weight, self._sum_over_replicas, self.world_size)
+            steps = TrainingStepPerMicrobatch(
+                model, pipeline, self.precision_plugin, self._settings.microbatches, weights
+            )
             self._per_microbatch, collecting = steps, [collect_logs(model, steps.collector)]
         else:
             self._per_microbatch, collecting = None, []
@@ -324,13 +340,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         batch, *rest = (*args, *kwargs.values())
         return self._per_microbatch(batch, rest)
 
+    def _sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
+        summed = self.reduce(torch.tensor(numbers, dtype=torch.float64), reduce_op="sum")
+        return cast(list[float], summed.tolist())
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Do nothing: the backward pass of the loss runs the backward pass of every stage."""
 
     def _after_backward(self) -> None:
         """Average gradients over the replicas, unless more gradients are accumulated first."""
         if self._averages_gradients:
-            self._running().average_grads()
+            steps = self._per_microbatch
+            self._running().average_grads(steps.loss_weights.share_of_replica() if steps is not None else None)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

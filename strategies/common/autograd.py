@@ -66,6 +66,14 @@ class _Node(torch.autograd.Function):
         return None, None, None, None, *ctx.backward_part(wanted, ctx.inputs)
 
 
+def scale_(grad: Tensor, factor: float) -> None:
+    """Multiply a gradient in place; a factor of 0 gives zeros also where it is infinite or not a number."""
+    if factor == 0.0:
+        grad.zero_()
+    elif factor != 1.0:
+        grad.mul_(factor)
+
+
 class GatheredGradients:
     """Gradients of one pass, kept apart from ``.grad`` until a later backward pass says with which factor they count.
 
@@ -91,12 +99,17 @@ class GatheredGradients:
             self._grads = self._swap(before)
 
     @torch.no_grad()
-    def release(self, factor: float) -> None:
-        """Add these gradients, times ``factor``, to ``.grad``; this can be done once."""
+    def release(self, factor: float, kept: float = 1.0) -> None:
+        """Add these gradients, times ``factor``, to ``.grad``, times ``kept``; this can be done once.
+
+        A factor of 0 also removes values that are not finite.
+        """
         for parameter, grad in zip(self._parameters, self._grads, strict=True):
+            if parameter.grad is not None:
+                scale_(parameter.grad, kept)
             if grad is not None:
-                scaled = grad if factor == 1.0 else grad.mul_(factor)
-                parameter.grad = scaled if parameter.grad is None else parameter.grad.add_(scaled)
+                scale_(grad, factor)
+                parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         self._grads = [None] * len(self._parameters)
 
     def _swap(self, grads: list[Tensor | None]) -> list[Tensor | None]:

@@ -83,6 +83,24 @@ def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
         )
 
 
+def check_loss_weight(loss_weight: str, settings: Settings) -> None:
+    """Check that ``loss_weight="tokens"`` has an effect.
+
+    Args:
+        loss_weight: The setting.
+        settings: Settings of the pipeline.
+
+    Raises:
+        MisconfigurationException: If ``training_step`` runs once for the whole batch.
+    """
+    if loss_weight == "tokens" and not settings.interleaves:
+        raise MisconfigurationException(
+            f"loss_weight='tokens' weights micro-batches, but under schedule={settings.schedule!r} training_step "
+            "computes one loss for the whole batch, which may be a mean over its tokens. Leave loss_weight out, or use "
+            "schedule='1f1b'."
+        )
+
+
 def check_restarts(is_external: bool) -> None:
     """Check that the strategy itself starts the processes that ``max_restarts`` would restart.
 

@@ -89,6 +89,7 @@ WeightAveraging = pl.callbacks.WeightAveraging
 distributed_log = fabric.utilities.distributed.log
 get_filesystem = fabric.utilities.cloud_io.get_filesystem
 is_overridden = pl.utilities.model_helpers.is_overridden
+rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_only = pl.utilities.rank_zero.rank_zero_only
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn

@@ -1,11 +1,12 @@
 """Runs ``training_step`` once per micro-batch and combines the results into those of one call for the whole batch.
 
-Losses, logged values and numbers in the output become means over the micro-batches, weighted by their numbers of rows.
-For a loss that is a mean over samples this is the value of the whole batch.
+Losses, logged values and numbers in the output become means over the micro-batches, weighted by their numbers of rows
+or by other weights (:mod:`.loss_weights`). For a loss that is a mean over rows, or over tokens, this is the value of
+the whole batch.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from strategies.lightning.compat import (
     set_forward_cache,
 )
 from strategies.lightning.hooks import Collect, scaler_of
+from strategies.lightning.loss_weights import LossWeights
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.microbatch.split import split_batch
 from strategies.pipeline.stage.layers import PassContext
@@ -37,11 +39,19 @@ class TrainingStepPerMicrobatch:
         pipeline: The running pipeline.
         precision: Gives the context of ``training_step``, and the loss scale if it has a gradient scaler.
         microbatches: The largest number of micro-batches.
+        loss_weights: Gives the weights of micro-batches and of batches.
     """
 
-    def __init__(self, model: LightningModule, pipeline: Pipeline, precision: Precision, microbatches: int) -> None:
+    def __init__(
+        self,
+        model: LightningModule,
+        pipeline: Pipeline,
+        precision: Precision,
+        microbatches: int,
+        loss_weights: LossWeights,
+    ) -> None:
         self._model, self._pipeline, self._precision, self._microbatches = model, pipeline, precision, microbatches
-        self._scaler = scaler_of(precision)
+        self._scaler, self.loss_weights = scaler_of(precision), loss_weights
         self._thread = threading.local()
 
     def collector(self) -> Collect | None:
@@ -59,11 +69,15 @@ class TrainingStepPerMicrobatch:
             The combined output of ``training_step``.
 
         Raises:
-            MisconfigurationException: If the batch cannot be split, or if ``training_step`` returns something that
-                Lightning does not accept.
+            MisconfigurationException: If the batch cannot be split, if a micro-batch has no valid weight, or if
+                ``training_step`` returns something that Lightning does not accept.
         """
+        trainer = self._model.trainer
+        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:  # Lightning clears the gradients then
+            self.loss_weights.begin_step()
         parts, sizes = _split(self._model, batch, self._microbatches)
-        logs = _Logs(sizes)
+        weights = self.loss_weights.of(parts, sizes)
+        logs = _Logs(weights, self.loss_weights)
         outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
         def step(m: int) -> Tensor | None:
@@ -81,11 +95,24 @@ class TrainingStepPerMicrobatch:
         scale = self._scaler.get_scale() if self._scaler is not None else 1.0
         with self._precision.train_step_context():
             context = PassContext.capture(self._pipeline.device.type)
-        weights = [size / max(1, sum(sizes)) for size in sizes]
-        loss = self._pipeline.interleave([partial(step, m) for m in range(len(parts))], weights, context, scale)
+        codes = [partial(step, m) for m in range(len(parts))]
+        shares = partial(self.loss_weights.added, sum(weights), trainer.accumulate_grad_batches)
+        loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares)
         with context.entered(grad=True):
             logs.log_to(self._model)
-        return _combine_outputs(outputs, loss, sizes)
+        return _combine_outputs(outputs, loss, sizes, weights)
+
+
+def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:
+    """Return the share of each micro-batch in the loss of the batch.
+
+    Where all weights are zero, the loss is that of one process: not a number, or what the model makes of it. It is then
+    the mean over rows, which keeps either.
+    """
+    for known in (weights, sizes, [1.0] * len(weights)):
+        if total := sum(known):
+            return [weight / total for weight in known]
+    raise AssertionError("a batch has at least one micro-batch")
 
 
 def _split(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
@@ -109,80 +136,129 @@ class _Logged:
     """One call of ``self.log``."""
 
     value: Any
-    size: int
+    weight: float
     settings: dict[str, Any]
+
+
+@dataclass
+class _Combined:
+    """What is logged under one name for the whole batch.
+
+    Attributes:
+        name: The name.
+        value: The combined value.
+        settings: Other arguments of ``self.log``.
+        logged: The metric, if that is what the model logs.
+        weight: Total weight of the values, if ``value`` is their mean by the weights of the loss.
+    """
+
+    name: str
+    value: Any
+    settings: dict[str, Any]
+    logged: Metric | None = None
+    weight: float | None = None
 
 
 class _Logs:
     """The values that ``training_step`` logs for each micro-batch.
 
     Args:
-        sizes: Number of rows of each micro-batch.
+        weights: The weight of each micro-batch.
+        loss_weights: What has given the weights.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._sizes = sizes
+    def __init__(self, weights: Sequence[float], loss_weights: LossWeights) -> None:
+        self._weights, self._loss_weights = weights, loss_weights
         self._logged: dict[str, list[_Logged]] = {}
 
     def collect(self, m: int, name: str, value: Any, settings: dict[str, Any]) -> None:
         """Keep one value that micro-batch ``m`` has logged."""
-        size = settings.get("batch_size") or self._sizes[m]
+        given = settings.get("batch_size")
+        weight = self._weights[m] if given is None else given
         if isinstance(value, Tensor):
             value = value.detach()
         elif isinstance(value, Metric):
             settings["metric"] = value
             value = forward_cache(value)
-        self._logged.setdefault(name, []).append(_Logged(value, size, settings))
+        self._logged.setdefault(name, []).append(_Logged(value, weight, settings))
 
     def log_to(self, model: LightningModule) -> None:
         """Log each name once, with the combined value of all micro-batches."""
-        for name, logged in self._logged.items():
-            settings = logged[-1].settings
-            values, sizes = [entry.value for entry in logged], [entry.size for entry in logged]
-            metric = settings.pop("metric", None)
-            if metric is not None:
-                if isinstance(forward_cache(metric), Tensor):
-                    set_forward_cache(metric, _mean(values, sizes))
-                model.log(name, metric, **settings)
-                continue
-            if settings.get("batch_size") is not None:
-                settings["batch_size"] = sum(sizes)
-            model.log(name, _reduce(values, sizes, settings.get("reduce_fx", "mean")), **settings)
+        combined = [self._combined(name, logged) for name, logged in self._logged.items()]
+        self._weight_replicas([each for each in combined if each.weight is not None and _is_synchronised(each)])
+        for each in combined:
+            if isinstance(each.logged, Metric) and isinstance(forward_cache(each.logged), Tensor):
+                set_forward_cache(each.logged, each.value)
+            model.log(each.name, each.value if each.logged is None else each.logged, **each.settings)
+
+    def _combined(self, name: str, logged: Sequence[_Logged]) -> _Combined:
+        settings = logged[-1].settings
+        values, weights = [entry.value for entry in logged], [entry.weight for entry in logged]
+        metric = settings.pop("metric", None)
+        if metric is not None:
+            return _Combined(name, _mean(values, weights), settings, metric)
+        reduce_fx = settings.get("reduce_fx", "mean")
+        kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        if kind in ("sum", "max", "min"):
+            value = getattr(torch.stack([torch.as_tensor(value) for value in values]), kind)()
+            return _Combined(name, value, settings)
+        combined = _Combined(name, _mean(values, weights), settings)
+        if settings.get("batch_size") is not None:
+            settings["batch_size"] = sum(weights)
+        elif self._loss_weights.are_counted:
+            combined.weight = settings["batch_size"] = sum(weights)
+        return combined
+
+    def _weight_replicas(self, means: Sequence[_Combined]) -> None:
+        """Prepare means for ``sync_dist=True``, which takes the plain means of values and batch sizes over replicas.
+
+        With weights w of the replicas, values v, and W the mean of w, the plain mean of v * w / W is the weighted mean
+        of v. Over an epoch Lightning weights these values by the batch size W.
+        """
+        own = [mean.weight or 0.0 for mean in means]
+        averages = self._loss_weights.over_replicas(own) if means else None
+        if averages is None:
+            return
+        for mean, weight, average in zip(means, own, averages, strict=True):
+            if average:
+                mean.value = mean.value * (weight / average) if weight else 0.0
+                mean.settings["batch_size"] = average  # no whole number: Lightning would round its mean
 
 
-def _reduce(values: Sequence[Any], sizes: Sequence[int], reduce_fx: str | Callable[..., Any]) -> Any:
-    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    if kind in ("sum", "max", "min"):
-        return getattr(torch.stack([torch.as_tensor(value) for value in values]), kind)()
-    return _mean(values, sizes)
+def _is_synchronised(combined: _Combined) -> bool:
+    return bool(combined.settings.get("sync_dist")) and not combined.settings.get("rank_zero_only")
 
 
-def _mean(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Return the mean, weighted by numbers of rows."""
-    total = sum(sizes)
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Return the weighted mean. A value without weight may be infinite or not a number."""
+    total = sum(weights)
     if not total or len(values) == 1:
         return values[-1]
-    return sum(value * (size / total) for value, size in zip(values, sizes, strict=True))
+    return sum(value * (weight / total) for value, weight in zip(values, weights, strict=True) if weight)
 
 
-def _combine_outputs(outputs: Sequence[Mapping[str, Any] | None], loss: Tensor | None, sizes: Sequence[int]) -> Any:
-    known = [(output, size) for output, size in zip(outputs, sizes, strict=True) if output is not None]
+def _combine_outputs(
+    outputs: Sequence[Mapping[str, Any] | None], loss: Tensor | None, sizes: Sequence[int], weights: Sequence[float]
+) -> Any:
+    known = [m for m, output in enumerate(outputs) if output is not None]
     combined: dict[str, Any] = {}
-    for name in dict.fromkeys(name for output, _ in known for name in output):
-        column = [(output[name], size) for output, size in known if name in output]
-        combined[name] = _combine_values([value for value, _ in column], [size for _, size in column])
+    for name in dict.fromkeys(name for m in known for name in outputs[m] or ()):
+        found = [(output[name], m) for m in known if (output := outputs[m]) is not None and name in output]
+        combined[name] = _combine_values(
+            [value for value, _ in found], [sizes[m] for _, m in found], [weights[m] for _, m in found]
+        )
     return {**combined, "loss": loss} if combined else loss
 
 
-def _combine_values(values: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _combine_values(values: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
     """Return the mean of numbers, the concatenation of tensors with one row per sample, or else the last value."""
     if all(isinstance(value, Tensor) for value in values):
         detached = [value.detach() for value in values]
         if all(value.dim() and value.shape[0] == size for value, size in zip(values, sizes, strict=True)):
             return torch.cat(detached)
         if all(value.dim() == 0 and value.is_floating_point() for value in values):
-            return _mean(detached, sizes)
+            return _mean(detached, weights)
         return detached[-1]
     if all(isinstance(value, float) for value in values):
-        return _mean(values, sizes)
+        return _mean(values, weights)
     return values[-1]

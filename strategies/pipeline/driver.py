@@ -33,7 +33,7 @@ from strategies.pipeline.control.client import Failures, InterruptibleWait, NotC
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Connections, Executor, PipelineParts
-from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch
+from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.executor.whole_batch import WholeBatch
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
@@ -147,7 +147,12 @@ class Pipeline(NotCopyable):
         return self._usable().whole_batch(input, microbatches=None if self._blocks is None else 1)
 
     def interleave(
-        self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
+        self,
+        codes: Sequence[Code],
+        weights: Sequence[float],
+        context: PassContext,
+        scale: float = 1.0,
+        shares: Callable[[], Shares] = Shares,
     ) -> Tensor | None:
         """Run code once per micro-batch.
 
@@ -155,7 +160,7 @@ class Pipeline(NotCopyable):
         """
         per_microbatch = self._usable().per_microbatch
         assert per_microbatch is not None, f"schedule={self._settings.schedule!r} runs whole batches"
-        return per_microbatch.run(codes, weights, context, scale)
+        return per_microbatch.run(codes, weights, context, scale, shares)
 
     def _usable(self) -> _Running:
         """Return the running pipeline; after an error that the user has caught, a new one with the same state.
@@ -202,10 +207,14 @@ class Pipeline(NotCopyable):
         """The processes of the other stages; ``None`` if there are none."""
         return self._running.workers if self._running is not None else None
 
-    def average_grads(self) -> None:
-        """Average the gradients of every stage over the replicas, if there are several."""
+    def average_grads(self, share: float | None = None) -> None:
+        """Average the gradients of every stage over the replicas, if there are several.
+
+        Args:
+            share: The share of this replica in the mean; by default the same as that of the others.
+        """
         if self._running is not None:
-            self._running.executor.average_gradients()
+            self._running.executor.average_gradients(share)
 
     def _complete_grads(self) -> None:
         if self._replicas is not None and self._running is not None:

@@ -15,13 +15,14 @@ import torch
 from parity import Small
 from pytorch_lightning import Callback, seed_everything
 from torch import Tensor, nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
 
 REPLICAS, WIDTH, ROWS, GLOBAL_BATCH = 2, 6, 40, 8
+IGNORED = -100
 QUIET = {
     "accelerator": "cpu",
     "precision": "64-true",
@@ -89,6 +90,49 @@ class ManualNet(Net):
             optimizer.zero_grad()
 
 
+class TokenNet(Net):
+    """A mean over tokens, of which the replicas have different numbers, and the second one has none in one batch.
+
+    One process divides the sum over the tokens of a batch by the number of tokens of the optimizer step.
+    """
+
+    def sum_and_number(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = self.behind(self.sequential_module(self.before(batch["x"])))
+        losses = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
+        return losses.sum(), (batch["labels"] != IGNORED).sum()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        total, number = self.sum_and_number(batch)
+        in_pipeline = isinstance(self.trainer.strategy, RPCSequentialStrategy)
+        own = {} if in_pipeline else {"batch_size": int(number)}
+        self.log("train", total / number, on_epoch=True, on_step=True, sync_dist=True, **own)
+        if in_pipeline:
+            return total / number
+        num_batches = self.trainer.accumulate_grad_batches
+        first = batch_idx // num_batches * num_batches * GLOBAL_BATCH
+        step = self.tokens[first : first + num_batches * GLOBAL_BATCH]
+        return total / sum(step) * num_batches
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("validation", self.sum_and_number(batch)[0], reduce_fx="sum", sync_dist=True)
+
+    def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        pass
+
+    def train_dataloader(self) -> DataLoader:
+        generator, replicas = torch.Generator().manual_seed(1), self.trainer.world_size
+        self.tokens = [row * 7 % 6 if row % 2 == 0 else 0 if 8 <= row < 16 else 1 for row in range(ROWS)]
+        rows = []
+        for number in self.tokens:
+            labels = torch.randint(2, (5,), generator=generator)
+            labels[number:] = IGNORED
+            rows.append({"x": torch.randn(5, WIDTH, generator=generator), "labels": labels})
+        share = DistributedSampler(rows, num_replicas=replicas, rank=self.trainer.global_rank, shuffle=False)
+        return DataLoader(rows, batch_size=GLOBAL_BATCH // replicas, sampler=share)
+
+    val_dataloader = train_dataloader
+
+
 class Saves(Callback):
     """Saves in mid-fit, while other stages have their states."""
 
@@ -121,6 +165,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "divided, accumulated and clipped, 1f1b": (
         Net,
         {**DIVIDED, "schedule": "1f1b"},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "tokens, accumulated and clipped": (
+        TokenNet,
+        {"schedule": "1f1b", "loss_weight": "tokens"},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     ),
     "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),

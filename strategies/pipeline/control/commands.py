@@ -45,8 +45,8 @@ class StageCommands(Protocol):
         """Run all actions of a pass. Its gradients stay apart from ``.grad`` until :meth:`release`."""
 
     @command()
-    def release(self, number: int, factor: float) -> None:
-        """Add the gradients of an interleaved pass, times ``factor``, to those of the parameters."""
+    def release(self, number: int, factor: float, kept: float) -> None:
+        """Add the gradients of an interleaved pass, times ``factor``, to those of the parameters, times ``kept``."""
 
     @command()
     def evaluate(self, context: PassContext) -> None:
@@ -146,8 +146,8 @@ class StageCommands(Protocol):
         """Set the gradients to what :meth:`grads` returned."""
 
     @command()
-    def average_grads(self) -> None:
-        """Average the gradients over the replicas of this stage."""
+    def average_grads(self, share: float | None) -> None:
+        """Average the gradients over the replicas of this stage, in which this one has a share (``None``: equal)."""
 
     # Optimizers
 

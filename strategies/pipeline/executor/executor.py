@@ -240,18 +240,21 @@ class Executor(NotCopyable):
         ties = self.connections.ties
         return None if ties is None else (self._parts.num_updates(), ties.versions)
 
-    def average_gradients(self) -> None:
+    def average_gradients(self, share: float | None = None) -> None:
         """Average the gradients of every stage over the replicas, if there are several.
 
         Every stage starts when its own backward passes are done.
+
+        Args:
+            share: The share of this replica in the mean; by default the same as that of the others.
         """
         if self._parts.averaging is None:
             return
         self._num_averaged = self._num_backward
         for remote in self.remotes:
-            remote.start(StageCommands.average_grads)
+            remote.start(StageCommands.average_grads, share)
         with self.explained():
-            self._parts.averaging.average()
+            self._parts.averaging.average(share)
 
     def complete_gradients(self) -> None:
         """Average what backward passes have computed since the last average."""

@@ -14,6 +14,7 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,19 @@ Code = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
 
 
+@dataclass(frozen=True)
+class Shares:
+    """The shares of two sets of gradients in their sum, when those of a pass are added to ``.grad``.
+
+    Attributes:
+        added: Factor on the gradients of the pass.
+        kept: Factor on the gradients that are in ``.grad`` already.
+    """
+
+    added: float = 1.0
+    kept: float = 1.0
+
+
 class PerMicrobatch:
     """Runs user code once per micro-batch.
 
@@ -49,15 +63,22 @@ class PerMicrobatch:
         """The suspended runs of user code."""
 
     def run(
-        self, codes: Sequence[Code], weights: Sequence[float], context: PassContext, scale: float = 1.0
+        self,
+        codes: Sequence[Code],
+        weights: Sequence[float],
+        context: PassContext,
+        scale: float = 1.0,
+        shares: Callable[[], Shares] = Shares,
     ) -> Tensor | None:
         """Run the forward and backward pass of every micro-batch.
 
         Args:
             codes: What to run for each micro-batch.
-            weights: The share of each micro-batch in the loss.
+            weights: The share of each micro-batch in the loss. A micro-batch without a share has no backward pass, and
+                its loss may be infinite or not a number.
             context: Settings of forward passes; backward passes run under those of the caller.
             scale: Factor on the loss in the backward passes, so that small gradients survive in float16.
+            shares: Called when the gradients are added to ``.grad``; returns the shares in that sum.
 
         Returns:
             The weighted sum of the losses, whose backward pass gives every parameter its gradient; ``None`` if no code
@@ -81,8 +102,8 @@ class PerMicrobatch:
         known = [(weight, loss) for weight, loss in zip(weights, losses, strict=True) if loss is not None]
         if not known:
             return None
-        total = torch.stack([weight * loss for weight, loss in known]).sum()
-        return with_backward(total, [True], [], partial(_release, run, gathered, scale))
+        total = torch.stack([weight * loss if weight else torch.zeros_like(loss) for weight, loss in known]).sum()
+        return with_backward(total, [True], [], partial(_release, run, gathered, scale, shares))
 
     def close(self) -> None:
         """End the threads."""
@@ -90,16 +111,22 @@ class PerMicrobatch:
 
 
 def _release(
-    run: Run[Executor], gathered: GatheredGradients, scale: float, grads: Sequence[Tensor | None], _: Any
+    run: Run[Executor],
+    gathered: GatheredGradients,
+    scale: float,
+    shares: Callable[[], Shares],
+    grads: Sequence[Tensor | None],
+    _: Any,
 ) -> list[Tensor | None]:
     """Add the gradients of a pass, times that of its loss, to ``.grad`` on every stage."""
     executor = run.spend()
     executor.note_backward()
-    factor = 0.0 if grads[0] is None else grads[0].item() / scale
+    share = shares()
+    factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
     with executor.explained():
         for remote in executor.remotes:
-            remote.start(StageCommands.release, run.this.number, factor)
-        gathered.release(factor)
+            remote.start(StageCommands.release, run.this.number, factor, share.kept)
+        gathered.release(factor, share.kept)
     return []
 
 
@@ -186,6 +213,7 @@ class _Pass:
             raise RuntimeError(f"training_step returned a loss of shape {list(loss.shape)}; it must be a single number")
         if loss is not None and loss.requires_grad:
             self.learns = True
+        if loss is not None and loss.requires_grad and self._weights[m]:  # 0 times an infinite gradient is not 0
             # The loss may also depend on the input directly; _answer goes through that part of the graph again. If it
             # depends on side outputs of the own stage, the backward action goes through the stage's graph again.
             keep = bool(self._inputs[m]) or (bool(self._side_outputs.known) and self._side_outputs.have_graphs)

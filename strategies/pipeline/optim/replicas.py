@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.optim import Optimizer
 
+from strategies.common.autograd import scale_
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.rendezvous import LOOPBACK
 from strategies.launch.session import join_group
@@ -92,16 +93,23 @@ class Averaging:
         self.spread([*self._parameters(), *self._buffers()], 0)
 
     @torch.no_grad()
-    def average(self) -> None:
+    def average(self, share: float | None = None) -> None:
         """Replace each gradient by its mean over the replicas; a missing gradient counts as zero.
 
         Buffers are copied from replica 0, as in DistributedDataParallel, so all replicas have the same statistics.
+
+        Args:
+            share: The share of this replica in the mean; the shares of all replicas add up to 1. By default all
+                replicas have the same share.
         """
         parameters = self._parameters()
         self._agree(parameters)
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for grad in grads:
-            grad.div_(self.count)  # first: the sum might be too large for float16
+        for grad in grads:  # first: the sum might be too large for float16
+            if share is None:
+                grad.div_(self.count)
+            else:
+                scale_(grad, share)
         buckets = [(bucket, _message(bucket)) for bucket in _buckets(grads)]
         self._finish([self._group.allreduce([message]) for _, message in buckets])
         for bucket, message in buckets:

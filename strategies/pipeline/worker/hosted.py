@@ -134,8 +134,8 @@ class HostedStage(StageCommands):
             self._stage.run(bounded(), this)
             self._ties.move_gradients(this.number)
 
-    def release(self, number: int, factor: float) -> None:
-        self._gathered.pop(number).release(factor)
+    def release(self, number: int, factor: float, kept: float) -> None:
+        self._gathered.pop(number).release(factor, kept)
 
     def evaluate(self, context: PassContext) -> None:
         next_pass, pass_on = self._wiring.next_pass, self._wiring.pass_on
@@ -246,10 +246,10 @@ class HostedStage(StageCommands):
             grad = grads[name]
             parameter.grad = None if grad is None else grad.to(parameter.device)
 
-    def average_grads(self) -> None:
+    def average_grads(self, share: float | None) -> None:
         assert self._averaging is not None
         self._activity.doing = "averaging gradients"
-        self._averaging.average()
+        self._averaging.average(share)
 
     # Optimizers
 

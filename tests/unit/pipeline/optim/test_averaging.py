@@ -1,6 +1,7 @@
 """Averaging over replicas, by two threads that stand for the same stage of two pipelines."""
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ LARGE = 600_000
 """Elements; more than travel together with others."""
 
 
-def averaged(folder: Path, stages: list[tuple[list[nn.Parameter], list[Tensor]]]) -> None:
+def averaged(
+    folder: Path, stages: list[tuple[list[nn.Parameter], list[Tensor]]], shares: Sequence[float | None] = (None, None)
+) -> None:
     """Averages as often as there are replicas, one of which each of ``stages`` belongs to."""
 
     def one(number: int) -> None:
         parameters, buffers = stages[number]
         group = join_group(f"{folder.as_uri()}/stage", number, len(stages), 30)
-        Averaging(group, lambda: parameters, lambda: buffers).average()
+        Averaging(group, lambda: parameters, lambda: buffers).average(shares[number])
 
     with ThreadPoolExecutor(len(stages)) as threads:
         list(threads.map(one, range(len(stages))))
@@ -58,6 +61,20 @@ def test_a_sum_that_float16_cannot_hold(tmp_path: Path) -> None:
     replicas = [with_grads([torch.full((2,), 60_000.0, dtype=torch.float16)]) for _ in range(2)]
     averaged(tmp_path, [(parameters, []) for parameters in replicas])
     assert all(parameter.grad.tolist() == [60_000, 60_000] for parameters in replicas for parameter in parameters)
+
+
+def test_replicas_with_shares(tmp_path: Path) -> None:
+    ours, theirs = with_grads([torch.ones(2), rows(0)]), with_grads([torch.full((2,), 5.0), rows(2)])
+    averaged(tmp_path, [(ours, []), (theirs, [])], shares=(0.75, 0.25))
+    for first, second in (ours, theirs):
+        assert first.grad is not None and first.grad.tolist() == [2, 2]
+        assert second.grad is not None and second.grad.to_dense()[:, 0].tolist() == [0.75, 0, 0.25]
+
+
+def test_a_replica_without_a_share(tmp_path: Path) -> None:
+    ours, theirs = with_grads([torch.full((2,), float("nan"))]), with_grads([torch.ones(2)])
+    averaged(tmp_path, [(ours, []), (theirs, [])], shares=(0.0, 1.0))
+    assert all(parameter.grad.tolist() == [1, 1] for parameters in (ours, theirs) for parameter in parameters)
 
 
 def rows(*where: int) -> Tensor:

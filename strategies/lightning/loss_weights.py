@@ -1,0 +1,218 @@
+"""How much each micro-batch counts in the loss, and each accumulated batch and replica in the gradient of a step.
+
+Where ``training_step`` runs once per micro-batch, it returns means over that micro-batch. Means over numbers of
+elements that differ (tokens that are not padding) have to be weighted by these numbers. With such weights ``w``, the
+gradient of an optimizer step is
+
+    sum of w[r, b, m] * g[r, b, m] / sum of w[r, b, m]        over replicas r, accumulated batches b, micro-batches m
+
+where ``g`` is the gradient of one micro-batch. The weights of later batches are not known while a batch runs, so
+``.grad`` is the mean over the batches so far. Another batch scales it down and adds its own share::
+
+    total weight    0          4                       10
+    .grad           nothing    1 * g(4)                4/10 * .grad + 6/10 * g(6)
+
+The mean over the replicas takes each of them by its share in the total weight of all.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Real
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info
+from strategies.pipeline.executor.per_microbatch import Shares
+
+IGNORED_LABEL = -100
+"""The label of what is not a token: torch's default for ``ignore_index``, which Hugging Face models use."""
+
+_LABELS = ("shift_labels", "labels")
+"""Where labels are looked for, first name first."""
+
+
+class LossWeights:
+    """The weights of micro-batches, and of batches and replicas in the gradient of a step.
+
+    Args:
+        model: The model. If it has a method ``microbatch_weight(microbatch)``, that returns the weight.
+        kind: What weights are otherwise: numbers of ``"rows"``, or of ``"tokens"``: labels other than
+            ``IGNORED_LABEL``.
+        sum_over_replicas: Returns, for each of several numbers, the sum over the replicas. Every replica calls it.
+        num_replicas: Number of replicas.
+    """
+
+    def __init__(
+        self,
+        model: LightningModule,
+        kind: Literal["rows", "tokens"],
+        sum_over_replicas: Callable[[Sequence[float]], list[float]] = list,
+        num_replicas: int = 1,
+    ) -> None:
+        self._model, self._kind = model, kind
+        self._sum_over_replicas, self._num_replicas = sum_over_replicas, num_replicas
+        self._total = 0.0
+        """Weight of the batches of this step whose gradients are in ``.grad``."""
+        self._is_first = True
+        """Whether no backward pass of this step has run."""
+        self._is_announced = False
+
+    @property
+    def are_counted(self) -> bool:
+        """Whether the weights also count over accumulated batches and replicas; rows only count within a batch.
+
+        Rows do not, because Lightning's mean over batches and replicas is what users of rows expect.
+        """
+        return self._kind == "tokens" or hasattr(self._model, "microbatch_weight")
+
+    def of(self, microbatches: Sequence[Any], num_rows: Sequence[int]) -> list[float]:
+        """Return the weight of each micro-batch.
+
+        Args:
+            microbatches: What ``training_step`` gets.
+            num_rows: Number of rows of each micro-batch.
+
+        Raises:
+            MisconfigurationException: If the method of the model returns no weight, or if there are no labels to count.
+        """
+        hook = getattr(self._model, "microbatch_weight", None)
+        if hook is not None:
+            return [self._checked(hook(microbatch)) for microbatch in microbatches]
+        return list(num_rows) if self._kind == "rows" else self._numbers_of_tokens(microbatches)
+
+    def begin_step(self) -> None:
+        """Start to count anew: the next backward pass is the first one of an optimizer step."""
+        self._total, self._is_first = 0.0, True
+
+    def added(self, weight: float, num_batches: int) -> Shares:
+        """Count a batch whose gradients are now added to ``.grad``.
+
+        Args:
+            weight: Weight of the batch, the sum of those of its micro-batches.
+            num_batches: Number by which Lightning divides the loss of the batch.
+
+        Returns:
+            The shares that make ``.grad`` the weighted mean over the batches of the step.
+        """
+        before, self._total = self._total, self._total + weight
+        is_first, self._is_first = self._is_first, False
+        if not (self.are_counted and self._total):
+            return Shares()  # batches without any weight: Lightning's mean, until one has a weight
+        # What is in .grad before the first batch is the user's, who has replaced zero_grad.
+        return Shares(added=num_batches * weight / self._total, kept=1.0 if is_first else before / self._total)
+
+    def share_of_replica(self) -> float | None:
+        """Return the share of this replica in the mean over the replicas; ``None`` if all have the same."""
+        if not self.are_counted or self._num_replicas == 1:
+            return None
+        (total,) = self._sum_over_replicas([self._total])
+        return self._total / total if total else None
+
+    def over_replicas(self, totals: Sequence[float]) -> list[float] | None:
+        """Return mean weights over the replicas, given those of this one; ``None`` if there is only this one."""
+        if self._num_replicas == 1:
+            return None
+        return [total / self._num_replicas for total in self._sum_over_replicas(totals)]
+
+    def _checked(self, weight: Any) -> float:
+        if isinstance(weight, Tensor) and weight.numel() == 1:
+            weight = weight.item()
+        if isinstance(weight, bool) or not isinstance(weight, Real) or not 0.0 <= float(weight) < math.inf:
+            raise MisconfigurationException(
+                f"{type(self._model).__name__}.microbatch_weight returned {weight!r}; the weight of a micro-batch is a "
+                "finite number of at least 0, such as its number of tokens."
+            )
+        return float(weight)
+
+    def _numbers_of_tokens(self, microbatches: Sequence[Any]) -> list[float]:
+        name, columns = _labels_of(microbatches)
+        shifting = _shifting_model(self._model) if name == "labels" else None
+        if shifting is not None:
+            columns = [labels[..., 1:] for labels in columns]
+        if not self._is_announced:
+            self._is_announced = True
+            how = f", after the causal shift of {shifting}" if shifting else ""
+            rank_zero_info(f"loss_weight='tokens' counts {name!r} other than {IGNORED_LABEL}{how}.")
+        counts = torch.stack([(labels != IGNORED_LABEL).sum() for labels in columns])  # one transfer from the device
+        return list(counts.tolist())
+
+
+# Which labels are tokens
+
+
+def _labels_of(microbatches: Sequence[Any]) -> tuple[str, list[Tensor]]:
+    """Return the name of the labels in the micro-batches, and those of each."""
+    for name in _LABELS:
+        found = [_entry(microbatch, name) for microbatch in microbatches]
+        if all(isinstance(labels, Tensor) and _is_integral(labels) for labels in found):
+            return name, found
+    raise MisconfigurationException(
+        f"loss_weight='tokens' counts the labels of each micro-batch: integers, in an entry or attribute "
+        f"{' or '.join(map(repr, _LABELS))}. {_described(microbatches[0])} Name the labels so, or give "
+        "the model a method microbatch_weight(microbatch) that returns the number of tokens."
+    )
+
+
+def _entry(microbatch: Any, name: str) -> Any:
+    return microbatch.get(name) if isinstance(microbatch, Mapping) else getattr(microbatch, name, None)
+
+
+def _is_integral(labels: Tensor) -> bool:
+    return not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+
+
+def _described(microbatch: Any) -> str:
+    kind = type(microbatch).__name__
+    for name in _LABELS:
+        if (labels := _entry(microbatch, name)) is not None:
+            what = str(labels.dtype) if isinstance(labels, Tensor) else type(labels).__name__
+            return f"In this {kind}, {name!r} is of type {what}."
+    if isinstance(microbatch, Mapping):
+        return f"This {kind} has {', '.join(map(repr, microbatch))}."
+    return f"This {kind} has neither."
+
+
+def _shifting_model(model: nn.Module) -> str | None:
+    """Return the class of the Hugging Face model in ``model`` whose loss shifts labels; ``None`` if none does.
+
+    Such a loss compares the output for token n with the label of token n + 1, so nothing predicts the first label.
+
+    Raises:
+        MisconfigurationException: If it cannot be told whether a model shifts.
+    """
+    decided = {type(part).__name__: _shifts(part) for part in _models_with_a_loss(model)}
+    if None in decided.values() or len(set(decided.values())) > 1:
+        raise MisconfigurationException(
+            f"loss_weight='tokens' cannot tell whether the loss shifts the labels within {', '.join(decided)}. Give "
+            "the batch 'shift_labels', or the model a method microbatch_weight(microbatch) that returns the number of "
+            "tokens."
+        )
+    return next((name for name, shifts in decided.items() if shifts), None)
+
+
+def _models_with_a_loss(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost models of Hugging Face in ``module`` that compute a loss from labels."""
+    # Wrappers such as those of peft pass reads of these attributes on, so objects and classes themselves are asked.
+    has_loss = "loss_type" in vars(module) and hasattr(type(module), "loss_function")
+    if has_loss and "labels" in inspect.signature(module.forward).parameters:
+        yield module
+        return
+    for child in module.children():
+        yield from _models_with_a_loss(child)
+
+
+def _shifts(model: Any) -> bool | None:
+    """Return whether the loss of a Hugging Face model shifts labels; ``None`` if that cannot be told."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False  # the inputs of the decoder have been shifted instead
+    forward = inspect.unwrap(type(model).forward)
+    if "loss_function" in forward.__code__.co_names:
+        loss = model.loss_function
+        is_their_own = getattr(loss, "__module__", "").partition(".")[0] == "transformers"
+        return loss.__name__ == "ForCausalLMLoss" if is_their_own else None
+    kind = model.loss_type
+    is_causal = kind is None or "ForCausalLM" in kind or "ForConditionalGeneration" in kind
+    return None if is_causal else False
