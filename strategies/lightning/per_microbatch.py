@@ -148,14 +148,14 @@ class _Combined:
         name: The name.
         value: The combined value.
         settings: Other arguments of ``self.log``.
-        logged: The metric, if that is what the model logs.
+        metric: The metric, if that is what the model logs; ``value`` is then its value for the batch, or ``None``.
         weight: Total weight of the values, if ``value`` is their mean by the weights of the loss.
     """
 
     name: str
     value: Any
     settings: dict[str, Any]
-    logged: Metric | None = None
+    metric: Metric | None = None
     weight: float | None = None
 
 
@@ -187,16 +187,17 @@ class _Logs:
         combined = [self._combined(name, logged) for name, logged in self._logged.items()]
         self._weight_replicas([each for each in combined if each.weight is not None and _is_synchronised(each)])
         for each in combined:
-            if isinstance(each.logged, Metric) and isinstance(forward_cache(each.logged), Tensor):
-                set_forward_cache(each.logged, each.value)
-            model.log(each.name, each.value if each.logged is None else each.logged, **each.settings)
+            if each.metric is not None and each.value is not None:
+                set_forward_cache(each.metric, each.value)
+            model.log(each.name, each.value if each.metric is None else each.metric, **each.settings)
 
     def _combined(self, name: str, logged: Sequence[_Logged]) -> _Combined:
         settings = logged[-1].settings
         values, weights = [entry.value for entry in logged], [entry.weight for entry in logged]
         metric = settings.pop("metric", None)
         if metric is not None:
-            return _Combined(name, _mean(values, weights), settings, metric)
+            known = isinstance(values[-1], Tensor)  # it is None if the metric has not been called, but updated
+            return _Combined(name, _mean(values, weights) if known else None, settings, metric)
         reduce_fx = settings.get("reduce_fx", "mean")
         kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
         if kind in ("sum", "max", "min"):

@@ -35,7 +35,8 @@ def sentences() -> DataLoader:
 def test_lightning_module() -> None:
     tagger = example("LightningModule")["Tagger"]
     single = fit(tagger, SingleDeviceStrategy("cpu"), 1, train=sentences)
-    compare(fit(tagger, RPCSequentialStrategy(microbatches=3), 1, train=sentences), single)
+    for schedule in ("gpipe", "1f1b"):
+        compare(fit(tagger, RPCSequentialStrategy(microbatches=3, schedule=schedule), 1, train=sentences), single)
 
 
 def test_pipe() -> None:
