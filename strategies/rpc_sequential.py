@@ -43,7 +43,7 @@ from strategies.lightning.hooks import (
 )
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
-from strategies.lightning.loss_weights import LossWeights
+from strategies.lightning.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
 from strategies.lightning.profiler import ProfiledStages
@@ -289,7 +289,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._profiled.follow(pipeline)
         pipeline.optimizers.skips_infinite_steps = scaler_of(self.precision_plugin) is not None
         if self._settings.interleaves:
-            weights = LossWeights(model, self._loss_weight, self._sum_over_replicas, self.world_size)
+            counts = self._loss_weight == "tokens" or has_own_weights(model)
+            weights = LossWeights(model, self._sum_over_replicas, self.world_size) if counts else None
             steps = TrainingStepPerMicrobatch(
                 model, pipeline, self.precision_plugin, self._settings.microbatches, weights
             )
@@ -350,8 +351,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _after_backward(self) -> None:
         """Average gradients over the replicas, unless more gradients are accumulated first."""
         if self._averages_gradients:
-            steps = self._per_microbatch
-            self._running().average_grads(steps.loss_weights.share_of_replica() if steps is not None else None)
+            weights = self._per_microbatch.loss_weights if self._per_microbatch is not None else None
+            self._running().average_grads(None if weights is None else weights.share_of_replica())
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

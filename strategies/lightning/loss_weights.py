@@ -19,7 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,17 @@ _LABELS = ("shift_labels", "labels")
 """Where labels are looked for, first name first."""
 
 
+def has_own_weights(model: LightningModule) -> bool:
+    """Return whether a model gives the weights of its micro-batches itself."""
+    return hasattr(model, "microbatch_weight")
+
+
 class LossWeights:
-    """The weights of micro-batches, and of batches and replicas in the gradient of a step.
+    """Weights other than rows: of micro-batches, and of batches and replicas in the gradient of a step.
 
     Args:
-        model: The model. If it has a method ``microbatch_weight(microbatch)``, that returns the weight.
-        kind: What weights are otherwise: numbers of ``"rows"``, or of ``"tokens"``: labels other than
-            ``IGNORED_LABEL``.
+        model: The model. If it has a method ``microbatch_weight(microbatch)``, that returns the weight. Otherwise the
+            weight is the number of tokens: labels other than ``IGNORED_LABEL``.
         sum_over_replicas: Returns, for each of several numbers, the sum over the replicas. Every replica calls it.
         num_replicas: Number of replicas.
     """
@@ -48,40 +52,26 @@ class LossWeights:
     def __init__(
         self,
         model: LightningModule,
-        kind: Literal["rows", "tokens"],
         sum_over_replicas: Callable[[Sequence[float]], list[float]] = list,
         num_replicas: int = 1,
     ) -> None:
-        self._model, self._kind = model, kind
-        self._sum_over_replicas, self._num_replicas = sum_over_replicas, num_replicas
+        self._model, self._sum_over_replicas, self._num_replicas = model, sum_over_replicas, num_replicas
         self._total = 0.0
         """Weight of the batches of this step whose gradients are in ``.grad``."""
         self._is_first = True
         """Whether no backward pass of this step has run."""
         self._is_announced = False
 
-    @property
-    def are_counted(self) -> bool:
-        """Whether the weights also count over accumulated batches and replicas; rows only count within a batch.
-
-        Rows do not, because Lightning's mean over batches and replicas is what users of rows expect.
-        """
-        return self._kind == "tokens" or hasattr(self._model, "microbatch_weight")
-
-    def of(self, microbatches: Sequence[Any], num_rows: Sequence[int]) -> list[float]:
+    def of(self, microbatches: Sequence[Any]) -> list[float]:
         """Return the weight of each micro-batch.
-
-        Args:
-            microbatches: What ``training_step`` gets.
-            num_rows: Number of rows of each micro-batch.
 
         Raises:
             MisconfigurationException: If the method of the model returns no weight, or if there are no labels to count.
         """
-        hook = getattr(self._model, "microbatch_weight", None)
-        if hook is not None:
-            return [self._checked(hook(microbatch)) for microbatch in microbatches]
-        return list(num_rows) if self._kind == "rows" else self._numbers_of_tokens(microbatches)
+        if has_own_weights(self._model):
+            model: Any = self._model
+            return [self._checked(model.microbatch_weight(microbatch)) for microbatch in microbatches]
+        return self._numbers_of_tokens(microbatches)
 
     def begin_step(self) -> None:
         """Start to count anew: the next backward pass is the first one of an optimizer step."""
@@ -99,14 +89,14 @@ class LossWeights:
         """
         before, self._total = self._total, self._total + weight
         is_first, self._is_first = self._is_first, False
-        if not (self.are_counted and self._total):
+        if not self._total:
             return Shares()  # batches without any weight: Lightning's mean, until one has a weight
         # What is in .grad before the first batch is the user's, who has replaced zero_grad.
         return Shares(added=num_batches * weight / self._total, kept=1.0 if is_first else before / self._total)
 
     def share_of_replica(self) -> float | None:
         """Return the share of this replica in the mean over the replicas; ``None`` if all have the same."""
-        if not self.are_counted or self._num_replicas == 1:
+        if self._num_replicas == 1:
             return None
         (total,) = self._sum_over_replicas([self._total])
         return self._total / total if total else None

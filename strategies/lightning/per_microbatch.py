@@ -6,7 +6,7 @@ the whole batch.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import Collect, scaler_of
 from strategies.lightning.loss_weights import LossWeights
 from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.executor.per_microbatch import Shares
 from strategies.pipeline.microbatch.split import split_batch
 from strategies.pipeline.stage.layers import PassContext
 
@@ -39,7 +40,8 @@ class TrainingStepPerMicrobatch:
         pipeline: The running pipeline.
         precision: Gives the context of ``training_step``, and the loss scale if it has a gradient scaler.
         microbatches: The largest number of micro-batches.
-        loss_weights: Gives the weights of micro-batches and of batches.
+        loss_weights: Gives the weights of micro-batches, accumulated batches and replicas. By default micro-batches
+            count by their rows, and batches and replicas the same, as Lightning has it.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class TrainingStepPerMicrobatch:
         pipeline: Pipeline,
         precision: Precision,
         microbatches: int,
-        loss_weights: LossWeights,
+        loss_weights: LossWeights | None = None,
     ) -> None:
         self._model, self._pipeline, self._precision, self._microbatches = model, pipeline, precision, microbatches
         self._scaler, self.loss_weights = scaler_of(precision), loss_weights
@@ -72,11 +74,15 @@ class TrainingStepPerMicrobatch:
             MisconfigurationException: If the batch cannot be split, if a micro-batch has no valid weight, or if
                 ``training_step`` returns something that Lightning does not accept.
         """
-        trainer = self._model.trainer
-        if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:  # Lightning clears the gradients then
-            self.loss_weights.begin_step()
         parts, sizes = _split(self._model, batch, self._microbatches)
-        weights = self.loss_weights.of(parts, sizes)
+        weights: Sequence[float] = sizes
+        shares: Callable[[], Shares] = Shares
+        if self.loss_weights is not None:
+            trainer = self._model.trainer
+            if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:  # Lightning clears the gradients then
+                self.loss_weights.begin_step()
+            weights = self.loss_weights.of(parts)
+            shares = partial(self.loss_weights.added, sum(weights), trainer.accumulate_grad_batches)
         logs = _Logs(weights, self.loss_weights)
         outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
@@ -96,7 +102,6 @@ class TrainingStepPerMicrobatch:
         with self._precision.train_step_context():
             context = PassContext.capture(self._pipeline.device.type)
         codes = [partial(step, m) for m in range(len(parts))]
-        shares = partial(self.loss_weights.added, sum(weights), trainer.accumulate_grad_batches)
         loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares)
         with context.entered(grad=True):
             logs.log_to(self._model)
@@ -149,7 +154,7 @@ class _Combined:
         value: The combined value.
         settings: Other arguments of ``self.log``.
         metric: The metric, if that is what the model logs; ``value`` is then its value for the batch, or ``None``.
-        weight: Total weight of the values, if ``value`` is their mean by the weights of the loss.
+        weight: Total weight of the values, if ``value`` is their mean by weights other than rows.
     """
 
     name: str
@@ -164,10 +169,10 @@ class _Logs:
 
     Args:
         weights: The weight of each micro-batch.
-        loss_weights: What has given the weights.
+        loss_weights: What has given the weights, if they are not numbers of rows.
     """
 
-    def __init__(self, weights: Sequence[float], loss_weights: LossWeights) -> None:
+    def __init__(self, weights: Sequence[float], loss_weights: LossWeights | None) -> None:
         self._weights, self._loss_weights = weights, loss_weights
         self._logged: dict[str, list[_Logged]] = {}
 
@@ -185,7 +190,8 @@ class _Logs:
     def log_to(self, model: LightningModule) -> None:
         """Log each name once, with the combined value of all micro-batches."""
         combined = [self._combined(name, logged) for name, logged in self._logged.items()]
-        self._weight_replicas([each for each in combined if each.weight is not None and _is_synchronised(each)])
+        if means := [each for each in combined if each.weight is not None and _is_synchronised(each)]:
+            self._weight_replicas(means)
         for each in combined:
             if each.metric is not None and each.value is not None:
                 set_forward_cache(each.metric, each.value)
@@ -206,7 +212,7 @@ class _Logs:
         combined = _Combined(name, _mean(values, weights), settings)
         if settings.get("batch_size") is not None:
             settings["batch_size"] = sum(weights)
-        elif self._loss_weights.are_counted:
+        elif self._loss_weights is not None:
             combined.weight = settings["batch_size"] = sum(weights)
         return combined
 
@@ -217,7 +223,7 @@ class _Logs:
         of v. Over an epoch Lightning weights these values by the batch size W.
         """
         own = [mean.weight or 0.0 for mean in means]
-        averages = self._loss_weights.over_replicas(own) if means else None
+        averages = self._loss_weights.over_replicas(own) if self._loss_weights is not None else None
         if averages is None:
             return
         for mean, weight, average in zip(means, own, averages, strict=True):

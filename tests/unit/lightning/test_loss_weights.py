@@ -14,8 +14,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.loss_weights import LossWeights
-from strategies.pipeline.executor.per_microbatch import Shares
+from strategies.lightning.loss_weights import LossWeights, has_own_weights
 
 LABELS = torch.tensor([[5, -100, 1, 0], [-100, -100, -100, -100], [-100, 2, 3, -100]])
 """Per row 3, 0 and 2 tokens; 2, 0 and 2 after a shift."""
@@ -51,7 +50,7 @@ def rows_of(labels: Tensor = LABELS, name: str = "labels") -> list[dict[str, Ten
 
 
 def tokens(model: LightningModule, microbatches: list[Any]) -> list[float]:
-    return LossWeights(model, "tokens").of(microbatches, [1] * len(microbatches))
+    return LossWeights(model).of(microbatches)
 
 
 def test_labels_that_are_not_ignored() -> None:
@@ -60,7 +59,6 @@ def test_labels_that_are_not_ignored() -> None:
     assert tokens(model, [UserDict(row) for row in rows_of()]) == [3, 0, 2]
     assert tokens(model, [Sample(row["x"], row["labels"]) for row in rows_of()]) == [3, 0, 2]
     assert tokens(model, rows_of(LABELS[:, 0])) == [1, 0, 0]  # a label per row
-    assert LossWeights(model, "rows").of(rows_of(), [2, 2, 1]) == [2, 2, 1]
 
 
 def test_shifted_labels_come_first() -> None:
@@ -153,15 +151,14 @@ def test_no_labels(microbatch: Any, message: str) -> None:
 
 @pytest.mark.parametrize("weight", [3, 2.5, torch.tensor(4), torch.tensor([0.5]), 0])
 def test_the_weight_of_the_model(weight: Any) -> None:
-    for weights in (LossWeights(Weighs(weight), "rows"), LossWeights(Weighs(weight), "tokens")):
-        assert weights.are_counted
-        assert weights.of([{}, {}], [1, 1]) == [float(weight)] * 2
+    assert has_own_weights(Weighs(weight)) and not has_own_weights(Holds())
+    assert LossWeights(Weighs(weight)).of([{}, {}]) == [float(weight)] * 2
 
 
 @pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), None, "3", True, torch.zeros(2), torch.tensor(-1)])
 def test_no_weight(weight: Any) -> None:
     with pytest.raises(MisconfigurationException, match=r"Weighs.microbatch_weight returned .* a finite number of "):
-        LossWeights(Weighs(weight), "rows").of([{}], [1])
+        LossWeights(Weighs(weight)).of([{}])
 
 
 def test_a_setting_without_effect() -> None:
@@ -176,7 +173,7 @@ def test_a_setting_without_effect() -> None:
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=3))
 def test_gradients_are_means_over_all_tokens(steps: list[list[int]]) -> None:
     """After each batch ``.grad`` is the mean over the batches of the step so far, whose gradients are 1, 2, ..."""
-    weights, divisor = LossWeights(Holds(), "tokens"), 4
+    weights, divisor = LossWeights(Holds()), 4
     for step in steps:
         weights.begin_step()
         grad, seen = 0.0, []
@@ -191,16 +188,9 @@ def test_gradients_are_means_over_all_tokens(steps: list[list[int]]) -> None:
                 assert grad == pytest.approx(sum(g for g, _ in seen) / divisor)
 
 
-def test_rows_leave_batches_and_replicas_to_lightning() -> None:
-    weights = LossWeights(Holds(), "rows", lambda numbers: [2 * number + 1 for number in numbers], 2)
-    weights.begin_step()
-    assert [weights.added(weight, 2) for weight in (3, 5)] == [Shares(), Shares()]
-    assert weights.share_of_replica() is None
-
-
 def test_shares_of_replicas() -> None:
     other = 0.0
-    weights = LossWeights(Holds(), "tokens", lambda numbers: [number + other for number in numbers], 2)
+    weights = LossWeights(Holds(), lambda numbers: [number + other for number in numbers], 2)
     weights.begin_step()
     assert weights.share_of_replica() is None  # no replica has a token: equal shares
     other = 6.0
