@@ -35,14 +35,17 @@ from strategies.launch.rank_monitor import Rank0Watch
 from strategies.lightning.arguments import check_backend, checked
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
 from strategies.lightning.compat import (
+    PACKAGE,
     CheckpointIO,
     MisconfigurationException,
     Strategy,
     Trainer,
     TrainerStatus,
     WrappingCheckpointIO,
+    check_package,
     given_backend_of,
     is_stand_in,
+    other_package,
     rank_zero_warn,
     start_method_of,
     unwrapped,
@@ -85,6 +88,12 @@ class StrategyPlugin(Strategy):
             own = cast(Any, cls)
             own.__init__ = checked(own.__init__)  # of Relay's strategies; a user's subclass takes any arguments
 
+    def __repr__(self) -> str:
+        # The Trainer of the other package refuses the strategy by a message with nothing but this about it.
+        cls, other = type(self), other_package()
+        order = "" if other is None else f", which was imported before {other}"
+        return f"<{cls.__module__}.{cls.__qualname__} of {PACKAGE}{order}>"
+
     # The contract
 
     @abstractmethod
@@ -94,9 +103,12 @@ class StrategyPlugin(Strategy):
         From here on, every other rank ends when rank 0 does.
         """
         model = self.lightning_module
-        trainer = model.trainer if self._async_save and model is not None else None
+        trainer = None if model is None else model.trainer
         if trainer is not None:
-            check_links(trainer)
+            given = cast(Any, trainer)
+            check_package(given.callbacks, given.loggers, given.profiler, getattr(given, "datamodule", None))
+            if self._async_save:
+                check_links(trainer)
         ranks = cast(Any, self)  # every strategy of Relay is a ParallelStrategy
         has_group = getattr(ranks, "is_distributed", True)  # a single pipeline has no process group
         if has_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
@@ -107,8 +119,8 @@ class StrategyPlugin(Strategy):
         mark_entered(self.launcher)
         if self._async_save:
             self._writer = BackgroundWriter()
-        if trainer is not None:
-            self._undo_waiting = wait_before_naming(trainer, self._writer)
+            if trainer is not None:
+                self._undo_waiting = wait_before_naming(trainer, self._writer)
 
     @abstractmethod
     def setup(self, trainer: Trainer) -> None:

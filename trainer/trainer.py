@@ -12,6 +12,7 @@ from strategies.lightning.compat import (
     MisconfigurationException,
     Strategy,
     StrategyRegistry,
+    check_package,
     defaults_from_env_vars,
     pl,
 )
@@ -23,6 +24,7 @@ from trainer.resume.loops import (
 )
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
+_Run = TypeVar("_Run", bound=Callable[..., Any])
 
 
 def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init]:
@@ -33,8 +35,23 @@ def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init
     return lambda init: cast(_Init, defaults_from_env_vars(functools.wraps(original)(init)))
 
 
+def _checked(original: _Run) -> _Run:
+    """Make ``fit``, ``validate``, ``test`` or ``predict`` refuse objects of the other package of Lightning."""
+
+    @functools.wraps(original)
+    def run(self: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
+        check_package(*args, *kwargs.values())
+        return original(self, *args, **kwargs)
+
+    return cast(_Run, run)
+
+
 class Trainer(pl.Trainer):
-    """``pytorch_lightning.Trainer`` with the same arguments, whose ``strategy`` also takes Relay's names.
+    """Lightning's ``Trainer`` with the same arguments, whose ``strategy`` also takes Relay's names.
+
+    It is a subclass of ``lightning.pytorch.Trainer`` if ``lightning`` has been imported first, and otherwise of
+    ``pytorch_lightning.Trainer``. Modules, data modules, callbacks and whatever else it is given must be of the same
+    package.
 
     A run that is resumed with ``fit(ckpt_path=...)`` continues with the batch, random numbers and metrics that would
     have come next, also in the middle of an epoch (:mod:`trainer.resume`).
@@ -42,9 +59,10 @@ class Trainer(pl.Trainer):
     Args:
         strategy: One of Relay's names (``"ddp"``, ``"zero"``, ``"rpc_sequential"``, ``"dp"``), a name that Lightning
             knows (``"auto"``, ``"fsdp"``, ...), or an instance of a strategy.
-        **kwargs: The other arguments of ``pytorch_lightning.Trainer``.
+        **kwargs: The other arguments of Lightning's ``Trainer``.
 
     Raises:
+        MisconfigurationException: If an object is of the other package of Lightning.
         TypeError: If Lightning's Trainer has no such keyword.
         ValueError: If neither Relay nor Lightning knows the name of the strategy.
     """
@@ -57,6 +75,7 @@ class Trainer(pl.Trainer):
                 raise TypeError(  # Python's own message, and the nearest names
                     f"Trainer.__init__() got an unexpected keyword argument {keyword!r}{did_you_mean(keyword, known)}"
                 )
+        check_package(*kwargs.values())
         name = kwargs.get("strategy")
         if isinstance(name, str):
             kwargs["strategy"] = resolve_strategy(name)
@@ -73,6 +92,11 @@ class Trainer(pl.Trainer):
         )
         self._logger_connector = ResumingLoggerConnector(self)
         self._checkpoint_connector = ResumingCheckpointConnector(self)
+
+    fit = _checked(pl.Trainer.fit)
+    validate = _checked(pl.Trainer.validate)
+    test = _checked(pl.Trainer.test)
+    predict = _checked(pl.Trainer.predict)
 
 
 def resolve_strategy(name: str) -> Strategy | str:

@@ -54,6 +54,40 @@ else:
     pl, fabric = import_module(PACKAGE), import_module(_FABRIC_OF[PACKAGE])
     _overrides, _io, _connectors = pl.overrides, pl.plugins.io, pl.trainer.connectors
 
+
+def other_package() -> str | None:
+    """Return the package of Lightning that this process does not use, if it has been imported nevertheless."""
+    return next((name for name in _FABRIC_OF if name != PACKAGE and name in sys.modules), None)
+
+
+def explain_other_package(cls: type) -> str | None:
+    """Return why a class cannot be used in this process, if it derives from the other package's classes only."""
+    roots = {base.__module__.partition(".")[0] for base in cls.__mro__}
+    mixed = {
+        name for name, fabric_name in _FABRIC_OF.items() if roots & {name.split(".")[0], fabric_name.split(".")[0]}
+    }
+    if not mixed or PACKAGE in mixed:
+        return None
+    (other,) = mixed
+    return (
+        f"{cls.__module__}.{cls.__qualname__} is a class of {other}, but trainer and strategies use {PACKAGE}, which "
+        "this process imported first. The two packages are separate copies of Lightning, and their classes do not work "
+        f"together: take all of them from one package, and for {other} import it before trainer and strategies."
+    )
+
+
+def check_package(*given: Any) -> None:
+    """Check that objects, or those in a list, are of the package of Lightning that this process uses.
+
+    Raises:
+        MisconfigurationException: If the class of an object derives from the other package.
+    """
+    for value in given:
+        for single in value if isinstance(value, list | tuple | set) else [value]:
+            if (reason := explain_other_package(type(single))) is not None:
+                raise MisconfigurationException(reason)
+
+
 # Public names
 
 BatchSizeFinder = pl.callbacks.BatchSizeFinder

@@ -248,6 +248,17 @@ def test_a_private_name_exists(path: str) -> None:
     assert _exists(path), f"{installed} no longer has {path} (used to {_ALL[path]})"
 
 
+def test_the_package_lightning_has_the_same_private_names() -> None:
+    paths = [_in_lightning(path) for path in (*_IN_LIGHTNING_COMPAT, *_EXTENDED)]
+    assert any(path.startswith("lightning.fabric.") for path in paths)
+    assert not [path for path in paths if not _exists(path)], f"lightning {version('lightning')} has another name"
+
+
+def _in_lightning(path: str) -> str:
+    """A path of pytorch_lightning in the package lightning."""
+    return path.replace(f"{_LIGHTNING}.", "lightning.pytorch.").replace(f"{_FABRIC}.", "lightning.fabric.")
+
+
 @pytest.mark.parametrize(
     ("path", "exists"),
     [

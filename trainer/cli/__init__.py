@@ -1,10 +1,32 @@
 """The command line ``python -m trainer {fit,validate,test,predict}``.
 
 In: arguments and YAML files. Out: a call of the Trainer, or one line on stderr and exit status 2 for a mistake in the
-configuration. ``command`` runs a command, ``parser`` and ``messages`` explain mistakes, ``saved_config`` writes the
-configuration of a fit next to its checkpoints. May import ``trainer.trainer`` and ``strategies``.
+configuration. ``model_class`` decides for a package of Lightning, ``command`` runs a command, ``parser`` and
+``messages`` explain mistakes, ``saved_config`` writes the configuration of a fit next to its checkpoints. May import
+``trainer.trainer`` and ``strategies``.
 """
 
-from trainer.cli.command import main
+import os
+import sys
+from importlib import import_module
+
+from trainer.cli.model_class import import_model_class
+
+
+def main(args: list[str] | None = None) -> None:
+    """Run one command.
+
+    Args:
+        args: The arguments after ``python -m trainer``; ``None`` takes them from ``sys.argv``.
+
+    Raises:
+        SystemExit: With status 2, after one line on stderr, if the configuration has a mistake.
+    """
+    # Class paths such as examples.gpt.GPT start here; an installed script does not search the working directory.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.insert(0, os.getcwd())
+    import_model_class(sys.argv[1:] if args is None else args)
+    import_module("trainer.cli.command").run(args)  # imports Lightning
+
 
 __all__ = ["main"]

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from pickle import UnpicklingError
 from typing import NoReturn
 
@@ -21,6 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from strategies.common.names import PLUGINS
 from strategies.lightning.compat import MisconfigurationException, rank_zero_only, run_stage_function
 from trainer.cli.lightning_cli import ArgsType, LightningArgumentParser, LightningCLI
+from trainer.cli.messages import of_other_package
+from trainer.cli.model_class import longest_import
 from trainer.cli.parser import ConstructorRaised, Parser
 from trainer.cli.saved_config import SaveConfigBesideCheckpoints
 from trainer.trainer import Trainer, resolve_strategy
@@ -28,21 +31,11 @@ from trainer.trainer import Trainer, resolve_strategy
 _HEAD_START_SECONDS = 10.0
 """How long other ranks wait for rank 0 to print the error, because the end of one rank makes torchrun end them all."""
 
-_OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric")
+_OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric", "lightning")
 
 
-def main(args: list[str] | None = None) -> None:
-    """Run one command.
-
-    Args:
-        args: The arguments after ``python -m trainer``; ``None`` takes them from ``sys.argv``.
-
-    Raises:
-        SystemExit: With status 2, after one line on stderr, if the configuration has a mistake.
-    """
-    # Class paths such as examples.gpt.GPT start here; an installed script does not search the working directory.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.insert(0, os.getcwd())
+def run(args: list[str] | None) -> None:
+    """Run one command; see :func:`trainer.cli.main`."""
     _CLI(
         trainer_class=Trainer,
         parser_class=Parser,
@@ -62,6 +55,10 @@ class _CLI(LightningCLI):
             self.config = parser.parse_args(_spell_out_strategy(sys.argv[1:] if args is None else args))
             strategy = self.config[self.config.subcommand].trainer.strategy
             if isinstance(strategy, str):
+                with suppress(ImportError):  # it may be a class path, which jsonargparse leaves alone here
+                    longest_import(strategy)
+                if (reason := of_other_package(strategy)) is not None:
+                    raise ValueError(f"trainer.strategy: {reason}")
                 resolve_strategy(strategy)
         except (OmegaConfBaseException, ValueError) as mistake:
             _end(mistake)

@@ -5,15 +5,17 @@ can be imported.
 """
 
 import ast
-import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from strategies.common.names import PLUGINS, did_you_mean
+from strategies.lightning.compat import explain_other_package
+from trainer.cli.model_class import longest_import
 
 _CLASS = re.compile(r"<class '(?:[\w.]*\.)?(\w+)'>")
 _LITERAL = r"typing\.Literal\[(?P<literals>.*)\]"
@@ -55,7 +57,7 @@ def unknown_class(path: str, base_types: Iterable[type]) -> str | None:
         names = [cls.__name__ for base in base_types for cls in _subclasses(base)]
         return f"unknown class {path!r}{did_you_mean(path, names)}"
     try:
-        module, wrong = _longest_import(path)
+        module, wrong = longest_import(path)
     except ImportError as error:  # the module imports something that is missing
         return f"cannot import {path!r}: {error}"
     if module is None:
@@ -65,6 +67,19 @@ def unknown_class(path: str, base_types: Iterable[type]) -> str | None:
     classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
     public = [*classes, *getattr(module, "__all__", []), *_submodules(module)]
     return f"cannot import {path!r}: {module.__name__} has no {wrong!r}{did_you_mean(wrong, public)}"
+
+
+def of_other_package(message: str) -> str | None:
+    """Return why a class that a message names cannot be used, if it is of the other package of Lightning.
+
+    Args:
+        message: A message of jsonargparse, which has imported the class, or a class path.
+    """
+    for module, name in re.findall(r"\b([\w.]+)\.(\w+)", message):
+        found = getattr(sys.modules.get(module), name, None)
+        if inspect.isclass(found) and (reason := explain_other_package(found)) is not None:
+            return reason
+    return None
 
 
 def condense(message: str, typehint: Any = None) -> str:
@@ -142,19 +157,6 @@ def _subclasses(base: type) -> Iterator[type]:
         below: list[type] = type.__subclasses__(base)
         for derived in below:
             yield from _subclasses(derived)
-
-
-def _longest_import(path: str) -> tuple[Any, str]:
-    """Return the longest prefix of ``path`` that can be imported, as a module, and the next part of the path."""
-    module, parts = None, path.split(".")
-    for count in range(1, len(parts)):
-        try:
-            module = importlib.import_module(prefix := ".".join(parts[:count]))
-        except ModuleNotFoundError as error:
-            if error.name != prefix:
-                raise
-            return module, parts[count - 1]
-    return module, parts[-1]
 
 
 def _submodules(module: Any) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from strategies.lightning.compat import type_of_argument
 from trainer.cli.lightning_cli import LightningArgumentParser
-from trainer.cli.messages import classes_in, condense, unknown_class, unknown_key
+from trainer.cli.messages import classes_in, condense, of_other_package, unknown_class, unknown_key
 
 _UNRECOGNIZED = "unrecognized arguments: "
 _NOT_ACCEPTED = re.compile(
@@ -91,9 +91,10 @@ class Parser(LightningArgumentParser):
         typehint = self._typehint_at(message)
         line = condense(message, typehint)
         found = _CLASS_PATH.search(message)
-        if found and (unknown := unknown_class(found[1] or found[2], classes_in(typehint))):
+        wrong = of_other_package(message) or (found and unknown_class(found[1] or found[2], classes_in(typehint)))
+        if wrong:
             where = line.partition(": ")[0] + ": " if message.startswith("Parser key") else ""
-            line = where + unknown
+            line = where + wrong
         return self._of_class(line)
 
     def _of_class(self, line: str) -> str:
