@@ -27,8 +27,8 @@ from strategies.launch.session import Session, join_data_plane
 from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.blocks.calls import call_blocks
-from strategies.pipeline.blocks.recorder import DeferredBlocks
+from strategies.pipeline.blocks.calls import Value, call_blocks
+from strategies.pipeline.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.control.client import Failures, InterruptibleWait, NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
@@ -36,6 +36,7 @@ from strategies.pipeline.executor.executor import Connections, Executor, Pipelin
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.executor.whole_batch import WholeBatch
+from strategies.pipeline.microbatch.split import NoChunk
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
 from strategies.pipeline.partition.sequential import Pipelined, cut
@@ -134,7 +135,9 @@ class Pipeline(NotCopyable):
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._copies = [(copy, cut(copy.module, balance)) for copy in copies]
-        self._blocks = DeferredBlocks(module, path, self._forward) if isinstance(module, nn.ModuleList) else None
+        self._blocks: DeferredBlocks | None = None
+        if isinstance(module, nn.ModuleList):
+            self._blocks = DeferredBlocks(module, self._run_blocks, path, model)
         self._running: _Running | None = None
 
     # The pipeline while it runs
@@ -144,7 +147,23 @@ class Pipeline(NotCopyable):
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(input)
-        return self._usable().whole_batch(input, microbatches=None if self._blocks is None else 1)
+        return self._usable().whole_batch(input)
+
+    def _run_blocks(self, value: Value, find_rows: FindRows) -> Any:
+        """Run recorded calls of blocks: those of one micro-batch, or those of a batch, which is split if possible."""
+        running = self._usable()
+        steps = running.per_microbatch.steps if running.per_microbatch else None
+        if steps is not None and (step := steps.current) is not None:
+            return step.call(value)
+        rows = find_rows() if self._settings.microbatches > 1 else None
+        if rows is None:
+            return running.whole_batch(value, microbatches=1)
+        table, plan = value
+        marked = [
+            NoChunk(leaf) if isinstance(leaf, Tensor) and not has_rows else leaf
+            for leaf, has_rows in zip(table, rows, strict=True)
+        ]
+        return running.whole_batch((marked, plan))
 
     def interleave(
         self,

@@ -31,11 +31,23 @@ from strategies.common.torch_compat import (
 )
 from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks
 from strategies.pipeline.blocks.placeholder import Placeholder
+from strategies.pipeline.blocks.rows import Key, are_rows, decide, kinds_of, num_rows, with_rows
 from strategies.pipeline.microbatch.split import objects_in, pack_objects
-from strategies.pipeline.stage.layers import Before, preserved_random_state
+from strategies.pipeline.stage.layers import Before, is_recomputing, preserved_random_state
 
-Run = Callable[[Value], tuple[Any, list[Any]]]
+FindRows = Callable[[], list[bool] | None]
+"""Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
+
+Run = Callable[[Value, FindRows], tuple[Any, list[Any]]]
 """Runs the value through all stages; returns the output of the last block and the returned table entries."""
+
+
+class _Reached(BaseException):
+    """Ends a probe at the call of the last block. Not an ``Exception``, so that the model's code does not catch it."""
+
+    def __init__(self, recording: "_Recording") -> None:
+        super().__init__()
+        self.recording = recording
 
 
 class DeferredBlocks:
@@ -43,17 +55,24 @@ class DeferredBlocks:
 
     Args:
         blocks: The list.
-        path: Its dotted path in the model, for messages.
         run: Runs the recorded calls.
+        path: The dotted path of the list in ``model``.
+        model: The whole model. The calls of the modules that contain the list tell how many rows a batch has.
     """
 
-    def __init__(self, blocks: nn.ModuleList, path: str, run: Run) -> None:
-        self._blocks, self.path, self._run = blocks, path, run
+    def __init__(self, blocks: nn.ModuleList, run: Run, path: str = "blocks", model: nn.Module | None = None) -> None:
+        self._blocks, self._run, self.path, self._model = blocks, run, path, model
         self._names = list(blocks._modules)
         self._outputs: dict[Any, _Known] = {}
         """What blocks return, by block and the kinds of its arguments; see :meth:`_output`."""
         self._recording: _Recording | None = None
-        self._in_stage = False
+        self._is_probing = self._in_stage = False
+        self._outer_calls: list[tuple[Callable[..., Any], Any]] = []
+        """Calls in progress of modules that contain the list, with their arguments; the outermost one first."""
+        self._rows: dict[Key, list[bool]] = {}
+        """Which entries of a table have rows, by the kinds of all entries."""
+        self._parts: list[tuple[Any, list[Any]]] = []
+        """The outputs of the micro-batches of the current pass."""
         self._ending = ExitStack()
 
     def start(self) -> None:
@@ -62,6 +81,9 @@ class DeferredBlocks:
             assert block is not None
             call = partial(self._called, name, call_of_module(block))
             self._ending.callback(replaced(block, CALL_ATTRIBUTE, call))
+        for module in self._containers():
+            outer = partial(self._container_called, call_of_module(module))
+            self._ending.callback(replaced(module, CALL_ATTRIBUTE, outer))
 
     def end(self) -> None:
         """Give the blocks their own calls back."""
@@ -71,9 +93,25 @@ class DeferredBlocks:
         """Run recorded calls on this process; see :func:`~strategies.pipeline.blocks.calls.call_blocks`."""
         self._in_stage = True
         try:
-            return call_blocks(layers, value, before)
+            output = call_blocks(layers, value, before)
         finally:
             self._in_stage = False
+        if self._names[-1] in layers._modules and not is_recomputing():
+            self._parts.append(output)
+        return output
+
+    def _containers(self) -> list[nn.Module]:
+        """The modules that contain the list, outermost first."""
+        parts = self.path.split(".")[:-1]
+        found = [self._model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)] if self._model else []
+        return [module for module in found if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
+
+    def _container_called(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._outer_calls.append((own, (args, kwargs)))
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._outer_calls.pop()
 
     def _called(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record a call of a block by the model, or run one that a stage makes."""
@@ -91,9 +129,77 @@ class DeferredBlocks:
             self._recording = None
             raise
         self._recording = None
-        output, returned = self._run(recording.value())
-        recording.give_values(returned)
+        if self._is_probing:
+            raise _Reached(recording)
+        self._parts = []
+        output, returned = self._run(recording.value(), partial(self._find_rows, recording))
+        recording.give_values(returned, [self._can_be_joined(k) for k in range(len(returned))])
+        self._parts = []
         return output
+
+    def _can_be_joined(self, k: int) -> bool:
+        """Return whether the ``k``-th returned entry of the table is right for the whole batch."""
+        if len(self._parts) < 2:
+            return True
+        firsts = [next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)) for output, _ in self._parts]
+        columns = zip(*(tree_leaves(returned[k]) for _, returned in self._parts), strict=True)
+        return all(are_rows(column, [len(first) for first in firsts]) for column in columns)
+
+    def _find_rows(self, recording: "_Recording") -> list[bool] | None:
+        """Decide which tensors of a recording have rows.
+
+        Raises:
+            RuntimeError: If that is not clear in a pass that trains; another pass runs as one micro-batch then.
+        """
+        table = recording.table
+        outer = self._outer_calls[0] if self._outer_calls else None
+        rows = num_rows(outer[1]) if outer is not None else 1
+        key = kinds_of(table, rows)
+        if outer is None or rows < 2:
+            found: list[bool | None] = [None] * len(table)
+        elif key in self._rows:
+            return self._rows[key]
+        else:
+            probe = self._probe(*outer, rows)
+            found = [None] * len(table) if probe is None else decide(table, probe, rows, max(1, rows // 2))
+        if None not in found and found[recording.hidden_slot]:
+            decided = self._rows[key] = [bool(has_rows) for has_rows in found]
+            return decided
+        if (rows < 2 and outer is not None) or not torch.is_grad_enabled():
+            return None
+        slot = next((slot for slot, has_rows in enumerate(found) if has_rows is None), recording.hidden_slot)
+        why = "no module that contains the blocks was called" if outer is None else "calls with two batch sizes differ"
+        raise RuntimeError(
+            f"it is not clear whether {recording.describe(slot)} has one row per sample in its first dimension "
+            f"({why}), so the batch cannot be split into micro-batches. Use schedule='1f1b', which runs the model once "
+            "per micro-batch."
+        )
+
+    def _probe(self, own: Callable[..., Any], arguments: Any, rows: int) -> list[Any] | None:
+        """Return the tensors that the blocks get in a call with half of the rows; ``None`` if that call fails."""
+        assert self._model is not None
+        inside = set(self._blocks.modules())
+        outside = [module for module in self._model.modules() if module not in inside]
+        buffers = [(module, dict(module._buffers)) for module in outside]
+        for module, own_buffers in buffers:
+            module._buffers.update({n: None if b is None else b.clone() for n, b in own_buffers.items()})
+        calls, self._outer_calls, self._is_probing = self._outer_calls, [], True
+        args, kwargs = with_rows(arguments, rows, max(1, rows // 2))
+        try:
+            with torch.no_grad(), preserved_random_state(self._device()):
+                own(*args, **kwargs)
+        except _Reached as reached:
+            return reached.recording.table
+        except Exception:  # whatever the model raises that cannot run with other shapes
+            return None
+        finally:
+            self._outer_calls, self._is_probing, self._recording = calls, False, None
+            for module, own_buffers in buffers:
+                module._buffers.update(own_buffers)
+        return None
+
+    def _device(self) -> torch.device:
+        return next((p.device for p in self._blocks.parameters() if not p.is_meta), torch.device("cpu"))
 
     def _output(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Find out how the output of a block is nested, and the shapes of the tensors in it, without running the block.
@@ -158,12 +264,18 @@ class _Recording:
     def __init__(self, path: str, names: Sequence[str], blocks: nn.ModuleList) -> None:
         self._path, self.names, self._blocks = path, names, blocks
         self._calls: dict[str, BlockCall] = {}
-        self._table: list[Any] = []
+        self.table: list[Any] = []
+        """The tensors that are given from outside; ``None`` for those that blocks will return."""
+        self.hidden_slot = 0
+        """The slot of the first tensor that the first block gets."""
         self._slots: dict[int, int] = {}
         """The slot of each tensor that is given from outside, by identity; the table keeps it alive."""
         self._placeholders: list[ref[Placeholder]] = []
         self._last_use: dict[int, str] = {}
+        self._arguments: dict[int, str] = {}
+        """For each slot, the argument that has it first."""
         self._last_output: Any = None
+        self._returned: list[int] = []
 
     def record(
         self,
@@ -197,6 +309,7 @@ class _Recording:
                     fixed[slot] = argument
                 is_first = False
                 self._last_use[slot] = name
+                self._arguments.setdefault(slot, f"argument {argument!r} (shape {list(leaf.shape)}) of block {block}")
                 leaves[place] = Slot(slot)
             given[argument] = tree_unflatten(leaves, spec)
         for argument, value in [*((str(k), v) for k, v in enumerate(args)), *kwargs.items()]:
@@ -217,8 +330,8 @@ class _Recording:
                 slots.append(leaf)
                 continue
             what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
-            placeholder = Placeholder(leaf, device or torch.device("cpu"), len(self._table), what)
-            self._table.append(None)
+            placeholder = Placeholder(leaf, device or torch.device("cpu"), len(self.table), what)
+            self.table.append(None)
             self._placeholders.append(ref(placeholder))
             slots.append(Slot(placeholder.slot))
             leaves[place] = placeholder
@@ -260,14 +373,14 @@ class _Recording:
                 raise tensor.refusal(torch.Tensor.to)
             tensor = tensor.value
         if id(tensor) not in self._slots:
-            self._slots[id(tensor)] = len(self._table)
-            self._table.append(tensor)
+            self._slots[id(tensor)] = len(self.table)
+            self.table.append(tensor)
         return self._slots[id(tensor)], True
 
     def value(self) -> Value:
         """Return what travels through the stages."""
         alive = [made for made in (made() for made in self._placeholders) if made is not None]
-        returned = [made.slot for made in alive]
+        returned = self._returned = [made.slot for made in alive]
         kept = set(returned)
         used = {slot for slot, _ in self._last_use.items()}
         dropped: dict[str, list[int]] = {name: [] for name in self.names}
@@ -279,14 +392,32 @@ class _Recording:
             dropped[name] += [slot for slot in slots if slot not in used and slot not in kept]
         calls = {name: replace(call, dropped=dropped[name]) for name, call in self._calls.items()}
         plan = Plan(self._path, calls, self.names[-1], returned)
-        table, self._table = self._table, []
-        return table, cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
+        return self.table, cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
 
-    def give_values(self, returned: Sequence[Any]) -> None:
-        """Give the placeholders that are still there their values, in the order of their slots."""
-        alive = [made for made in (made() for made in self._placeholders) if made is not None]
-        for placeholder, value in zip(alive, returned, strict=True):
-            placeholder.value = value
+    def give_values(self, returned: Sequence[Any], joined: Sequence[bool]) -> None:
+        """Give the placeholders their values.
+
+        Args:
+            returned: The values of the slots that the plan returns.
+            joined: For each, whether the values of the micro-batches could be joined to one of the batch.
+        """
+        self.table = []
+        values = dict(zip(self._returned, zip(returned, joined, strict=True), strict=True))
+        for made in self._placeholders:
+            if (placeholder := made()) is None or placeholder.slot not in values:
+                continue
+            value, is_of_batch = values[placeholder.slot]
+            if is_of_batch:
+                placeholder.value = value
+            else:
+                placeholder.ended = (
+                    "it is not clear whether it has one row per sample, so its values for the micro-batches cannot be "
+                    "joined. Use schedule='1f1b'"
+                )
+
+    def describe(self, slot: int) -> str:
+        """Return which argument has a slot."""
+        return self._arguments.get(slot, f"tensor {slot}")
 
     def abandon(self, reason: str) -> None:
         """Tell the placeholders that they get no values."""

@@ -50,13 +50,13 @@ def deferred(model: Loop, balance: list[int]) -> Iterator[list[list[Any]]]:
     """Run the calls of the blocks through stages in this process; yields the tables that enter the stages."""
     tables: list[list[Any]] = []
 
-    def run(value: Any) -> Any:
+    def run(value: Any, find_rows: Any) -> Any:
         for stage in cut(model.blocks, balance):
             tables.append(value[0])
             value = blocks.call(stage, value, lambda place, given: None)
         return value
 
-    blocks = DeferredBlocks(model.blocks, "blocks", run)
+    blocks = DeferredBlocks(model.blocks, run)
     blocks.start()
     try:
         yield tables
