@@ -1,0 +1,162 @@
+"""A model that loops over an ``nn.ModuleList`` in its own ``forward`` trains and evaluates as in one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from parity import Outcome, Small, batches, check, compare, fit
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from strategies import RPCSequentialStrategy
+
+WIDTH = 6
+UNEVEN = (8, 7, 2, 5)
+
+
+class Block(nn.Module):
+    """Mixes the positions of each row: ``[rows, 4, WIDTH]``; returns the hidden state and what the next block adds."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.linear, self.norm, self.kind = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), kind
+
+    def forward(
+        self, hidden: Tensor, condition: Tensor, before: Tensor | None = None, *, bias: Tensor, mask: Tensor
+    ) -> Any:
+        mixed = torch.softmax(bias.masked_fill(~mask, -1e9), -1) @ self.linear(hidden)
+        hidden = self.norm(hidden + mixed + condition + (0 if before is None else before))
+        return hidden, hidden.mean(-1, keepdim=True), None
+
+
+class Blocks(nn.Module):
+    """Gives its blocks a mask with rows, a bias for all rows, a condition with rows, and what the last block left."""
+
+    def __init__(self, kinds: str = "abab") -> None:
+        super().__init__()
+        self.embed, self.condition = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(kind) for kind in kinds)
+        self.bias, self.head = nn.Parameter(torch.randn(1, 4, 4)), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embed(x).unflatten(-1, (4, WIDTH))
+        condition, before = self.condition(x)[:, None], None
+        masks = {"a": (x[:, None, :4] > -0.5) | torch.eye(4, dtype=torch.bool), "b": torch.ones(1, 4, 4).bool()}
+        left = []
+        for layer in self.layers[: len(self.layers)]:
+            hidden, before, nothing = layer(hidden, condition, before, bias=self.bias, mask=masks[layer.kind])
+            assert nothing is None and hidden.shape[-1] == WIDTH
+            left.append(before)
+        return self.head(hidden[:, 0]) + torch.cat(left, 1).mean(1)
+
+
+class Model(Small):
+    """Keeps the loss of each batch, however often ``training_step`` runs for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.sequential_module
+        self.net = self.make()
+
+    def make(self) -> nn.Module:
+        return Blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+
+class Frozen(Model):
+    """Nothing before the blocks requires a gradient."""
+
+    def make(self) -> nn.Module:
+        net = Blocks()
+        for part in (net.embed, net.condition, net.layers[0]):
+            part.requires_grad_(False)
+        net.bias.requires_grad_(False)
+        return net
+
+
+def data() -> Any:
+    return batches(UNEVEN)
+
+
+def pipelined(schedule: str, stages: list[int], make: Any = Model, **options: Any) -> None:
+    strategy = {"schedule": schedule, "balance": "even", **options}
+    outcomes: list[Outcome] = check(make, train=data, val=data, strategy=strategy, stages=stages)
+    for outcome in outcomes[1:]:
+        assert outcome.trainer.strategy.balance in ([4], [2, 2], [2, 1, 1], [1, 1, 2], [1, 2, 1])
+        predicted = torch.cat(outcome.trainer.predict(outcome.model, data()))
+        expected = torch.cat([outcome.model.double()(batch[0].double()) for batch in data()])
+        torch.testing.assert_close(predicted.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def whole_batches() -> None:
+    pipelined("gpipe", [2, 3])
+
+
+def microbatches() -> None:
+    pipelined("1f1b", [2, 3])
+
+
+def frozen_and_recomputed() -> None:
+    for schedule in ("gpipe", "1f1b"):
+        pipelined(schedule, [2], Frozen, checkpoint="always")
+        pipelined(schedule, [1])
+
+
+@pytest.mark.parametrize("rows", [whole_batches, microbatches, frozen_and_recomputed])
+def test_trains_as_one_process(rows: Any) -> None:
+    run(rows, timeout_seconds=300)
+
+
+# What is refused
+
+
+class FlatBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, heads: Tensor) -> Tensor:
+        return hidden + self.linear(heads.unflatten(0, (len(hidden), -1)).sum(1))[:, None]
+
+
+class Flat(nn.Module):
+    """Gives its blocks a tensor whose first dimension is rows times heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layers = nn.Linear(WIDTH, 4 * WIDTH), nn.ModuleList(FlatBlock() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, heads = self.embed(x).unflatten(-1, (4, WIDTH)), x.repeat_interleave(2, 0)
+        for layer in self.layers:
+            hidden = layer(hidden, heads)
+        return hidden[:, 0, :2]
+
+
+class FlatModel(Model):
+    def make(self) -> nn.Module:
+        return Flat()
+
+
+def undecided() -> None:
+    with pytest.raises(RuntimeError, match=r"argument '1' \(shape \[16, 6\]\) of block net.layers.0 .*schedule='1f1b'"):
+        fit(FlatModel, RPCSequentialStrategy(balance=[1, 1], microbatches=2), 2, train=data)
+    single = fit(FlatModel, "auto", 1, train=data, val=data)
+    strategy = RPCSequentialStrategy(balance=[1, 1], microbatches=2, schedule="1f1b")
+    compare(fit(FlatModel, strategy, 2, train=data, val=data), single)
+
+
+def test_an_argument_that_may_have_rows_is_refused_by_name() -> None:
+    run(undecided, timeout_seconds=200)

@@ -1,0 +1,57 @@
+"""Which tensors have rows, decided by calls with two numbers of rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import zeros
+
+from strategies.pipeline.blocks.rows import are_rows, decide, kinds_of, num_rows, with_rows
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (zeros(8, 3), zeros(4, 3), True),
+        (zeros(8, 3), zeros(8, 3), False),  # 8 positions
+        (zeros(1, 5), zeros(1, 5), False),
+        (zeros(()), zeros(()), False),
+        (zeros(16, 3), zeros(8, 3), None),  # rows times heads
+        (zeros(3, 8), zeros(3, 4), None),  # rows in the second dimension
+        (zeros(8, 8), zeros(4, 4), None),
+        (None, None, False),
+        (None, zeros(4, 3), None),
+    ],
+)
+def test_one_tensor(one: Any, other: Any, expected: bool | None) -> None:
+    assert decide([one], [other], 8, 4) == [expected]
+
+
+def test_calls_with_other_numbers_of_tensors_tell_nothing() -> None:
+    assert decide([zeros(8), zeros(8)], [zeros(4)], 8, 4) == [None, None]
+
+
+def test_rows_of_the_arguments_of_a_model() -> None:
+    batch = {"ids": zeros(6, 9), "mask": zeros(6, 9), "positions": zeros(1, 9), "scale": zeros(()), "name": "x"}
+    assert num_rows(((), batch)) == 6
+    assert num_rows(((), {"positions": zeros(1, 9)})) == num_rows(((3,), {})) == 1
+    fewer = with_rows(batch, 6, 2)
+    assert [tuple(leaf.shape) for leaf in fewer.values() if isinstance(leaf, torch.Tensor)] == [
+        *((2, 9), (2, 9), (1, 9), ())
+    ]
+
+
+def test_a_decision_holds_for_another_size_of_batch_but_not_for_other_kinds() -> None:
+    assert kinds_of([zeros(8, 3), None, zeros(1, 8)], 8) == kinds_of([zeros(5, 3), None, zeros(1, 5)], 5)
+    assert kinds_of([zeros(8, 3)], 8) != kinds_of([zeros(8, 3)], 4)
+    assert kinds_of([zeros(8, 3), None], 8) != kinds_of([None, zeros(8, 3)], 8)
+    assert kinds_of([zeros(8, 3)], 8) != kinds_of([zeros(8, 3).double()], 8)
+
+
+def test_outputs_of_microbatches_that_can_be_joined() -> None:
+    rows = torch.arange(12.0).reshape(6, 2)
+    assert are_rows(rows.split([3, 2, 1]), [3, 2, 1])
+    assert are_rows(rows.split([4, 2]), [2, 1])  # two for each row
+    assert not are_rows([zeros(1, 2)] * 3, [2, 2, 2])
+    assert not are_rows([zeros(2, 2)] * 3, [2, 2, 2])  # equal, so probably the same for all rows
+    assert not are_rows([zeros(()), zeros(())], [2, 2])
