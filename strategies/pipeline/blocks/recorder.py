@@ -41,6 +41,9 @@ FindRows = Callable[[], list[bool] | None]
 Run = Callable[[Value, FindRows], tuple[Any, list[Any]]]
 """Runs the value through all stages; returns the output of the last block and the returned table entries."""
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Names of the attributes that every module has, such as the dict of its hooks."""
+
 
 class _Reached(BaseException):
     """Ends a probe at the call of the last block. Not an ``Exception``, so that the model's code does not catch it."""
@@ -447,6 +450,11 @@ def _like(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+def _copied(attribute: Any) -> Any:
+    """Return a copy in which a block's code can add to lists, dicts and sets."""
+    return tree_map(lambda leaf: set(leaf) if type(leaf) is set else leaf, attribute)
+
+
 def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
     """Run a block's code on the ``meta`` device; return its output, or ``None`` if the code needs values."""
     tensors = {name: _like(t) for name, t in [*block.named_parameters(), *block.named_buffers()]}
@@ -455,7 +463,8 @@ def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     own = [(module, dict(module._parameters), dict(module._buffers)) for module in block.modules()]
     try:
         with torch.no_grad(), preserved_random_state(torch.device("cpu")):
-            for module, _ in attributes:
+            for module, before in attributes:
+                vars(module).update({name: _copied(before[name]) for name in before.keys() - _OF_EVERY_MODULE})
                 vars(module).pop(CALL_ATTRIBUTE, None)
             output = torch.func.functional_call(block, tensors, given, named)
     except Exception:  # whatever the code raises that finds no values

@@ -257,9 +257,15 @@ def test_finding_an_output_in_advance_leaves_the_block_as_it_was() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.dropout, self.last = nn.BatchNorm1d(4), nn.Dropout(0.5), None
+            self.all: list[Tensor] = []
+            self.nested: dict[str, list[Tensor]] = {"x": []}
+            self.seen: set[Tensor] = set()
 
         def forward(self, hidden: Tensor) -> Tensor:
             self.last = hidden.detach()
+            self.all.append(self.last)
+            self.nested["x"] += [self.last]
+            self.seen.add(self.last)
             return self.dropout(self.norm(hidden))
 
     def run(model: Loop, hidden: Tensor) -> Tensor:
@@ -275,4 +281,5 @@ def test_finding_an_output_in_advance_leaves_the_block_as_it_was() -> None:
         assert torch.equal(models[1](X), expected)
     for one, other in zip(models[0].blocks, models[1].blocks, strict=True):
         assert torch.equal(one.last, other.last)
+        assert other.all == other.nested["x"] == [*other.seen] == [other.last]
         assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
