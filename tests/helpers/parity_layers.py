@@ -1,6 +1,7 @@
 """Layers that tell on the loop: in which mode they ran, or that there was too much. Workers import this: torch only."""
 
 import torch
+from procfs import own_memory_bytes
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -41,3 +42,27 @@ class Unembed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight)
+
+
+class MeasuresMemory(nn.Module):
+    """The identity; measures how much more memory its process holds from the first ``rows`` rows on.
+
+    Attributes:
+        growth: The most bytes that the process has held, over what it held before; known after ``fit``.
+    """
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.held_before, self.growth = rows, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) == self.rows and not self.held_before:
+            self.held_before = own_memory_bytes("VmRSS")
+        return x.clone()
+
+    def get_extra_state(self) -> int:
+        """Asked for when the worker gives back its layers."""
+        return own_memory_bytes("VmHWM") - self.held_before
+
+    def set_extra_state(self, state: int) -> None:
+        self.growth = state

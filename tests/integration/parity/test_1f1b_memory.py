@@ -8,7 +8,8 @@ import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, batches, fit
-from procfs import MEBI, own_memory_bytes
+from parity_layers import MeasuresMemory
+from procfs import MEBI
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -121,26 +122,6 @@ ACTIVATION_WIDTH = MEBI // 4 // ROWS
 NUM_ACTIVATIONS = 8
 
 
-class Watches(nn.Module):
-    """Looks how much memory its process holds before the first micro-batch of the second step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = self.held_before = self.growth = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if len(x) == ROWS and not self.held_before:
-            self.held_before = own_memory_bytes("VmRSS")
-        return x.clone()
-
-    def get_extra_state(self) -> int:
-        return own_memory_bytes("VmHWM") - self.held_before
-
-    def set_extra_state(self, state: int) -> None:
-        self.growth = state
-
-
 class Large(Small):
     """On stage 0, a micro-batch keeps 8 activations of 1 MiB; so large is its input, which wants a gradient, too."""
 
@@ -148,7 +129,9 @@ class Large(Small):
         super().__init__()
         self.widens = nn.Linear(WIDTH, ACTIVATION_WIDTH)
         activations = [nn.Tanh() for _ in range(NUM_ACTIVATIONS)]
-        self.sequential_module = nn.Sequential(Watches(), *activations, nn.Linear(ACTIVATION_WIDTH, 2), nn.Linear(2, 2))
+        self.sequential_module = nn.Sequential(
+            MeasuresMemory(ROWS), *activations, nn.Linear(ACTIVATION_WIDTH, 2), nn.Linear(2, 2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.sequential_module(self.widens(x))

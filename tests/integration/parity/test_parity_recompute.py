@@ -6,7 +6,8 @@ import pytest
 import torch
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, check, fit
-from procfs import MEBI, own_memory_bytes
+from parity_layers import MeasuresMemory
+from procfs import MEBI
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -118,33 +119,14 @@ NUM_ACTIVATIONS = 16
 """What a stage keeps of a micro-batch is 16 activations of 1 MiB; of 16 micro-batches, 256 MiB."""
 
 
-class Widens(nn.Linear):
-    """Makes large activations of small inputs, and looks how much memory its process holds before the first of them."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, ACTIVATION_BYTES // 4 // ROWS)
-        self.held_before = self.growth = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) == ROWS and not self.held_before:
-            self.held_before = own_memory_bytes("VmRSS")
-        return super().forward(x)
-
-    def get_extra_state(self) -> int:
-        """How much more the process has held since; asked for when the worker gives back its layers."""
-        return own_memory_bytes("VmHWM") - self.held_before
-
-    def set_extra_state(self, state: int) -> None:
-        self.growth = state
-
-
 class Large(Small):
     def __init__(self) -> None:
         super().__init__()
-        widens = Widens()
+        width = ACTIVATION_BYTES // 4 // ROWS
+        widens, narrows = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
         activations = [nn.Tanh() for _ in range(NUM_ACTIVATIONS)]  # each keeps its output
-        narrows = nn.Linear(widens.out_features, WIDTH)
-        self.sequential_module = nn.Sequential(widens, *activations, narrows, nn.Linear(WIDTH, 2))
+        measures = MeasuresMemory(ROWS)
+        self.sequential_module = nn.Sequential(measures, widens, *activations, narrows, nn.Linear(WIDTH, 2))
 
 
 def large() -> Any:
@@ -156,7 +138,7 @@ def peaks() -> dict[str, tuple[int, dict[str, Tensor]]]:
     """By mode, the growth of the worker's memory in bytes, and the parameters."""
 
     def trained(mode: str) -> Outcome:
-        strategy = RPCSequentialStrategy([NUM_ACTIVATIONS + 2, 1], microbatches=MANY, checkpoint=mode)
+        strategy = RPCSequentialStrategy([NUM_ACTIVATIONS + 3, 1], microbatches=MANY, checkpoint=mode)
         return fit(Large, strategy, 2, train=large, precision="32-true", max_epochs=1)
 
     outcomes = {mode: trained(mode) for mode in RECOMPUTED}
