@@ -229,6 +229,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 replicas=self.replicas(self._settings.patience_seconds, divide_states=self._divides_states and fitting),
                 world=self.world,
                 copies=find_copies(trainer, module, self._module_path),
+                skips_infinite_steps=scaler_of(self.precision_plugin) is not None,
                 path=self._module_path,
             )
             pipeline.start()
@@ -287,7 +288,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._stage_states = StageStates(pipeline, model, self._module_path)
         if self._profiled is not None:
             self._profiled.follow(pipeline)
-        pipeline.optimizers.skips_infinite_steps = scaler_of(self.precision_plugin) is not None
         if self._settings.interleaves:
             counts = self._loss_weight == "tokens" or has_own_weights(model)
             weights = LossWeights(model, self._sum_over_replicas, self.world_size) if counts else None

@@ -104,9 +104,11 @@ class Pipeline(NotCopyable):
         seeds: Source of the layers' random numbers; by default the process's own generator.
         replicas: The other pipelines, if there are several.
         world: The ranks of this run, if a launcher such as torchrun has started the processes.
-        path: Dotted path of ``module`` in ``model``, for messages.
         copies: Copies of ``model`` to which operations on all stages apply. They cannot be called while the pipeline
             runs.
+        skips_infinite_steps: Whether a gradient scaler looks for infinite gradients; see
+            :class:`~strategies.pipeline.optim.optimizers.PipelineOptimizers`.
+        path: Dotted path of ``module`` in ``model``, for messages.
     """
 
     def __init__(
@@ -122,11 +124,17 @@ class Pipeline(NotCopyable):
         replicas: Replicas | None = None,
         world: World | None = None,
         copies: Sequence[ModelCopy] = (),
+        skips_infinite_steps: bool = False,
         path: str = "",
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance)
-        self.optimizers = PipelineOptimizers(optimizers, partial(locate, self.stages, model), self._complete_grads)
+        self.optimizers = PipelineOptimizers(
+            optimizers,
+            partial(locate, self.stages, model),
+            self._complete_grads,
+            skips_infinite_steps=skips_infinite_steps,
+        )
         self.failures = Failures()
         """What has gone wrong on any process since the last start."""
         self._devices, self._settings, self._model = list(devices), settings, model
@@ -283,14 +291,13 @@ class Pipeline(NotCopyable):
         )
         stage = Stage(layers, workers.connections.ports, side_outputs=SideOutputs.of(last, self.stages[last]))
         ending.callback(stage.close)
-        self.optimizers.connect(workers.remotes, numbers)
-        ending.callback(self.optimizers.end)
         holders = self._move_to_workers(workers.remotes, ending)
         averaging = None
         if self._replicas is not None:
             averaging = self._join_replicas(self._replicas, workers.wait)
-            if self._replicas.divide_states:
-                self.optimizers.divide(averaging)
+        divides = self._replicas is not None and self._replicas.divide_states
+        self.optimizers.connect(workers.remotes, numbers, dividing=averaging if divides else None)
+        ending.callback(self.optimizers.end)
         executor = Executor(
             PipelineParts(
                 module=self.module,

@@ -34,44 +34,54 @@ from strategies.pipeline.stage.layers import PassContext
 class PipelineOptimizers:
     """The user's optimizers; what happens to them happens on every stage to which they are connected.
 
+    The object outlives a connection: hooks on the user's optimizers refer to it, and a pipeline that starts new workers
+    after an error connects it to those.
+
     Args:
         optimizers: The optimizers, of which every worker gets its part.
         locate: Names a parameter and the stage that holds it, for messages.
         complete: Called before gradients are used; averages them over replicas if that is still to be done.
+        skips_infinite_steps: Whether a gradient scaler looks for infinite gradients and leaves out a step that has
+            some; no warning tells of them then.
     """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], locate: Callable[[Tensor], str], complete: Callable[[], None]
+        self,
+        optimizers: Iterable[Optimizer],
+        locate: Callable[[Tensor], str],
+        complete: Callable[[], None],
+        *,
+        skips_infinite_steps: bool = False,
     ) -> None:
         self.optimizers, self._locate, self._complete = list(optimizers), locate, complete
         self.num_steps = 0
         """Number of steps and other calls so far that have changed parameters."""
-        self.skips_infinite_steps = False
-        """Whether a gradient scaler looks for infinite gradients and leaves out a step that has some."""
+        self._skips_infinite_steps = skips_infinite_steps
         self.numbers: list[list[list[int]]] = []
         """For each stage on a worker and each optimizer, the numbers of the parameters that live there."""
         self._remotes: Sequence[RemoteStage] = ()
         self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
         self._shared_steps: SharedSteps | None = None
 
-    def connect(self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]]) -> None:
+    def connect(
+        self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]], *, dividing: Averaging | None = None
+    ) -> None:
         """Connect the optimizers to stages on workers, which have received their parts, until :meth:`end`.
 
         Args:
             remotes: The stages.
             numbers: For each stage and each optimizer, the numbers of the parameters that live there.
+            dividing: Connects the replicas of the driver's stage, which divide optimizer states and steps among them;
+                ``None`` if they do not.
         """
         self._remotes, self.numbers = tuple(remotes), list(numbers)
+        self._shared_steps = SharedSteps(self.optimizers, dividing) if dividing is not None else None
 
     def drop_shipped_states(self) -> None:
         """Delete the states that the workers have received; on the driver they would only take memory."""
         for optimizer in self.optimizers:
             for parameter in [p for p in optimizer.state if isinstance(p, Tensor) and p.is_meta]:
                 del optimizer.state[parameter]
-
-    def divide(self, averaging: Averaging) -> None:
-        """Have the replicas of the driver's stage divide optimizer states and steps among them, until :meth:`end`."""
-        self._shared_steps = SharedSteps(self.optimizers, averaging)
 
     def end(self) -> None:
         """Disconnect the stages; the optimizers are whole again, but for states that replicas have divided."""
@@ -194,7 +204,7 @@ class PipelineOptimizers:
             return torch.zeros(())
         device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
         total = torch.linalg.vector_norm(torch.stack([norms[n].to(device) for n in sorted(norms)]), norm_type)
-        if not (self.skips_infinite_steps or total.isfinite()):
+        if not (self._skips_infinite_steps or total.isfinite()):
             self._warn(total, [own[number] for number in sorted(norms) if not norms[number].isfinite()])
         factor = clipping_factor(total, max_norm)
         scale_gradients(own, factor)
