@@ -7,7 +7,7 @@ import parity_scaler as scaling
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Fresh, Small, check, fit
+from parity import NUM_LAYERS, WIDTH, Fresh, Small, check, fit
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -143,3 +143,55 @@ def empty_batches_and_own_weights() -> None:
 @pytest.mark.slow
 def test_batches_without_tokens_and_weights_of_the_model() -> None:
     run(empty_batches_and_own_weights, timeout_seconds=170)
+
+
+class Causal(Small):
+    """A causal model of Hugging Face, whose loss shifts labels; in one process it divides by the tokens of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(
+            vocab_size=11, n_positions=LENGTH, n_embd=8, n_layer=NUM_LAYERS, n_head=2, use_cache=False, **dropouts
+        )
+        self.model = transformers.GPT2LMHeadModel(config)
+        del self.sequential_module
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        given: dict[str, Any] = {}
+        parts = self.trainer.accumulate_grad_batches
+        if not isinstance(self.trainer.strategy, RPCSequentialStrategy):
+            first = batch_idx // parts * parts
+            given["num_items_in_batch"] = sum(
+                int((made["labels"][:, 1:] != IGNORED).sum()) for made in list(sentences())[first : first + parts]
+            )
+        loss: Tensor = self.model(**batch, **given).loss
+        number = int((batch["labels"][:, 1:] != IGNORED).sum())
+        mean = loss * given["num_items_in_batch"] / number if given else loss
+        self.log("loss", mean, on_step=True, on_epoch=True, **({"batch_size": number} if given else {}))
+        return loss * parts if given else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def sentences() -> DataLoader:
+    """Padded batches; a sentence of one word has no token to predict."""
+    generator, made = torch.Generator().manual_seed(0), []
+    for numbers in ((7, 2, 1, 3), (4, 1, 7, 7, 2), (2, 5, 6)):
+        words = torch.randint(11, (len(numbers), LENGTH), generator=generator)
+        known = torch.arange(LENGTH) < torch.tensor(numbers)[:, None]
+        made.append({"input_ids": words, "attention_mask": known.long(), "labels": words.where(known, IGNORED)})
+    return DataLoader(made, batch_size=None)
+
+
+def causal() -> None:
+    strategy = {**STRATEGY, "module": "model.transformer.h"}
+    # The loss of transformers is computed in float32.
+    check(Causal, strategy=strategy, train=sentences, accumulate_grad_batches=2, tolerance=2e-6)
+
+
+@pytest.mark.slow
+def test_a_causal_model_of_hugging_face() -> None:
+    run(causal, timeout_seconds=170)
