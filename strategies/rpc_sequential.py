@@ -17,6 +17,7 @@ from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, s
 from strategies.checkpoint.writer import snapshot
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
+from strategies.common.transformers_compat import switch_off_cache
 from strategies.lightning import checks
 from strategies.lightning.compat import (
     CheckpointIO,
@@ -51,7 +52,6 @@ from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, averages_weights, find_copies
 from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.blocks.transformers_compat import switch_off_cache
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.sequential import Pipelined, cut

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from strategies.common.names import did_you_mean
+from strategies.common.transformers_compat import lists_of_blocks
 from strategies.launch.workers import share_of_threads
 from strategies.lightning.checks import as_misconfiguration
 from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info
-from strategies.pipeline.blocks.transformers_compat import lists_of_blocks
 from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs
 from strategies.pipeline.partition.probe import input_of
 from strategies.pipeline.partition.sequential import Pipelined, check_balance

@@ -1,7 +1,7 @@
 """The private names of torch, Lightning and torchmetrics that Relay uses exist in the installed versions.
 
 A new version may drop a private name without notice. Each name is listed here with its use, so that a failure tells
-which version no longer has it and what is affected. Private names may be used in the two ``compat`` modules only, and
+which version no longer has it and what is affected. Private names may be used in the three ``compat`` modules only, and
 where a class of Relay extends a class of these packages.
 """
 
@@ -20,6 +20,7 @@ from paths import ROOT
 
 _TORCH_COMPAT = Path("strategies/common/torch_compat.py")
 _LIGHTNING_COMPAT = Path("strategies/lightning/compat.py")
+_TRANSFORMERS_COMPAT = Path("strategies/common/transformers_compat.py")
 _LIGHTNING_CLI = Path("trainer/cli/lightning_cli.py")
 
 _IN_TORCH_COMPAT = {
@@ -175,7 +176,11 @@ _COMBINED = f"{_LIGHTNING}.utilities.combined_loader.CombinedLoader"
 _SUMMARY = f"{_LIGHTNING}.utilities.model_summary.model_summary.ModelSummary"
 _MODULE = "torch.nn.modules.module.Module"
 
-_IN_TRANSFORMERS_COMPAT = {"transformers.PreTrainedModel._no_split_modules": "find the blocks of a model"}
+_IN_TRANSFORMERS_COMPAT = {
+    "transformers.PreTrainedModel._no_split_modules": "find the blocks of a model",
+    "transformers.utils.output_capturing._active_collector": "bring back what hooks capture in blocks",
+    "transformers.utils.output_capturing.install_output_capuring_hook": "find the hooks that capture outputs",
+}
 
 _EXTENDED = {
     "argparse._ActionsContainer._actions": "list the keys of a configuration",
@@ -328,7 +333,7 @@ def test_the_lists_name_what_a_compat_module_uses(module: Path, listed: dict[str
 def test_no_other_module_uses_a_private_name() -> None:
     found = []
     for path in _modules():
-        if path in (_TORCH_COMPAT, _LIGHTNING_COMPAT):
+        if path in (_TORCH_COMPAT, _LIGHTNING_COMPAT, _TRANSFORMERS_COMPAT):
             continue
         tree = ast.parse((ROOT / path).read_text())
         own = _names_defined_in(tree) | _ACCEPTED

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import tree_flatten, tree_map, version_of
+from strategies.common.transformers_compat import Capture, capturing
 from strategies.pipeline.microbatch.split import freeze, objects_in, unpack_objects
 from strategies.pipeline.stage.layers import Before
 
@@ -44,6 +45,8 @@ class BlockCall:
         dropped: Table entries that nothing takes after this call.
         assumed: For an output whose nesting could not be found in advance, the shape beyond the first dimension and
             the dtype that the model was told; ``None`` otherwise.
+        captures: What hooks of ``transformers`` capture within the block.
+        captured: Where that goes.
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -52,6 +55,8 @@ class BlockCall:
     has_objects: bool
     dropped: Sequence[int]
     assumed: tuple[tuple[int, ...], torch.dtype] | None = None
+    captures: Sequence[Capture] = ()
+    captured: Slot | None = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,10 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
         versions = {slot: _version(table[slot]) for slot in call.fixed}
         objects = {key: freeze(leaf) for key, leaf in _objects(args, kwargs)} if call.has_objects else {}
         assert block is not None
-        output = block(*args, **kwargs)
+        with capturing(block, call.captures) as captured:
+            output = block(*args, **kwargs)
+        if call.captured is not None:
+            table[call.captured.number] = captured
         for slot, argument in call.fixed.items():
             if _version(table[slot]) != versions[slot]:
                 raise _changed(f"{plan.path}.{name}", argument, "tensor")

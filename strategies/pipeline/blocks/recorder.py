@@ -8,7 +8,7 @@ What the model does before, between and after the calls runs on the driver, as i
 """
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,6 +29,7 @@ from strategies.common.torch_compat import (
     tree_map_only,
     tree_unflatten,
 )
+from strategies.common.transformers_compat import active_collector, captures_in, collect, collector_hidden
 from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks
 from strategies.pipeline.blocks.placeholder import Placeholder
 from strategies.pipeline.blocks.rows import Key, are_rows, decide, kinds_of, num_rows, with_rows
@@ -96,7 +97,8 @@ class DeferredBlocks:
         """Run recorded calls on this process; see :func:`~strategies.pipeline.blocks.calls.call_blocks`."""
         self._in_stage = True
         try:
-            output = call_blocks(layers, value, before)
+            with collector_hidden():
+                output = call_blocks(layers, value, before)
         finally:
             self._in_stage = False
         if self._names[-1] in layers._modules and not is_recomputing():
@@ -279,6 +281,8 @@ class _Recording:
         """For each slot, the argument that has it first."""
         self._last_output: Any = None
         self._returned: list[int] = []
+        self._captured: list[tuple[int, MutableMapping[str, Any]]] = []
+        """For each block in which something is captured, its slot and where it goes."""
 
     def record(
         self,
@@ -319,9 +323,9 @@ class _Recording:
             for leaf in objects_in(value):
                 _check_object(block, argument, leaf)
         arguments = tuple(given[str(k)] for k in range(len(args))), {key: given[key] for key in kwargs}
-        has_objects = bool(objects_in((args, kwargs)))
+        call = BlockCall(arguments, None, fixed, bool(objects_in((args, kwargs))), [], **self._capture(name, args))
         if name == self.names[-1]:
-            self._calls[name] = BlockCall(arguments, None, fixed, has_objects, [])
+            self._calls[name] = call
             return True
         output, is_guess = find_output(name, args, kwargs)
         device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
@@ -340,8 +344,21 @@ class _Recording:
             leaves[place] = placeholder
         self._last_output = tree_unflatten(leaves, spec)
         assumed = (tuple(output.shape[1:]), output.dtype) if is_guess else None
-        self._calls[name] = BlockCall(arguments, tree_unflatten(slots, spec), fixed, has_objects, [], assumed)
+        self._calls[name] = replace(call, output=tree_unflatten(slots, spec), assumed=assumed)
         return False
+
+    def _capture(self, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+        """Note what hooks of ``transformers`` would capture in a block."""
+        collector = active_collector()
+        captures = captures_in(self._blocks.get_submodule(name), collector) if collector is not None else []
+        if collector is None or not captures:
+            return {}
+        if name == self.names[0] and args and any((c.path, c.key) == ("", "hidden_states") for c in captures):
+            collect(collector, {"hidden_states": [args[0]]})  # the hidden state that enters the blocks is one too
+        slot = Slot(len(self.table))
+        self.table.append(None)
+        self._captured.append((slot.number, collector))
+        return {"captures": captures, "captured": slot}
 
     def last_output(self) -> Any:
         """Return the output of the last recorded call, with placeholders; only once."""
@@ -383,7 +400,7 @@ class _Recording:
     def value(self) -> Value:
         """Return what travels through the stages."""
         alive = [made for made in (made() for made in self._placeholders) if made is not None]
-        returned = self._returned = [made.slot for made in alive]
+        returned = self._returned = [*(made.slot for made in alive), *(slot for slot, _ in self._captured)]
         kept = set(returned)
         used = {slot for slot, _ in self._last_use.items()}
         dropped: dict[str, list[int]] = {name: [] for name in self.names}
@@ -406,6 +423,14 @@ class _Recording:
         """
         self.table = []
         values = dict(zip(self._returned, zip(returned, joined, strict=True), strict=True))
+        for slot, collector in self._captured:
+            captured, is_of_batch = values[slot]
+            if not is_of_batch:
+                raise RuntimeError(
+                    f"the {' and '.join(captured)} of the blocks in {self._path} have not one row per sample, so those "
+                    "of the micro-batches cannot be joined. Use schedule='1f1b'."
+                )
+            collect(collector, captured)
         for made in self._placeholders:
             if (placeholder := made()) is None or placeholder.slot not in values:
                 continue
@@ -462,7 +487,7 @@ def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
     attributes = [(module, dict(vars(module))) for module in block.modules()]
     own = [(module, dict(module._parameters), dict(module._buffers)) for module in block.modules()]
     try:
-        with torch.no_grad(), preserved_random_state(torch.device("cpu")):
+        with torch.no_grad(), preserved_random_state(torch.device("cpu")), collector_hidden():
             for module, before in attributes:
                 vars(module).update({name: _copied(before[name]) for name in before.keys() - _OF_EVERY_MODULE})
                 vars(module).pop(CALL_ATTRIBUTE, None)

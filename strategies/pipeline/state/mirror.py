@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from strategies.common.torch_compat import backward_hooks, forward_hooks
+from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import Attributes, StageCommands
 
@@ -112,6 +113,9 @@ def _structure_of(layers: nn.Module) -> list[Any]:
     structure: list[Any] = []
     for name, module in layers.named_modules(remove_duplicate=False):
         tensors = [*module._parameters.values(), *module._buffers.values()]
-        hooks = (*forward_hooks(module), *backward_hooks(module))
-        structure.append((name, id(module), [id(tensor) for tensor in tensors], [tuple(hook) for hook in hooks]))
+        hooks = [
+            [handle for handle, hook in kind.items() if not is_capturing_hook(hook)]
+            for kind in (*forward_hooks(module), *backward_hooks(module))
+        ]
+        structure.append((name, id(module), [id(tensor) for tensor in tensors], hooks))
     return structure

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from strategies.common.torch_compat import has_gradient_hooks, is_compiled_in_place
+from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.stage.layers import CallLayers, call_in_turn
 from strategies.pipeline.transport.ties import Tie
@@ -62,7 +63,16 @@ class _Pickler(cloudpickle.Pickler):
                 "bound method or an attribute, so it cannot be sent to another process without the model; let the "
                 "layer hold only what it needs"
             )
+        if is_capturing_hook(obj):  # captures run on stages without it, see strategies.common.transformers_compat
+            return _no_hook, ()
         return super().reducer_override(obj)
+
+
+def _no_hook() -> Any:
+    return _does_nothing
+
+
+def _does_nothing(*_: Any) -> None: ...
 
 
 def pickled(payload: Any, layers: nn.Sequential, forbidden: Any) -> bytes:

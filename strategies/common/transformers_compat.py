@@ -1,0 +1,140 @@
+"""The only module of Relay that uses private names of ``transformers``. It does not import ``transformers``.
+
+Models of Hugging Face declare their blocks and whether they fill a key-value cache.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from strategies.common.torch_compat import forward_hooks
+
+_BLOCK_CLASSES = "_no_split_modules"
+"""Attribute of a ``PreTrainedModel``: the names of the classes of its blocks."""
+
+
+def lists_of_blocks(model: nn.Module) -> list[str]:
+    """Return the paths of all ``nn.ModuleList`` with entries of the classes in ``_no_split_modules``.
+
+    ``PreTrainedModel._no_split_modules`` names the classes of blocks that ``device_map`` keeps on one device. Lists
+    inside such a block are left out.
+    """
+    names: set[str] = set()
+    for module in model.modules():
+        names.update(getattr(module, _BLOCK_CLASSES, None) or ())
+    found: list[str] = []
+    for path, module in model.named_modules():
+        is_inside = any(path.startswith(f"{outer}.") for outer in found)
+        if not is_inside and isinstance(module, nn.ModuleList) and {type(block).__name__ for block in module} & names:
+            found.append(path)
+    return found
+
+
+def switch_off_cache(model: nn.Module) -> list[Callable[[], None]]:
+    """Set ``use_cache=False`` in the configurations of a model of Hugging Face; return functions that undo this.
+
+    A key-value cache serves generation only. Blocks in other processes would fill it without effect.
+    """
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        configs: list[Any] = [getattr(module, name, None) for name in ("config", "generation_config")]
+        for config in configs:
+            if getattr(config, "use_cache", None) is True:
+                config.use_cache = False
+                undo.append(partial(setattr, config, "use_cache", True))
+    return undo
+
+
+# Outputs that hooks capture: output_hidden_states, output_attentions, output_router_logits
+
+_CAPTURING = "transformers.utils.output_capturing"
+"""The module of ``transformers`` whose hooks, installed at the first forward pass that wants such outputs, fill a
+collector: a dict from the name of an output to the list of tensors that modules of one class have returned."""
+
+_HOOK = "install_output_capuring_hook.<locals>.output_capturing_hook"
+_SELECTION = "_hidden_states_layers"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What one hook in a block captures.
+
+    Attributes:
+        path: The module with the hook, within the block.
+        key: The name of the output, such as ``"router_logits"``.
+        index: Which element of the module's output, if that is a tuple.
+    """
+
+    path: str
+    key: str
+    index: int
+
+
+def is_capturing_hook(hook: Any) -> bool:
+    """Return whether a forward hook is one of those that capture outputs."""
+    return getattr(hook, "__module__", "") == _CAPTURING and getattr(hook, "__qualname__", "") == _HOOK
+
+
+def active_collector() -> MutableMapping[str, Any] | None:
+    """Return what the hooks fill in the forward pass that runs on this thread; ``None`` if they capture nothing."""
+    module: Any = sys.modules.get(_CAPTURING)
+    return (module._active_collector.get() or None) if module is not None else None
+
+
+@contextmanager
+def collector_hidden() -> Iterator[None]:
+    """Within this, the hooks of ``transformers`` capture nothing."""
+    module: Any = sys.modules.get(_CAPTURING)
+    if module is None:
+        yield
+        return
+    token = module._active_collector.set(None)
+    try:
+        yield
+    finally:
+        module._active_collector.reset(token)
+
+
+def captures_in(block: nn.Module, collector: MutableMapping[str, Any]) -> list[Capture]:
+    """Return what the hooks in a block capture for a collector."""
+    found = []
+    for path, module in block.named_modules():
+        for hook in forward_hooks(module)[1].values():
+            if is_capturing_hook(hook):
+                values = inspect.getclosurevars(hook).nonlocals
+                if values["key"] in collector:
+                    found.append(Capture(path, values["key"], values["index"]))
+    return found
+
+
+@contextmanager
+def capturing(block: nn.Module, captures: Sequence[Capture]) -> Iterator[dict[str, list[Tensor]]]:
+    """Within this, what modules of a block return goes to the yielded dict, as the hooks of ``transformers`` do it."""
+    captured: dict[str, list[Tensor]] = {capture.key: [] for capture in captures}
+
+    def hook(capture: Capture, module: nn.Module, args: Any, output: Any) -> None:
+        value = output[capture.index] if isinstance(output, tuple) else output
+        if value is not None:
+            captured[capture.key].append(value)
+
+    handles = [block.get_submodule(c.path).register_forward_hook(partial(hook, c)) for c in captures]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def collect(collector: MutableMapping[str, Any], captured: MutableMapping[str, list[Tensor]]) -> None:
+    """Add captured outputs to a collector, in which ``None`` stands for a hidden state that was not asked for."""
+    for key, values in captured.items():
+        for value in values:
+            selection = collector.get(_SELECTION) if key == "hidden_states" else None
+            is_wanted = selection is None or len(collector[key]) in selection
+            collector[key].append(value if is_wanted else None)
