@@ -1,0 +1,101 @@
+"""Models of ``transformers``, unmodified: every parameter after training as a pipeline is that of one process."""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import OWN_SERVER, run
+from model_families import FAMILIES, SIZES, Family
+from parity import compare, fit
+from paths import ROOT
+from pytorch_lightning import LightningModule
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
+from strategies.launch.fork_server import OwnForkServer
+from strategies.launch.workers import WORKER_MODULES, environment_of_worker
+
+FEW = ("GPT-2", "Gemma 3", "BERT", "T5 decoder")
+
+
+class Trained(LightningModule):
+    """Trains a model of a family on all of its logits, in the precision of the model."""
+
+    def __init__(self, family: Family) -> None:
+        super().__init__()
+        self.model = family.make()
+        self.losses: list[float] = []
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(**batch).logits
+        logits = logits.reshape(len(logits), -1, logits.shape[-1])
+        targets = torch.arange(logits.shape[1]) % logits.shape[2]
+        return cross_entropy(logits.flatten(0, 1), targets.repeat(len(logits)))
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(next(iter(batch.values()))))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def loader(family: Family) -> Any:
+    return DataLoader([family.batch(rows, length) for rows, length in SIZES], batch_size=None)
+
+
+def equal_one_process(names: Sequence[str], stages: Sequence[int]) -> list[str]:
+    """Trains each family in one process and as a pipeline; returns what differs, or is refused."""
+    modules = [*WORKER_MODULES, "transformers.modeling_utils"]  # otherwise each worker would import it
+    OwnForkServer.of_this_process(modules, [], environment_of_worker(sys.path, threads=1), sys.path)
+    wrong: list[str] = []
+    for family, devices in zip((family for family in FAMILIES if family.name in names), stages, strict=True):
+        data = partial(loader, family)
+        settings: dict[str, Any] = {"train": data, "val": data, "max_epochs": 1}
+        single = fit(partial(Trained, family), SingleDeviceStrategy("cpu"), 1, **settings)
+        path = f"model.{family.path}"
+        strategy = RPCSequentialStrategy(
+            schedule="1f1b",
+            microbatches=family.microbatches,
+            balance="even",
+            module=None if family.is_found else path,
+        )
+        try:
+            outcome = fit(partial(Trained, family), strategy, devices, **settings)
+            assert strategy._module_path == path, f"pipelines {strategy._module_path}"
+            compare(outcome, single, family.tolerance)
+        except Exception as error:
+            wrong.append(f"{family.name} on {devices} stages: {type(error).__name__}: {error}")
+    return wrong
+
+
+def test_the_table_lists_these_families() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| ([^|]+?) \| `(\w+)` \| `([\w.]+)`(, named)? \|", page, re.MULTILINE)
+    expected = [(f.name, f.model, f.path, "" if f.is_found else ", named") for f in FAMILIES]
+    assert rows == expected
+
+
+def test_a_few_families() -> None:
+    assert run(equal_one_process, FEW, (2, 3, 2, 3), env=OWN_SERVER) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.timeout(400)
+def test_all_families(half: int) -> None:
+    names = [family.name for family in FAMILIES[half::2]]
+    stages = [2 + number % 2 for number in range(len(names))]
+    assert run(equal_one_process, names, stages, env=OWN_SERVER, timeout_seconds=380) == []
