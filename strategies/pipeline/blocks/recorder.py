@@ -1,7 +1,7 @@
 """Records the calls of blocks while the model's own code runs, and runs them as one pass over the stages.
 
-    for block in self.layers:              call of block 0      recorded, returns a placeholder
-        hidden = block(hidden, mask)       call of block 1      recorded, returns a placeholder
+    for block in self.layers:              call of block 0      recorded, returns a deferred output
+        hidden = block(hidden, mask)       call of block 1      recorded, returns a deferred output
     hidden = self.norm(hidden)             call of the last     runs all of them, returns the output
 
 What the model does before, between and after the calls runs on the driver, as it stands.
@@ -31,7 +31,7 @@ from strategies.common.torch_compat import (
 )
 from strategies.common.transformers_compat import active_collector, captures_in, collect, collector_hidden
 from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks
-from strategies.pipeline.blocks.placeholder import Placeholder
+from strategies.pipeline.blocks.output import DeferredOutput
 from strategies.pipeline.blocks.rows import Key, are_rows, decide, kinds_of, num_rows, with_rows
 from strategies.pipeline.microbatch.split import objects_in, pack_objects
 from strategies.pipeline.stage.layers import Before, is_recomputing, preserved_random_state
@@ -275,7 +275,7 @@ class _Recording:
         """The slot of the first tensor that the first block gets."""
         self._slots: dict[int, int] = {}
         """The slot of each tensor that is given from outside, by identity; the table keeps it alive."""
-        self._placeholders: list[ref[Placeholder]] = []
+        self._outputs: list[ref[DeferredOutput]] = []
         self._last_use: dict[int, str] = {}
         self._arguments: dict[int, str] = {}
         """For each slot, the argument that has it first."""
@@ -337,11 +337,11 @@ class _Recording:
                 slots.append(leaf)
                 continue
             what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
-            placeholder = Placeholder(leaf, device or torch.device("cpu"), len(self.table), what)
+            deferred = DeferredOutput(leaf, device or torch.device("cpu"), len(self.table), what)
             self.table.append(None)
-            self._placeholders.append(ref(placeholder))
-            slots.append(Slot(placeholder.slot))
-            leaves[place] = placeholder
+            self._outputs.append(ref(deferred))
+            slots.append(Slot(deferred.slot))
+            leaves[place] = deferred
         self._last_output = tree_unflatten(leaves, spec)
         assumed = (tuple(output.shape[1:]), output.dtype) if is_guess else None
         self._calls[name] = replace(call, output=tree_unflatten(slots, spec), assumed=assumed)
@@ -361,16 +361,16 @@ class _Recording:
         return {"captures": captures, "captured": slot}
 
     def last_output(self) -> Any:
-        """Return the output of the last recorded call, with placeholders; only once."""
+        """Return the output of the last recorded call, with deferred outputs; only once."""
         output, self._last_output = self._last_output, None
         return output
 
     def made_any_of(self, value: Any) -> bool:
-        """Return whether a placeholder of this recording is in ``value``."""
-        return any(isinstance(leaf, Placeholder) and self._made(leaf) for leaf in tree_leaves(value))
+        """Return whether a deferred output of this recording is in ``value``."""
+        return any(isinstance(leaf, DeferredOutput) and self._made(leaf) for leaf in tree_leaves(value))
 
-    def _made(self, placeholder: Placeholder) -> bool:
-        return any(made() is placeholder for made in self._placeholders)
+    def _made(self, deferred: DeferredOutput) -> bool:
+        return any(made() is deferred for made in self._outputs)
 
     def _check_order(self, name: str) -> None:
         expected = self.names[len(self._calls)]
@@ -386,7 +386,7 @@ class _Recording:
 
     def _slot_of(self, block: str, argument: str, tensor: Tensor) -> tuple[int, bool]:
         """Return the slot of a tensor, and whether the tensor is given from outside."""
-        if isinstance(tensor, Placeholder):
+        if isinstance(tensor, DeferredOutput):
             if self._made(tensor):
                 return tensor.slot, False
             if tensor.value is None:
@@ -399,7 +399,7 @@ class _Recording:
 
     def value(self) -> Value:
         """Return what travels through the stages."""
-        alive = [made for made in (made() for made in self._placeholders) if made is not None]
+        alive = [made for made in (made() for made in self._outputs) if made is not None]
         returned = self._returned = [*(made.slot for made in alive), *(slot for slot, _ in self._captured)]
         kept = set(returned)
         used = {slot for slot, _ in self._last_use.items()}
@@ -415,7 +415,7 @@ class _Recording:
         return self.table, cloudpickle.dumps(plan, protocol=pickle.HIGHEST_PROTOCOL)
 
     def give_values(self, returned: Sequence[Any], joined: Sequence[bool]) -> None:
-        """Give the placeholders their values.
+        """Give the deferred outputs their values.
 
         Args:
             returned: The values of the slots that the plan returns.
@@ -431,14 +431,14 @@ class _Recording:
                     "of the micro-batches cannot be joined. Use schedule='1f1b'."
                 )
             collect(collector, captured)
-        for made in self._placeholders:
-            if (placeholder := made()) is None or placeholder.slot not in values:
+        for made in self._outputs:
+            if (deferred := made()) is None or deferred.slot not in values:
                 continue
-            value, is_of_batch = values[placeholder.slot]
+            value, is_of_batch = values[deferred.slot]
             if is_of_batch:
-                placeholder.value = value
+                deferred.value = value
             else:
-                placeholder.ended = (
+                deferred.ended = (
                     "it is not clear whether it has one row per sample, so its values for the micro-batches cannot be "
                     "joined. Use schedule='1f1b'"
                 )
@@ -448,10 +448,10 @@ class _Recording:
         return self._arguments.get(slot, f"tensor {slot}")
 
     def abandon(self, reason: str) -> None:
-        """Tell the placeholders that they get no values."""
-        for made in self._placeholders:
-            if (placeholder := made()) is not None:
-                placeholder.ended = reason
+        """Tell the deferred outputs that they get no values."""
+        for made in self._outputs:
+            if (deferred := made()) is not None:
+                deferred.ended = reason
 
 
 def _check_plain(block: str, argument: str, leaf: Any) -> None:

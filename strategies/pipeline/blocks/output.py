@@ -23,7 +23,7 @@ _READS = frozenset(
 """What can be read of an output before the block has run."""
 
 
-class Placeholder(Tensor):
+class DeferredOutput(Tensor):
     """Stands for a tensor that a block will return. Until the blocks have run, only its shape, dtype and device exist.
 
     Once the last block has been called, every operation uses the value.
@@ -42,7 +42,7 @@ class Placeholder(Tensor):
     """Why there will be no value; empty as long as there may be one."""
 
     @staticmethod
-    def __new__(cls, like: Tensor, device: torch.device, slot: int, description: str) -> "Placeholder":
+    def __new__(cls, like: Tensor, device: torch.device, slot: int, description: str) -> "DeferredOutput":
         made = wrapper_of(cls, like, device)
         made.slot, made.description, made.value, made.ended = slot, description, None, ""
         return made
@@ -56,16 +56,12 @@ class Placeholder(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        waiting = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder) and leaf.value is None]
-        if not waiting:
-            args, kwargs = tree_map_only(Placeholder, lambda leaf: leaf.value, (tuple(args), dict(kwargs)))
-            return func(*args, **kwargs)
-        if func in _READS:
+        if func in _READS and _waiting(args, kwargs):
             with without_torch_function():
                 return func(*args, **kwargs)
-        raise waiting[0].refusal(func)
+        return _run_on_values(func, args, kwargs)
 
-    __torch_dispatch__ = cast(Any, staticmethod(lambda func, types, args, kwargs: _dispatched(func, args, kwargs)))
+    __torch_dispatch__ = cast(Any, staticmethod(lambda func, types, args, kwargs: _run_on_values(func, args, kwargs)))
 
     def refusal(self, func: Any) -> RuntimeError:
         """Return the error for an operation on a value that is not there."""
@@ -80,10 +76,15 @@ class Placeholder(Tensor):
         )
 
 
-def _dispatched(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> Any:
-    """Run an operation that reached a placeholder below ``__torch_function__``, such as one of a custom function."""
-    waiting = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Placeholder) and leaf.value is None]
-    if waiting:
-        raise waiting[0].refusal(func)
-    args, given = tree_map_only(Placeholder, lambda leaf: leaf.value, (args, dict(kwargs or {})))
-    return func(*args, **given)
+def _waiting(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DeferredOutput | None:
+    """Return a deferred output without a value among the arguments of an operation."""
+    leaves = tree_leaves((tuple(args), dict(kwargs)))
+    return next((leaf for leaf in leaves if isinstance(leaf, DeferredOutput) and leaf.value is None), None)
+
+
+def _run_on_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Any:
+    """Run an operation on the values of its arguments, or refuse it."""
+    if (waiting := _waiting(args, kwargs or {})) is not None:
+        raise waiting.refusal(func)
+    given, named = tree_map_only(DeferredOutput, lambda leaf: leaf.value, (tuple(args), dict(kwargs or {})))
+    return func(*given, **named)
