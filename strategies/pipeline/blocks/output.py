@@ -56,7 +56,7 @@ class DeferredOutput(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _READS and _waiting(args, kwargs):
+        if func in _READS and _waiting(args, kwargs) is not None:
             with without_torch_function():
                 return func(*args, **kwargs)
         return _run_on_values(func, args, kwargs)
