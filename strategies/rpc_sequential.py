@@ -255,13 +255,16 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _prepare_model(self, model: LightningModule, module: Pipelined) -> list[int]:
         """Convert the model to its precision, find the balance, and move the driver's part to its device."""
         self.model = self.precision_plugin.convert_module(model)
+        with without_layers(module, len(module)):
+            self.model_to_device()
         balance = self.balance = find_balance(
             model,
             module,
+            path=self._module_path,
             num_stages=len(self.devices),
             given=self._given_balance,
             mode=self._balance_mode,
-            microbatches=self._settings.microbatches,
+            settings=self._settings,
             device=self.root_device,
             convert=self.precision_plugin.convert_input,
         )

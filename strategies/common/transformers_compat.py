@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import forward_hooks
@@ -138,3 +139,42 @@ def collect(collector: MutableMapping[str, Any], captured: MutableMapping[str, l
             selection = collector.get(_SELECTION) if key == "hidden_states" else None
             is_wanted = selection is None or len(collector[key]) in selection
             collector[key].append(value if is_wanted else None)
+
+
+# An input made from a configuration
+
+EXAMPLE_ROWS, EXAMPLE_LENGTH = 2, 128
+_PREDICTS_TOKENS = ("ForCausalLM", "ForMaskedLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of the classes whose labels have the shape of the tokens."""
+
+
+def example_of(model: nn.Module, module: nn.Module) -> tuple[nn.Module, dict[str, Any]] | None:
+    """Return the outermost model of Hugging Face around ``module``, and an input for it made from its configuration.
+
+    The input has 2 rows of up to 128 tokens, and the tokens as labels if the model predicts tokens, or 2 images.
+
+    Returns:
+        ``None`` if there is no such model around ``module``, or if it takes something else than tokens or images.
+    """
+    around = [
+        child
+        for child in model.modules()
+        if hasattr(type(child), "dummy_inputs") and any(inner is module for inner in child.modules())
+    ]
+    if not around:
+        return None
+    found: Any = around[0]
+    config = found.config
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    vocabulary, kind = getattr(config, "vocab_size", None), getattr(found, "main_input_name", None)
+    if kind == "pixel_values" and isinstance(size, int) and isinstance(channels, int):
+        dtype = next((p.dtype for p in found.parameters() if p.is_floating_point()), torch.float32)
+        return found, {"pixel_values": torch.zeros(EXAMPLE_ROWS, channels, size, size, dtype=dtype)}
+    if kind != "input_ids" or not isinstance(vocabulary, int):
+        return None
+    longest = getattr(config, "max_position_embeddings", None)
+    length = min(EXAMPLE_LENGTH, longest) if isinstance(longest, int) and longest > 0 else EXAMPLE_LENGTH
+    tokens = torch.arange(EXAMPLE_ROWS * length).reshape(EXAMPLE_ROWS, length) % vocabulary
+    takes = inspect.signature(found.forward).parameters
+    has_labels = "labels" in takes and type(found).__name__.endswith(_PREDICTS_TOKENS)
+    return found, {"input_ids": tokens, **({"labels": tokens} if has_labels else {})}

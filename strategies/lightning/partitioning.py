@@ -2,23 +2,37 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from strategies.common.names import did_you_mean
-from strategies.common.transformers_compat import lists_of_blocks
+from strategies.common.torch_compat import tree_map_only
+from strategies.common.transformers_compat import example_of, lists_of_blocks, switch_off_cache
+from strategies.common.trees import tensors_in
 from strategies.launch.workers import share_of_threads
 from strategies.lightning.checks import as_misconfiguration
-from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info
-from strategies.pipeline.partition.balance import balance_by_size, balance_by_time, partition_costs
-from strategies.pipeline.partition.probe import input_of
+from strategies.lightning.compat import (
+    LightningModule,
+    MisconfigurationException,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.model_costs import (
+    BySize,
+    ByTime,
+    Costs,
+    Example,
+    costs_of,
+    costs_of_parameters,
+)
 from strategies.pipeline.partition.sequential import Pipelined, check_balance
-from strategies.pipeline.stage.calling import call_with_one
+from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.stage.skip import verify_skippables
 
 BALANCE_MODES = ("balance_by_size", "balance_by_time")
@@ -143,27 +157,29 @@ def find_balance(
     model: LightningModule,
     module: Pipelined,
     *,
+    path: str,
     num_stages: int,
     given: list[int] | Literal["even"] | None,
     mode: str,
-    microbatches: int,
+    settings: Settings,
     device: torch.device,
     convert: Callable[[Any], Any] = lambda example: example,
 ) -> list[int]:
     """Return the number of layers of each stage, as given or measured.
 
     Args:
-        model: The model. Layers are measured on its ``example_input_array``.
+        model: The model. It is measured on its ``example_input_array``, else, for a model of Hugging Face, on an input
+            made from its configuration. Its parts outside ``module`` are on ``device``.
         module: The pipelined part of the model.
+        path: Its dotted path in the model, for messages.
         num_stages: Number of stages.
-        given: The number of layers of each stage; ``"even"`` for equal numbers; ``None`` to measure each layer. Without
-            an example input, layers that are all alike get equal numbers under ``None`` too.
+        given: The number of layers of each stage; ``"even"`` for equal numbers; ``None`` to measure each layer and the
+            rest of the model, which the process of the last stage runs. Without an input, only parameters count, and
+            only if the layers are all alike.
         mode: What is measured: ``"balance_by_size"`` (bytes) or ``"balance_by_time"`` (seconds).
-        microbatches: Number of micro-batches; sizes of activations are those of one of them.
+        settings: Micro-batches, schedule and recomputation.
         device: Where a copy of one layer at a time is measured.
         convert: Gives the example input the precision of the model.
-
-    Gradients that the parameters hold, for instance from an earlier ``fit``, are kept aside during the measurement.
 
     Raises:
         MisconfigurationException: If the given numbers do not fit the layers, or if there are too few layers or no
@@ -179,18 +195,82 @@ def find_balance(
         )
     if num_stages == 1:
         return [len(module)]
-    if given == "even" or (model.example_input_array is None and _are_alike(module)):
+    if given == "even":
         return partition_costs([1] * len(module), num_stages)
-    if model.example_input_array is None:
+    by_time = mode == "balance_by_time"
+    if model.example_input_array is None and example_of(model, module) is None and not _are_alike(module):
         raise MisconfigurationException(
             f"Measuring the layers needs an example input: set `self.example_input_array` on {type(model).__name__} "
             f"to a batch of inputs, or give the balance, one number of layers for each of the {num_stages} devices. "
             'balance="even" gives each stage the same number of layers, whatever they cost.'
         )
-    sample = input_of(module, model, convert(model.example_input_array))
-    measure: Any = balance_by_time if mode == "balance_by_time" else partial(balance_by_size, chunks=microbatches)
-    with as_misconfiguration(), _threads(share_of_threads(num_stages)), _gradients_set_aside(module):
-        return measure(num_stages, module, sample, device=device, call=call_with_one)
+    with _threads(share_of_threads(num_stages)), _without_cache(model):
+        costs = _costs(model, module, by_time=by_time, settings=settings, device=device, convert=convert)
+    is_counted = settings.interleaves or not by_time
+    balance = partition_costs(costs.layers, num_stages, last=costs.driver if is_counted else 0.0)
+    rank_zero_info(f"RPCSequentialStrategy: {_explained(balance, costs, module, path, is_counted=is_counted)}")
+    return balance
+
+
+def _costs(
+    model: LightningModule,
+    module: Pipelined,
+    *,
+    by_time: bool,
+    settings: Settings,
+    device: torch.device,
+    convert: Callable[[Any], Any],
+) -> Costs:
+    microbatches = settings.microbatches
+    made = example_of(model, module) if model.example_input_array is None else None
+    if model.example_input_array is None and made is None:
+        return costs_of_parameters(model, module, by_time=by_time)
+    if made is None:
+        value = _moved(convert(model.example_input_array), device)
+        rows = max((len(tensor) for tensor in tensors_in(value) if tensor.dim()), default=1)
+        example = Example(model, value, max(1, min(rows, microbatches)))
+        held = 1 if settings.interleaves else example.microbatches
+    else:
+        example = Example(made[0], _moved(made[1], device))
+        held = 1 if settings.interleaves else microbatches
+    recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
+    measure = ByTime(recomputed, 1.0 / len(module)) if by_time else BySize(held)
+    if made is None:
+        with as_misconfiguration():
+            return costs_of(model, module, example, measure, device)
+    try:
+        return costs_of(model, module, example, measure, device)
+    except Exception as error:  # whatever a model raises that needs another input
+        kind = type(made[0]).__name__
+        if not _are_alike(module):
+            raise MisconfigurationException(
+                f"Measuring the layers needs an example input, and the one made from the configuration of {kind} does "
+                f"not fit ({type(error).__name__}: {error}). Set `self.example_input_array` on {type(model).__name__}, "
+                'or give the balance, or balance="even".'
+            ) from error
+        rank_zero_warn(
+            f"The balance counts parameters only: the input made from the configuration of {kind} does not fit "
+            f"({type(error).__name__}: {error}). Set `self.example_input_array` on {type(model).__name__} to a batch "
+            "of inputs, or give the balance."
+        )
+        return costs_of_parameters(model, module, by_time=by_time)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
+
+
+def _explained(balance: list[int], costs: Costs, module: Pipelined, path: str, *, is_counted: bool) -> str:
+    """Return a line on the balance and on the cost of the driver's own part."""
+    unit = "blocks" if isinstance(module, nn.ModuleList) else "layers"
+    mean = sum(costs.layers) / len(costs.layers)
+    number = f"as much as {costs.driver / mean:.1f} {unit}" if mean > 0 else f"{costs.driver:.3g}"
+    line = f"balance {balance}: what the model runs outside {path!r}, on the driver, costs {number}"
+    if not is_counted:
+        line += ", not counted: under schedule='gpipe' it runs before and after the passes of the stages"
+    if costs.not_measured:
+        line += f" ({costs.not_measured})"
+    return f"{line}."
 
 
 def _are_alike(layers: Pipelined) -> bool:
@@ -210,16 +290,14 @@ def _are_alike(layers: Pipelined) -> bool:
 
 
 @contextmanager
-def _gradients_set_aside(module: nn.Module) -> Iterator[None]:
-    """Within this, no parameter of ``module`` holds a gradient."""
-    gradients = {parameter: parameter.grad for parameter in module.parameters()}
-    for parameter in gradients:
-        parameter.grad = None
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Within this, models of Hugging Face fill no key-value cache."""
+    undo = switch_off_cache(model)
     try:
         yield
     finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+        for restore in undo:
+            restore()
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def balance_by_size(
     return partition_costs(sizes, partitions)
 
 
-def partition_costs(costs: Sequence[float], partitions: int) -> list[int]:
+def partition_costs(costs: Sequence[float], partitions: int, *, last: float = 0.0) -> list[int]:
     """Splits costs into consecutive parts, none of them empty, so that the most expensive part is as cheap as possible.
 
     Of several such splits it takes the one with the smallest sum of squared part costs (the most even one), then the
@@ -109,6 +109,7 @@ def partition_costs(costs: Sequence[float], partitions: int) -> list[int]:
     Args:
         costs: one cost per layer, none negative.
         partitions: the number of parts.
+        last: what the last part costs beside its layers: the process of the last stage also runs the rest of the model.
 
     Returns:
         The length of each part.
@@ -123,7 +124,11 @@ def partition_costs(costs: Sequence[float], partitions: int) -> list[int]:
         raise ValueError(f"{num} layers cannot be split into {partitions} stages of at least one layer each")
     if any(not math.isfinite(cost) or cost < 0 for cost in costs):
         raise ValueError(f"costs must be finite and not negative, got {list(costs)}")
-    total = [0, *accumulate(_as_integers(costs))]  # total[j] - total[i] is the cost of layers i..j-1
+    if not math.isfinite(last) or last < 0:
+        raise ValueError(f"the cost of the last part must be finite and not negative, got {last}")
+    *others, final = _as_integers([*costs, last])
+    others[-1] += final  # the last layer is always in the last part
+    total = [0, *accumulate(others)]  # total[j] - total[i] is the cost of layers i..j-1
     bound = _smallest_maximum(total, partitions)
 
     # rank[i]: cost of the best split of layers i.. into k parts; ends[k][i]: where the first part of that split ends.

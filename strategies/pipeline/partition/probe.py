@@ -8,6 +8,13 @@ from torch import nn
 from strategies.common.torch_compat import tree_map
 
 
+def positional_and_named(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an example input as positional and keyword arguments: a tuple is positional, a dict holds keywords."""
+    if isinstance(example, dict):
+        return (), example
+    return example if isinstance(example, tuple) else (example,), {}
+
+
 class _Reached(Exception):
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -34,8 +41,7 @@ def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
         raise _Reached(value)
 
     modes = {m: m.training for m in model.modules()}
-    kwargs = example if isinstance(example, dict) else {}
-    args = () if isinstance(example, dict) else example if isinstance(example, tuple) else (example,)
+    args, kwargs = positional_and_named(example)
     had_forward = vars(module).get("forward")
     module.forward = stop
     try:

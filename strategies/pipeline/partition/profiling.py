@@ -1,4 +1,4 @@
-"""The cost of each layer of an ``nn.Sequential``: seconds per pass, or bytes held during training.
+"""The cost of each layer or block: seconds per pass, or bytes held during training.
 
 Layers are measured one after another, in training mode, each on a copy that is deleted before the next copy is made.
 The input of a layer is the output of the layer before::
@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -44,24 +45,35 @@ def layer_seconds(
     timeout_seconds: float,
     device: torch.device | str | None,
     call: CallLayer = call_layer,
+    recomputed: float = 0.0,
 ) -> list[float]:
-    """Return the time of one forward and one backward pass of each layer.
+    """Return the time of one forward and one backward pass of each layer; see :func:`timed`."""
+    measure = partial(timed, budget_seconds=timeout_seconds / len(module), recomputed=recomputed)
+    return _measure_layers(module, sample, device, call, measure)
+
+
+def timed(layer: nn.Module, value: Any, *, budget_seconds: float, recomputed: float = 0.0) -> tuple[float, Any]:
+    """Measure the time of one forward and one backward pass.
 
     The shortest of several passes counts, because other load on the machine can only lengthen a pass.
+
+    Args:
+        layer: What is called with ``value``.
+        value: The input.
+        budget_seconds: The time that the passes may take together, beyond the warm-up and the first few.
+        recomputed: The share of micro-batches whose forward pass is run again in the backward pass.
+
+    Returns:
+        The seconds and the output.
     """
-    budget_seconds = timeout_seconds / len(module)
-
-    def measure(layer: nn.Module, value: Any) -> tuple[float, Any]:
-        for _ in range(_WARM_UP_PASSES):
-            _, output = _timed_pass(layer, value)
-        passes: list[float] = []
-        deadline = time.perf_counter() + budget_seconds
-        while len(passes) < _FEWEST_PASSES or time.perf_counter() < deadline:
-            seconds, output = _timed_pass(layer, value)
-            passes.append(seconds)
-        return min(passes), output
-
-    return _measure_layers(module, sample, device, call, measure)
+    for _ in range(_WARM_UP_PASSES):
+        _, _, output = _timed_pass(layer, value)
+    passes: list[float] = []
+    deadline = time.perf_counter() + budget_seconds
+    while len(passes) < _FEWEST_PASSES or time.perf_counter() < deadline:
+        forward_seconds, backward_seconds, output = _timed_pass(layer, value)
+        passes.append(forward_seconds * (1 + recomputed) + backward_seconds)
+    return min(passes), output
 
 
 def layer_sizes(
@@ -80,14 +92,44 @@ def layer_sizes(
     """
 
     def measure(layer: nn.Module, value: Any) -> tuple[int, Any]:
-        activation_bytes, output = _activation_bytes(layer, value)
-        parameters = sum(
-            parameter.nbytes * (param_scale if parameter.requires_grad else min(1.0, param_scale))
-            for parameter in layer.parameters()
-        )
-        return round(parameters) + activation_bytes, output
+        activations, output = activation_bytes(layer, value)
+        return parameter_bytes(layer.parameters(), param_scale) + activations, output
 
     return _measure_layers(module, _first_microbatch(sample, chunks), device, call, measure)
+
+
+def parameter_bytes(parameters: Iterable[Tensor], param_scale: float) -> int:
+    """Return the bytes of parameters, those that are trained times ``param_scale``."""
+    return round(sum(p.nbytes * (param_scale if p.requires_grad else min(1.0, param_scale)) for p in parameters))
+
+
+def run_layers(
+    module: nn.Sequential, value: Any, device: torch.device | str | None, *, call: CallLayer = call_layer
+) -> Any:
+    """Return the output of ``module``, run on copies of its layers."""
+    output: Any = value
+
+    def run(layer: nn.Module, carried: Any) -> tuple[int, Any]:
+        nonlocal output
+        result = layer(as_output(carried))
+        output = unpack_objects(result[0])
+        return 0, result
+
+    _measure_layers(module, value, device, call, run)
+    return output
+
+
+def measure_call(
+    block: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
+    *,
+    device: torch.device | str | None,
+    one_row: bool,
+) -> tuple[Cost, Any]:
+    """Apply ``measure`` to a copy of a block and to the arguments of its call; return the cost and the output."""
+    return _measure_copy(block, pack_objects((args, kwargs)), device, _WithArguments, measure, one_row=one_row)
 
 
 def _first_microbatch(sample: Any, chunks: int) -> Any:
@@ -123,6 +165,22 @@ class _Carrying(nn.Module):
         return pack_objects(output), skips
 
 
+class _WithArguments(nn.Module):
+    """A block that takes its positional and keyword arguments as a pair. Each call gets its own copy of objects.
+
+    Args:
+        block: The block.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        args, kwargs = unpack_objects(given)
+        return self.block(*args, **kwargs)
+
+
 def _measure_layers(
     module: nn.Sequential,
     sample: Any,
@@ -131,15 +189,16 @@ def _measure_layers(
     measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
 ) -> list[Cost]:
     """Apply ``measure`` to a copy of each layer; it returns the cost and the output of the layer."""
-    one_row = any(has_rows(tensor) and len(tensor) == 1 for tensor in tensors_in(sample))
+    one_row = has_one_row(sample)
     sample = tree_map_only(NoChunk, plain, sample)
     devices = {tensor.device for tensor in [*tensors_in(sample), *module.parameters(), *module.buffers()]}
     devices |= {torch.device(device)} if device is not None else set()
     costs = []
-    with torch.inference_mode(False), torch.enable_grad(), _random_state_kept(devices):
+    carrying = partial(_Carrying, call=call)
+    with as_in_training(devices):
         carried: Any = (pack_objects(sample), {})
         for layer in module:
-            cost, carried = _measure_copy(layer, carried, device, call, measure, one_row=one_row)
+            cost, carried = _measure_copy(layer, carried, device, carrying, measure, one_row=one_row)
             costs.append(cost)
     return costs
 
@@ -148,18 +207,15 @@ def _measure_copy(
     layer: nn.Module,
     value: Any,
     device: torch.device | str | None,
-    call: CallLayer,
+    called: Callable[[nn.Module], nn.Module],
     measure: Callable[[nn.Module, Any], tuple[Cost, Any]],
     *,
     one_row: bool,
 ) -> tuple[Cost, Any]:
     # A separate function, so that no variable refers to this copy while the next one is made.
-    layer = _Carrying(copy.deepcopy(layer).train(), call)
+    layer = called(copy.deepcopy(layer).train())
     if one_row:
-        # An example input often has a single row, of which batch normalisation has no variance.
-        for child in layer.modules():
-            if isinstance(child, BatchNorm):
-                child.eval()
+        stop_batch_norm(layer.modules())
     if device is not None:
         layer.to(device)
     target = device or next((tensor.device for tensor in _state(layer)), None)
@@ -169,8 +225,23 @@ def _measure_copy(
     return cost, tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), output)
 
 
-def _timed_pass(layer: nn.Module, value: Any) -> tuple[float, Any]:
-    value = _as_output(value)
+def has_one_row(value: Any) -> bool:
+    """Return whether a tensor has a single row."""
+    return any(has_rows(tensor) and len(tensor) == 1 for tensor in tensors_in(value))
+
+
+def stop_batch_norm(modules: Iterable[nn.Module]) -> None:
+    """Let BatchNorm layers use their running statistics.
+
+    An example input often has a single row, of which batch normalisation has no variance.
+    """
+    for module in modules:
+        if isinstance(module, BatchNorm):
+            module.eval()
+
+
+def _timed_pass(layer: nn.Module, value: Any) -> tuple[float, float, Any]:
+    value = as_output(value)
     devices = {tensor.device for tensor in [*tensors_in(value), *_state(layer)]}
     start = _now(devices)
     output = layer(value)
@@ -180,11 +251,17 @@ def _timed_pass(layer: nn.Module, value: Any) -> tuple[float, Any]:
     start = _now(devices)
     if roots:
         torch.autograd.backward(roots, gradients)
-    return forward_seconds + _now(devices) - start, output
+    return forward_seconds, _now(devices) - start, output
 
 
-def _activation_bytes(layer: nn.Module, value: Any) -> tuple[int, Any]:
-    value = _as_output(value)
+def activation_bytes(
+    layer: nn.Module, value: Any, elsewhere: Callable[[], Iterable[Tensor]] = lambda: ()
+) -> tuple[int, Any]:
+    """Return the bytes of the tensors that autograd keeps after a call of ``layer``, and of the output; and the output.
+
+    Not counted are ``value``, parameters and buffers, and the tensors that ``elsewhere`` returns after the call.
+    """
+    value = as_output(value)
     kept: list[weakref.ref[_Kept]] = []
 
     def pack(tensor: Tensor) -> _Kept:
@@ -197,7 +274,7 @@ def _activation_bytes(layer: nn.Module, value: Any) -> tuple[int, Any]:
     # Only autograd refers to the holders: those that are alive hold what the backward pass needs.
     saved = [holder.tensor for reference in kept if (holder := reference()) is not None]
     sizes = _storage_bytes([*saved, *tensors_in(output)])
-    for counted_elsewhere in _storage_bytes([*tensors_in(value), *_state(layer)]):
+    for counted_elsewhere in _storage_bytes([*tensors_in(value), *_state(layer), *elsewhere()]):
         sizes.pop(counted_elsewhere, None)
     return sum(sizes.values()), output
 
@@ -214,7 +291,7 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-def _as_output(value: Any) -> Any:
+def as_output(value: Any) -> Any:
     """Return a copy that is no leaf of autograd, like the output of a layer, so that it can be changed in place."""
 
     def copied(tensor: Tensor) -> Tensor:
@@ -235,6 +312,13 @@ def _now(devices: Iterable[torch.device]) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+@contextmanager
+def as_in_training(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Within this, autograd records; afterwards every random generator is as before."""
+    with torch.inference_mode(False), torch.enable_grad(), _random_state_kept(devices):
+        yield
 
 
 @contextmanager

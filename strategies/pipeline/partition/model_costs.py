@@ -1,0 +1,372 @@
+"""What each layer or block costs, and what the rest of the model costs, which runs on the driver.
+
+The model's own ``forward`` runs on an example. In the first run each block is measured on a copy, with the arguments
+that the model gives it, and its output is recorded. In further runs stand-ins return the recorded outputs and pass
+gradients on, so that these runs cost what the driver's own part costs::
+
+    embedding ─▶ block 0 ─▶ block 1 ─▶ norm, head, loss        first run: blocks are measured
+    embedding ─▶ output 0 ─▶ output 1 ─▶ norm, head, loss      further runs: only the driver's own part computes
+
+The model is left unchanged: parameters, gradients, buffers, modes, attributes and random states.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.patching import replaced
+from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_flatten, tree_map_only, tree_unflatten
+from strategies.common.trees import tensors_in
+from strategies.pipeline.partition.probe import input_of, positional_and_named
+from strategies.pipeline.partition.profiling import (
+    activation_bytes,
+    as_in_training,
+    as_output,
+    has_one_row,
+    layer_seconds,
+    layer_sizes,
+    measure_call,
+    parameter_bytes,
+    run_layers,
+    stop_batch_norm,
+    timed,
+)
+from strategies.pipeline.partition.sequential import Pipelined
+from strategies.pipeline.stage.calling import call_with_one
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the processes of a pipeline have to do, in seconds or bytes.
+
+    Attributes:
+        layers: The cost of each layer or block.
+        driver: The cost of the rest of the model, which the process of the last stage runs.
+        not_measured: Why ``driver`` counts parameters only, or nothing; empty if it was measured.
+    """
+
+    layers: list[float]
+    driver: float
+    not_measured: str = ""
+
+
+@dataclass(frozen=True)
+class Example:
+    """An input on which a model is measured.
+
+    Attributes:
+        model: The model that takes the input: the whole model, or a module in it around the pipelined part.
+        value: The input; a tuple is passed as positional arguments, a dict as keyword arguments.
+        microbatches: The number of micro-batches that the input stands for.
+    """
+
+    model: nn.Module
+    value: Any
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class BySize:
+    """Measures bytes held during training: parameters times ``param_scale``, and activations.
+
+    Attributes:
+        held: The number of micro-batches whose activations the driver's own part holds at once; stages hold one.
+        param_scale: How many times a trained parameter is held.
+    """
+
+    held: int = 1
+    param_scale: float = 2.0
+
+    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[float]:
+        """Return the cost of each layer of an ``nn.Sequential``."""
+        chunks, scale = example.microbatches, self.param_scale
+        return [*layer_sizes(module, sample, chunks=chunks, param_scale=scale, device=device, call=call_with_one)]
+
+    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[float, Any]:
+        """Return the cost of a block, and its output."""
+        activations, output = activation_bytes(block, value)
+        return parameter_bytes(block.parameters(), self.param_scale) + activations / example.microbatches, output
+
+    def driver(self, runs: _Runs, parameters: Iterable[Tensor], example: Example) -> float:
+        """Return the cost of the driver's own part."""
+        activations, _ = activation_bytes(runs, example.value, runs.recorded)
+        return parameter_bytes(parameters, self.param_scale) + activations * self.held / example.microbatches
+
+    def unmeasured(self, parameters: Iterable[Tensor]) -> float:
+        """Return what is counted for a driver's part that does not run."""
+        return parameter_bytes(parameters, self.param_scale)
+
+
+@dataclass(frozen=True)
+class ByTime:
+    """Measures the seconds of forward and backward passes.
+
+    Attributes:
+        recomputed: The share of micro-batches whose forward pass through the blocks is run again.
+        budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
+    """
+
+    recomputed: float = 0.0
+    budget_seconds: float = 0.1
+
+    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[float]:
+        """Return the cost of each layer of an ``nn.Sequential``."""
+        return layer_seconds(
+            module,
+            sample,
+            timeout_seconds=self.budget_seconds * len(module),
+            device=device,
+            call=call_with_one,
+            recomputed=self.recomputed,
+        )
+
+    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[float, Any]:
+        """Return the cost of a block, and its output."""
+        return timed(block, value, budget_seconds=self.budget_seconds, recomputed=self.recomputed)
+
+    def driver(self, runs: _Runs, parameters: Iterable[Tensor], example: Example) -> float:
+        """Return the cost of the driver's own part."""
+        return timed(runs, example.value, budget_seconds=self.budget_seconds)[0]
+
+    def unmeasured(self, parameters: Iterable[Tensor]) -> float:
+        """Return what is counted for a driver's part that does not run."""
+        return 0.0
+
+
+def costs_of(
+    model: nn.Module, module: Pipelined, example: Example, measure: BySize | ByTime, device: torch.device
+) -> Costs:
+    """Measure the layers or blocks of ``module``, and the rest of ``model``.
+
+    The loss counts if ``forward`` returns it: as ``output.loss`` or ``output["loss"]``. Otherwise the sum of the
+    outputs stands for it.
+
+    Args:
+        model: The whole model. What is outside ``module`` is on ``device``, as in training.
+        module: The pipelined part of the model.
+        example: The input.
+        measure: What is measured.
+        device: Where a copy of one layer at a time is measured.
+
+    Raises:
+        ValueError: If the model's ``forward`` does not call every block of an ``nn.ModuleList`` once.
+    """
+    outside = _parameters_outside(model, module)
+    if isinstance(module, nn.ModuleList):
+        found: dict[str, float] = {}
+
+        def measured(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = partial(measure.block, example=example)
+            one_row = has_one_row(example.value)
+            found[name], output = measure_call(block, args, kwargs, call, device=device, one_row=one_row)
+            return output
+
+        blocks = {name: block for name, block in module._modules.items() if block is not None}
+        with as_in_training([device]), _unchanged(model, module, has_one_row(example.value)):
+            runs = _Runs(example.model, {n: (b, partial(measured, n, b)) for n, b in blocks.items()})
+            with runs.replacing():
+                runs(as_output(example.value))
+                missing = [name for name in blocks if name not in found]
+                if missing:
+                    raise ValueError(
+                        f"{type(example.model).__name__}.forward does not call blocks {', '.join(missing)} on the "
+                        "example input, so they cannot be measured; give the balance, or balance='even'"
+                    )
+                return Costs([found[name] for name in blocks], measure.driver(runs, outside, example))
+    layers = measure.layers(module, input_of(module, example.model, example.value), example, device)
+    with as_in_training([device]), _unchanged(model, module, has_one_row(example.value)):
+        run = partial(_run_sequential, module, device)
+        runs = _Runs(example.model, {"": (module, run)})
+        with runs.replacing():
+            try:
+                runs(as_output(example.value))
+                if runs.num_recorded:
+                    return Costs(layers, measure.driver(runs, outside, example))
+                reason = f"{type(example.model).__name__}.forward does not call it"
+            except NotImplementedError:
+                reason = f"{type(example.model).__name__} has no forward"
+            except Exception as error:  # the user's code behind the pipelined part, which training need not run
+                reason = f"{type(example.model).__name__}.forward raises {type(error).__name__}: {error}"
+    return Costs(layers, measure.unmeasured(outside), reason)
+
+
+def costs_of_parameters(model: nn.Module, module: Pipelined, *, by_time: bool) -> Costs:
+    """Return what layers and the rest of a model cost by the bytes of their parameters alone.
+
+    Args:
+        model: The whole model.
+        module: The pipelined part of the model.
+        by_time: Leave out tables of embeddings, in which a pass only looks up rows.
+    """
+    measure = BySize()
+    layers = [float(measure.unmeasured(layer.parameters())) for layer in module]
+    outside = _parameters_outside(model, module, besides=(nn.Embedding,) if by_time else ())
+    return Costs(layers, measure.unmeasured(outside), "without an example input only parameters count")
+
+
+def _parameters_outside(
+    model: nn.Module, module: nn.Module, besides: tuple[type[nn.Module], ...] = ()
+) -> list[nn.Parameter]:
+    """Return the parameters of ``model`` that are not in ``module``, each once."""
+    inside = set(module.parameters())
+    found = {
+        parameter: None
+        for child in model.modules()
+        if not isinstance(child, besides)
+        for parameter in child.parameters(recurse=False)
+        if parameter not in inside
+    }
+    return [*found]
+
+
+def _run_sequential(module: nn.Sequential, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (value,) = (*args, *kwargs.values())
+    return run_layers(module, value, device, call=call_with_one)
+
+
+class _Runs(nn.Module):
+    """Runs of a model in which stand-ins take the place of some modules.
+
+    Args:
+        model: The model.
+        calls: For each module its name, the module, and what its first call runs with the arguments.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        calls: Mapping[str, tuple[nn.Module, Callable[[tuple[Any, ...], dict[str, Any]], Any]]],
+    ) -> None:
+        super().__init__()
+        self.model, self._calls = model, calls
+        self._outputs: dict[str, Any] = {}
+        self._inputs: list[Tensor] = []
+        self._returned: list[Tensor] = []
+
+    @property
+    def num_recorded(self) -> int:
+        """How many modules have been called."""
+        return len(self._outputs)
+
+    def recorded(self) -> list[Tensor]:
+        """Return what the stand-ins returned in the last run, which is counted as the output of the modules."""
+        return self._returned
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Within this, calls of the modules call the stand-ins."""
+        with ExitStack() as ending:
+            for name, (module, _) in self._calls.items():
+                ending.callback(replaced(module, CALL_ATTRIBUTE, partial(self._called, name)))
+            yield
+
+    def forward(self, value: Any) -> list[Tensor]:
+        """Call the model.
+
+        Returns:
+            The loss if the model returns one; otherwise all tensors of the output. After them, detached, the tensors
+            that the model gives to the modules.
+        """
+        self._inputs, self._returned = [], []
+        args, kwargs = positional_and_named(value)
+        output = self.model(*args, **kwargs)
+        if isinstance(output, Mapping):
+            output = dict(output)
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        tensors = tensors_in(output)
+        roots = [tensor.detach() for tensor in tensors] if isinstance(loss, Tensor) else tensors
+        return [*([loss] if isinstance(loss, Tensor) else []), *roots, *(tensor.detach() for tensor in self._inputs)]
+
+    def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        known = {id(tensor) for tensor in self._returned}
+        self._inputs += [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in known]
+        if name not in self._outputs:
+            output = self._calls[name][1](args, kwargs)
+            self._outputs[name] = tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), output)
+        leaves, spec = tree_flatten(self._outputs[name])
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        outputs = [leaves[place] for place in places]
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        anchor = torch.zeros((), requires_grad=True)  # outputs may need gradients although no input does
+        made = _StandIn.apply(len(outputs), anchor, *outputs, *inputs)
+        for place, tensor in zip(places, made, strict=True):
+            leaves[place] = tensor
+        self._returned += made
+        return tree_unflatten(leaves, spec)
+
+
+class _StandIn(torch.autograd.Function):
+    """Returns copies of recorded outputs. The gradients of the inputs have the right shapes, and no meaning."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.inputs = [torch.empty_like(tensor, device="meta") for tensor in tensors[number:]]
+        ctx.devices = [tensor.device for tensor in tensors[number:]]
+        ctx.number = number
+        outputs = tuple(tensor.detach().clone() for tensor in tensors[:number])
+        ctx.mark_non_differentiable(
+            *(own for own, tensor in zip(outputs, tensors, strict=False) if not tensor.requires_grad)
+        )
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        inputs = zip(ctx.inputs, ctx.devices, strict=True)
+        return (None, None, *[None] * ctx.number, *(torch.ones_like(like, device=device) for like, device in inputs))
+
+
+@contextmanager
+def _unchanged(model: nn.Module, module: nn.Module, one_row: bool) -> Iterator[None]:
+    """Within this, ``model`` is in training mode, and nothing that a run does to it lasts.
+
+    Outside ``module``, twins with the same values take the place of parameters and copies the place of buffers, so that
+    gradients, hooks on parameters and values are left alone. Gradients are set aside, because a module may hold a
+    parameter elsewhere too. Lists, dicts and sets in attributes, such as those of hooks, get their entries back.
+    """
+    attributes = [(child, dict(vars(child))) for child in model.modules()]
+    entries = {
+        id(value): (value, type(value)(value))
+        for _, before in attributes
+        for value in before.values()
+        if type(value) in (list, dict, OrderedDict, set)
+    }
+    gradients = {parameter: parameter.grad for parameter in model.parameters()}
+    parameters: dict[Tensor, nn.Parameter] = {}
+    buffers: dict[Tensor, Tensor] = {}
+    inside = set(module.modules())
+    try:
+        model.train()
+        if one_row:
+            stop_batch_norm(model.modules())
+        for parameter in gradients:
+            parameter.grad = None
+        for child in model.modules():
+            if child in inside:
+                continue
+            for name, own in child._parameters.items():
+                if own is not None:
+                    child._parameters[name] = parameters.setdefault(own, nn.Parameter(own.detach(), own.requires_grad))
+            for name, buffer in child._buffers.items():
+                if buffer is not None:
+                    child._buffers[name] = buffers.setdefault(buffer, buffer.detach().clone())
+        yield
+    finally:
+        for child, before in attributes:
+            vars(child).clear()
+            vars(child).update(before)
+        for value, copied in entries.values():
+            if isinstance(value, list):
+                value[:] = copied
+            else:
+                value.clear()
+                value.update(copied)
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
