@@ -62,6 +62,19 @@ def test_split(costs, partitions, balance):
     assert partition_costs(costs, partitions) == balance
 
 
+def test_what_the_last_part_costs_beside_its_layers():
+    generator = random.Random(1)
+    for _ in range(100):
+        costs = [generator.randint(0, 9) for _ in range(generator.randint(1, 9))]
+        last, partitions = generator.choice([0, 3, 0.5, 40]), generator.randint(1, len(costs))
+        best = min(every_balance(len(costs), partitions), key=lambda b: quality([*costs[:-1], costs[-1] + last], b))
+        assert partition_costs(costs, partitions, last=last) == best
+    assert partition_costs([1] * 8, 2, last=2.1) == [5, 3]
+    assert partition_costs([1] * 8, 2, last=100) == [7, 1]
+    with pytest.raises(ValueError, match="cost of the last part must be finite and not negative, got -1"):
+        partition_costs([1, 1], 2, last=-1)
+
+
 def test_split_of_many_layers_is_quick():
     generator = random.Random(0)
     costs = [generator.random() for _ in range(1000)]

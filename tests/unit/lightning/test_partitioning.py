@@ -1,0 +1,132 @@
+"""The balance that is found for a model, and the line that says so."""
+
+import logging
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from strategies.lightning.partitioning import find_balance
+from strategies.pipeline.executor.settings import Settings
+
+WIDTH, VOCABULARY = 16, 2000
+
+
+class Gpt(pl.LightningModule):
+    """Eight alike blocks; with ``vocabulary``, the tables outside them are much larger than a block."""
+
+    def __init__(self, vocabulary: int = VOCABULARY, blocks: int = 8) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocabulary, WIDTH), nn.Linear(WIDTH, vocabulary)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Wrapping(pl.LightningModule):
+    """A module without ``forward`` around a model of Hugging Face."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def found(
+    model: pl.LightningModule, path: str, given: Any = None, mode: str = "balance_by_size", **settings: Any
+) -> Any:
+    return find_balance(
+        model,
+        model.get_submodule(path),
+        path=path,
+        num_stages=2,
+        given=given,
+        mode=mode,
+        settings=Settings(**settings),
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Any:
+    caplog.set_level(logging.INFO, "pytorch_lightning")
+    return caplog
+
+
+def test_alike_blocks_without_an_example_count_by_parameters(lines: Any) -> None:
+    assert found(Gpt(), "blocks") == [7, 1]
+    assert found(Gpt(vocabulary=16), "blocks") == [5, 3]
+    assert (
+        "balance [5, 3]: what the model runs outside 'blocks', on the driver, costs as much as 1.9 blocks" in lines.text
+    )
+    assert "without an example input only parameters count" in lines.text
+    assert found(Gpt(), "blocks", given="even") == [4, 4]
+    assert found(Gpt(), "blocks", given=[6, 2]) == [6, 2]
+
+
+def test_under_gpipe_the_time_of_the_driver_is_not_in_the_stages(lines: Any) -> None:
+    """Its part runs before and after the passes of all stages; under 1f1b it runs between those of its own stage."""
+    model = Gpt()
+    model.example_input_array = torch.zeros(8, 64, dtype=torch.long)
+    balance = found(model, "blocks", mode="balance_by_time", schedule="1f1b")
+    assert balance == [7, 1]
+    for example in (model.example_input_array, None):
+        lines.clear()
+        model.example_input_array = example
+        assert abs(found(model, "blocks", mode="balance_by_time", schedule="gpipe")[0] - 4) <= 1
+        assert "not counted: under schedule='gpipe' it runs before and after the passes of the stages" in lines.text
+
+
+def test_by_size_the_driver_holds_the_activations_of_the_whole_batch_under_gpipe() -> None:
+    model = Gpt(vocabulary=24, blocks=12)
+    model.example_input_array = torch.zeros(8, 64, dtype=torch.long)
+    on_gpipe, on_1f1b = (found(model, "blocks", schedule=schedule) for schedule in ("gpipe", "1f1b"))
+    assert on_gpipe[0] > on_1f1b[0] > 6
+
+
+@pytest.mark.parametrize("mode", ["balance_by_size", "balance_by_time"])
+def test_a_model_of_hugging_face_without_an_example(mode: str, lines: Any) -> None:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    model = Wrapping(LlamaForCausalLM(config))
+    state = torch.get_rng_state()
+    balance = found(model, "model.model.layers", mode=mode, schedule="1f1b")
+    assert sum(balance) == 4 and balance[0] >= 2
+    assert "costs as much as" in lines.text and "not measured" not in lines.text
+    assert model.model.config.use_cache and torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_of_hugging_face_that_needs_another_input() -> None:
+    config = BertConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, vocab_size=99)
+    model = Wrapping(BertForSequenceClassification(config))
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise KeyError("bbox")
+
+    model.model.bert.embeddings.register_forward_pre_hook(refuse)
+    layers = "model.bert.encoder.layer"
+    with pytest.warns(UserWarning, match=r"counts parameters only: .*BertForSequenceClassification .*KeyError: 'bbox'"):
+        assert sum(found(model, layers)) == 4
+    model.get_submodule(layers)[1].extra = nn.Linear(2, 2)
+    with pytest.raises(
+        MisconfigurationException, match=r"made from the configuration of Bert.*does not fit \(KeyError"
+    ):
+        found(model, layers)
+
+
+def test_an_example_that_does_not_reach_every_block() -> None:
+    model = Gpt()
+    model.example_input_array = torch.zeros(2, 4, dtype=torch.long)
+    model.forward = lambda tokens: model.head(model.blocks[0](model.embed(tokens)))
+    with pytest.raises(MisconfigurationException, match=r"Gpt.forward does not call blocks 1, 2, 3, 4, 5, 6, 7"):
+        found(model, "blocks")
