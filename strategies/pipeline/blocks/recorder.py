@@ -33,7 +33,7 @@ from strategies.common.transformers_compat import active_collector, captures_in,
 from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks
 from strategies.pipeline.blocks.output import DeferredOutput
 from strategies.pipeline.blocks.rows import Key, are_rows, decide, kinds_of, num_rows, with_rows
-from strategies.pipeline.microbatch.split import objects_in, pack_objects
+from strategies.pipeline.microbatch.split import is_object, pack_objects
 from strategies.pipeline.stage.layers import Before, is_recomputing, preserved_random_state
 
 FindRows = Callable[[], list[bool] | None]
@@ -206,16 +206,21 @@ class DeferredBlocks:
     def _device(self) -> torch.device:
         return next((p.device for p in self._blocks.parameters() if not p.is_meta), torch.device("cpu"))
 
-    def _output(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    def _output(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> tuple[Any, bool]:
         """Find out how the output of a block is nested, and the shapes of the tensors in it, without running the block.
 
         The block's code runs on the ``meta`` device, once for each combination of kinds of arguments.
+
+        Args:
+            name: The name of the block.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            leaves: The leaves of both.
 
         Returns:
             The output, with tensors on the ``meta`` device; and whether it is a guess, because the code needs values: a
             tensor like the first one among the arguments.
         """
-        leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
         if first is None:
@@ -223,11 +228,10 @@ class DeferredBlocks:
                 f"block {self.path}.{name} got no tensor of floating-point numbers, so what it returns is not known "
                 "before it runs; give it the hidden state as its first argument"
             )
-        kinds = [
-            (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) if objects_in(leaf) else leaf
-            for leaf in leaves
-        ]
-        key = name, str(spec), repr(kinds), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
+        nesting = [type(value) for value in args], *((argument, type(value)) for argument, value in kwargs.items())
+        autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        key = name, repr((kinds, nesting)), autocast
         shapes = [tensor.shape for tensor in tensors]
         known = self._outputs.get(key)
         if known is None or not (known.is_like_first or known.shapes == shapes):
@@ -277,8 +281,8 @@ class _Recording:
         """The slot of each tensor that is given from outside, by identity; the table keeps it alive."""
         self._outputs: list[ref[DeferredOutput]] = []
         self._last_use: dict[int, str] = {}
-        self._arguments: dict[int, str] = {}
-        """For each slot, the argument that has it first."""
+        self._users: dict[int, tuple[str, str]] = {}
+        """For each slot, the first block that takes it, and the argument."""
         self._last_output: Any = None
         self._returned: list[int] = []
         self._captured: list[tuple[int, MutableMapping[str, Any]]] = []
@@ -289,7 +293,7 @@ class _Recording:
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        find_output: Callable[[str, tuple[Any, ...], dict[str, Any]], tuple[Any, bool]],
+        find_output: Callable[[str, tuple[Any, ...], dict[str, Any], list[Any]], tuple[Any, bool]],
     ) -> bool:
         """Record a call.
 
@@ -301,34 +305,37 @@ class _Recording:
         """
         self._check_order(name)
         block = f"{self._path}.{name}"
-        packed_args, packed_kwargs = pack_objects((args, kwargs))
-        fixed: dict[int, str] = {}
-        is_first = True
-        given: dict[str, Any] = {}
-        for argument, value in [*((str(k), v) for k, v in enumerate(packed_args)), *packed_kwargs.items()]:
-            leaves, spec = tree_flatten(value)
-            for place, leaf in enumerate(leaves):
-                if not isinstance(leaf, Tensor):
-                    _check_plain(block, argument, leaf)
-                    continue
-                slot, is_input = self._slot_of(block, argument, leaf)
-                if is_input and not is_first:
-                    fixed[slot] = argument
-                is_first = False
-                self._last_use[slot] = name
-                self._arguments.setdefault(slot, f"argument {argument!r} (shape {list(leaf.shape)}) of block {block}")
-                leaves[place] = Slot(slot)
-            given[argument] = tree_unflatten(leaves, spec)
-        for argument, value in [*((str(k), v) for k, v in enumerate(args)), *kwargs.items()]:
-            for leaf in objects_in(value):
+        leaves, spec = tree_flatten((args, kwargs))
+        arguments = _arguments_of(args, kwargs, len(leaves))
+        has_objects = False
+        for argument, leaf in zip(arguments, leaves, strict=True):
+            _check_plain(block, argument, leaf)
+            if is_object(leaf):
                 _check_object(block, argument, leaf)
-        arguments = tuple(given[str(k)] for k in range(len(args))), {key: given[key] for key in kwargs}
-        call = BlockCall(arguments, None, fixed, bool(objects_in((args, kwargs))), [], **self._capture(name, args))
+                has_objects = True
+        given = leaves
+        if has_objects:
+            packed = pack_objects((args, kwargs))
+            given, spec = tree_flatten(packed)
+            arguments = _arguments_of(packed[0], packed[1], len(given))
+        fixed: dict[int, str] = {}
+        first: Tensor | None = None
+        template = list(given)
+        for place, leaf in enumerate(given):
+            if isinstance(leaf, Tensor):
+                slot, is_input = self._slot_of(block, arguments[place], leaf)
+                if is_input and first is not None:
+                    fixed[slot] = arguments[place]
+                first = leaf if first is None else first
+                self._last_use[slot] = name
+                self._users.setdefault(slot, (block, arguments[place]))
+                template[place] = Slot(slot)
+        call = BlockCall(tree_unflatten(template, spec), None, fixed, has_objects, [], **self._capture(name, args))
         if name == self.names[-1]:
             self._calls[name] = call
             return True
-        output, is_guess = find_output(name, args, kwargs)
-        device = next((leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        output, is_guess = find_output(name, args, kwargs, leaves)
+        device = torch.device("cpu") if first is None else first.device
         leaves, spec = tree_flatten(output)
         slots: list[Any] = []
         for place, leaf in enumerate(leaves):
@@ -337,7 +344,7 @@ class _Recording:
                 slots.append(leaf)
                 continue
             what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
-            deferred = DeferredOutput(leaf, device or torch.device("cpu"), len(self.table), what)
+            deferred = DeferredOutput(leaf, device, len(self.table), what)
             self.table.append(None)
             self._outputs.append(ref(deferred))
             slots.append(Slot(deferred.slot))
@@ -445,13 +452,28 @@ class _Recording:
 
     def describe(self, slot: int) -> str:
         """Return which argument has a slot."""
-        return self._arguments.get(slot, f"tensor {slot}")
+        block, argument = self._users[slot]
+        return f"argument {argument!r} (shape {list(self.table[slot].shape)}) of block {block}"
 
     def abandon(self, reason: str) -> None:
         """Tell the deferred outputs that they get no values."""
         for made in self._outputs:
             if (deferred := made()) is not None:
                 deferred.ended = reason
+
+
+def _constant(leaf: Any) -> Any:
+    """What of an argument that is not a tensor may decide what a block returns."""
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _arguments_of(args: Sequence[Any], kwargs: Mapping[str, Any], num_leaves: int) -> list[str]:
+    """Return for each leaf of the arguments the name or number of its argument."""
+    names = [*map(str, range(len(args))), *kwargs]
+    if num_leaves == len(names):  # nothing is nested
+        return names
+    values = [*args, *kwargs.values()]
+    return [name for name, value in zip(names, values, strict=True) for _ in tree_leaves(value)]
 
 
 def _check_plain(block: str, argument: str, leaf: Any) -> None:

@@ -304,7 +304,12 @@ def unpack_objects(value: Any) -> Any:
 
 def objects_in(value: Any) -> list[Any]:
     """Return the leaves of ``value`` that :func:`pack_objects` may replace."""
-    return [leaf for leaf in tree_leaves(value) if not isinstance(leaf, _KEPT)]
+    return [leaf for leaf in tree_leaves(value) if is_object(leaf)]
+
+
+def is_object(leaf: Any) -> bool:
+    """Return whether a leaf is neither a tensor nor a plain value."""
+    return not isinstance(leaf, _KEPT)
 
 
 def freeze(leaf: Any) -> Any:
