@@ -17,7 +17,7 @@ from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, s
 from strategies.checkpoint.writer import snapshot
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
-from strategies.common.transformers_compat import switch_off_cache
+from strategies.common.transformers_compat import switch_off_cache, switch_off_recomputation
 from strategies.lightning import checks
 from strategies.lightning.compat import (
     CheckpointIO,
@@ -30,6 +30,7 @@ from strategies.lightning.compat import (
     TrainerFn,
     TrainerStatus,
     is_stand_in,
+    rank_zero_info,
     rank_zero_warn,
     unwrapped,
 )
@@ -303,6 +304,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo = [
             *collecting,
             *(switch_off_cache(model) if isinstance(pipeline.module, nn.ModuleList) else ()),
+            *(self._recompute_once(pipeline.module) if trainer.state.fn == TrainerFn.FITTING else ()),
             *show_stages(trainer, pipeline.module, balance),
             *follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
             *([after_backward(self.precision_plugin, self._after_backward)] if self.world_size > 1 else []),
@@ -310,6 +312,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             *self._stage_states.check_before_loading(),
             *average_on_stages(trainer),
         ]
+
+    def _recompute_once(self, module: Pipelined) -> list[Undo]:
+        """Switch off gradient checkpointing of a Hugging Face model's blocks if the stages recompute them."""
+        mode = self._settings.checkpoint
+        undo = switch_off_recomputation(module) if mode != "never" else []
+        if undo:
+            rank_zero_info(
+                f"RPCSequentialStrategy switches off gradient checkpointing of the blocks in {self._module_path!r} "
+                f"during fit: its stages recompute them, because checkpoint={mode!r}. With checkpoint='never' each "
+                "block recomputes itself."
+            )
+        return undo
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()

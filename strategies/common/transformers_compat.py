@@ -1,6 +1,7 @@
 """The only module of Relay that uses private names of ``transformers``. It does not import ``transformers``.
 
-Models of Hugging Face declare their blocks and whether they fill a key-value cache.
+Models of Hugging Face declare their blocks, whether they fill a key-value cache, and which modules recompute their
+activations.
 """
 
 import inspect
@@ -18,6 +19,9 @@ from strategies.common.torch_compat import forward_hooks
 
 _BLOCK_CLASSES = "_no_split_modules"
 """Attribute of a ``PreTrainedModel``: the names of the classes of its blocks."""
+
+_RECOMPUTES = "gradient_checkpointing"
+"""Flag of a module that recomputes its activations, set by ``PreTrainedModel.gradient_checkpointing_enable``."""
 
 
 def lists_of_blocks(model: nn.Module) -> list[str]:
@@ -49,6 +53,20 @@ def switch_off_cache(model: nn.Module) -> list[Callable[[], None]]:
             if getattr(config, "use_cache", None) is True:
                 config.use_cache = False
                 undo.append(partial(setattr, config, "use_cache", True))
+    return undo
+
+
+def switch_off_recomputation(blocks: nn.Module) -> list[Callable[[], None]]:
+    """Undo ``model.gradient_checkpointing_enable()`` for some modules; return functions that restore it.
+
+    Args:
+        blocks: What a stage recomputes. Modules outside recompute themselves as before.
+    """
+    undo: list[Callable[[], None]] = []
+    for module in blocks.modules():
+        if getattr(module, _RECOMPUTES, None) is True:
+            setattr(module, _RECOMPUTES, False)
+            undo.append(partial(setattr, module, _RECOMPUTES, True))
     return undo
 
 

@@ -1,0 +1,75 @@
+"""``model.gradient_checkpointing_enable()``: the numbers of one process, and no block is recomputed twice."""
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+from adapter_parts import Adapted, Counts, loader
+from harness import run
+from parity import compare, fit
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from torch import nn
+
+from strategies import RPCSequentialStrategy
+
+MICROBATCHES, BATCHES = 3, 3
+NUM_RUNS = 2 * (3 + 3 + 2)
+"""Micro-batches of two epochs over batches of 6, 5 and 2 rows."""
+
+NUM_RECOMPUTED = {"never": NUM_RUNS, "except_last": 2 * (2 + 2 + 1), "always": NUM_RUNS}
+"""How often a block runs once more. Under ``never`` the blocks recompute themselves; otherwise the stages do."""
+
+
+class Counted(Adapted):
+    """Each block counts its forward passes."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__(checkpointing={"use_reentrant": use_reentrant})
+        for block in self.blocks:
+            block.mlp.act_fn = nn.Sequential(Counts(), block.mlp.act_fn)
+
+    @property
+    def blocks(self) -> Any:
+        return self.net.base_model.model.model.layers
+
+    @property
+    def runs(self) -> list[int]:
+        return [block.mlp.act_fn[0].runs for block in self.blocks]
+
+
+class Messages(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def trained(cases: list[tuple[str, bool]]) -> None:
+    messages, log = Messages(), logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    log.addHandler(messages)
+    log.setLevel(logging.INFO)
+    single = fit(partial(Counted, True), SingleDeviceStrategy("cpu"), 1, train=loader)
+    assert single.model.runs == [2 * 2 * BATCHES] * 4
+    for mode, use_reentrant in cases:
+        messages.texts.clear()
+        strategy = RPCSequentialStrategy(checkpoint=mode, schedule="1f1b", microbatches=MICROBATCHES, balance=[2, 2])
+        outcome = fit(partial(Counted, use_reentrant), strategy, 2, train=loader)
+        compare(outcome, single)
+        assert outcome.model.runs == [NUM_RUNS + NUM_RECOMPUTED[mode]] * 4, mode
+        assert all(block.gradient_checkpointing for block in outcome.model.blocks)
+        said = [text for text in messages.texts if "gradient checkpointing" in text]
+        assert len(said) == (mode != "never") and all(f"checkpoint={mode!r}" in text for text in said)
+
+
+def test_blocks_that_the_stages_recompute() -> None:
+    run(trained, [("except_last", False)])
+
+
+@pytest.mark.slow
+def test_every_mode() -> None:
+    run(trained, [("never", True), ("never", False), ("always", True)])
