@@ -100,23 +100,26 @@ def pipelined(schedule: str, stages: list[int], make: Any = Model, **options: An
         torch.testing.assert_close(predicted.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def whole_batches() -> None:
-    pipelined("gpipe", [2, 3])
+def both_schedules() -> None:
+    pipelined("gpipe", [3])
+    pipelined("1f1b", [2])
 
 
-def microbatches() -> None:
-    pipelined("1f1b", [2, 3])
+def test_trains_as_one_process() -> None:
+    run(both_schedules, timeout_seconds=300)
 
 
-def frozen_and_recomputed() -> None:
+def more() -> None:
+    pipelined("gpipe", [2])
+    pipelined("1f1b", [3])
     for schedule in ("gpipe", "1f1b"):
         pipelined(schedule, [2], Frozen, checkpoint="always")
         pipelined(schedule, [1])
 
 
-@pytest.mark.parametrize("rows", [whole_batches, microbatches, frozen_and_recomputed])
-def test_trains_as_one_process(rows: Any) -> None:
-    run(rows, timeout_seconds=300)
+@pytest.mark.slow
+def test_other_numbers_of_stages_frozen_parts_and_recomputation() -> None:
+    run(more, timeout_seconds=400)
 
 
 # What is refused
@@ -153,9 +156,17 @@ class FlatModel(Model):
 def undecided() -> None:
     with pytest.raises(RuntimeError, match=r"argument '1' \(shape \[16, 6\]\) of block net.layers.0 .*schedule='1f1b'"):
         fit(FlatModel, RPCSequentialStrategy(balance=[1, 1], microbatches=2), 2, train=data)
+
+
+def not_split() -> None:
     single = fit(FlatModel, "auto", 1, train=data, val=data)
     strategy = RPCSequentialStrategy(balance=[1, 1], microbatches=2, schedule="1f1b")
     compare(fit(FlatModel, strategy, 2, train=data, val=data), single)
+
+
+@pytest.mark.slow
+def test_an_evaluation_that_cannot_be_split() -> None:
+    run(not_split, timeout_seconds=200)
 
 
 def test_an_argument_that_may_have_rows_is_refused_by_name() -> None:
