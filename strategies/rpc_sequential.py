@@ -245,6 +245,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._module_path = find_path(model, self._given_path, len(self.devices))
         module = find_module(model, self._module_path)
         checks.warn_of_time_first(module, self._module_path)
+        if fitting and isinstance(module, nn.ModuleList):
+            checks.check_layer_drop(model, self._module_path)
         self._batch_norms = {
             f"{self._module_path}.{name}": child
             for name, child in module.named_modules()

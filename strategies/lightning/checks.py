@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 from torch import nn
@@ -213,6 +214,30 @@ def check_automatic_optimization(model: LightningModule, schedule: str) -> None:
         raise MisconfigurationException(
             f"schedule={schedule!r} runs training_step once per micro-batch, so manual optimization would step after "
             "each of them. Use schedule='gpipe', or automatic optimization."
+        )
+
+
+def check_layer_drop(model: nn.Module, path: str) -> None:
+    """Refuse a model that skips blocks at random in training (LayerDrop: Fan et al., 2020, arXiv:1909.11556).
+
+    Args:
+        model: The model.
+        path: Path of the blocks. The probability is an attribute of the module around them, or of its configuration.
+
+    Raises:
+        MisconfigurationException: If the probability is not 0.
+    """
+    parent = path.rpartition(".")[0]
+    owner: Any = attrgetter(parent)(model) if parent else model
+    where = "layerdrop" if hasattr(owner, "layerdrop") else "config.layerdrop"
+    try:
+        probability = attrgetter(where)(owner)
+    except AttributeError:
+        return
+    if isinstance(probability, int | float) and probability > 0:
+        raise MisconfigurationException(
+            f"{type(model).__name__}.{parent} skips blocks at random in training ({where} is {probability}), but a "
+            f"pipeline runs every block. Set {parent}.{where} = 0."
         )
 
 

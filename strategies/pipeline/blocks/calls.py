@@ -101,7 +101,7 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
         args, kwargs = unpack_objects(arguments)
         del arguments
         before(place, args)
-        versions = {slot: _version(table[slot]) for slot in call.fixed}
+        versions = {slot: num_changes(table[slot]) for slot in call.fixed}
         objects = {key: freeze(leaf) for key, leaf in _objects(args, kwargs)} if call.has_objects else {}
         assert block is not None
         with capturing(block, call.captures) as captured:
@@ -109,7 +109,7 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
         if call.captured is not None:
             table[call.captured.number] = captured
         for slot, argument in call.fixed.items():
-            if _version(table[slot]) != versions[slot]:
+            if num_changes(table[slot]) != versions[slot]:
                 raise _changed(f"{plan.path}.{name}", argument, "tensor")
         for argument, leaf in _objects(args, kwargs) if objects else ():
             if freeze(leaf) != objects[argument]:
@@ -134,7 +134,8 @@ def _is_slot(node: Any) -> bool:
     return isinstance(node, Slot)
 
 
-def _version(tensor: Tensor) -> int:
+def num_changes(tensor: Tensor) -> int:
+    """Return how often a tensor has been changed in place; 0 for an inference tensor, which does not count."""
     return 0 if tensor.is_inference() else version_of(tensor)
 
 
@@ -153,6 +154,13 @@ def _changed(block: str, argument: str, kind: str) -> RuntimeError:
     )
 
 
+def _is_same(value: Any, expected: Any) -> bool:
+    """Return whether a value that is no tensor is the one that the model was given."""
+    if isinstance(value, bool | int | float | str | type(None)):
+        return type(value) is type(expected) and (value == expected or value != value)
+    return type(value) is type(expected)
+
+
 def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
     """Put the tensors of an output into the table."""
     if call.assumed is not None:
@@ -167,14 +175,19 @@ def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
             )
     leaves, spec = tree_flatten(output)
     expected, expected_spec = tree_flatten(call.output)
-    fits = spec == expected_spec and all(
-        isinstance(leaf, Tensor) if isinstance(slot, Slot) else not isinstance(leaf, Tensor)
-        for leaf, slot in zip(leaves, expected, strict=True)
-    )
-    if not fits:
+    if spec != expected_spec:
         raise RuntimeError(
             f"block {block} returned {spec}, but {expected_spec} in the first call. A pipeline needs outputs of the "
             "same nesting in every call with arguments of the same kinds."
+        )
+    for leaf, slot in zip(leaves, expected, strict=True):
+        if isinstance(leaf, Tensor) if isinstance(slot, Slot) else _is_same(leaf, slot):
+            continue
+        expectation = "a tensor" if isinstance(slot, Slot) else repr(slot)
+        value = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
+        raise RuntimeError(
+            f"block {block} returned {value}, but the model, which ran before the block, was told that it returns "
+            f"{expectation}. Of what a block returns only tensors may depend on values or on earlier calls."
         )
     for leaf, slot in zip(leaves, expected, strict=True):
         if isinstance(slot, Slot):

@@ -8,6 +8,7 @@ What the model does before, between and after the calls runs on the driver, as i
 """
 
 import pickle
+import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from weakref import ref
 
 import cloudpickle
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from strategies.common.patching import replaced
@@ -30,11 +32,11 @@ from strategies.common.torch_compat import (
     tree_unflatten,
 )
 from strategies.common.transformers_compat import active_collector, captures_in, collect, collector_hidden
-from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks
+from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks, num_changes
 from strategies.pipeline.blocks.output import DeferredOutput
 from strategies.pipeline.blocks.rows import Key, are_rows, decide, kinds_of, num_rows, with_rows
 from strategies.pipeline.microbatch.split import is_object, pack_objects
-from strategies.pipeline.stage.layers import Before, is_recomputing, preserved_random_state
+from strategies.pipeline.stage.layers import Before, PassContext, is_recomputing, preserved_random_state
 
 FindRows = Callable[[], list[bool] | None]
 """Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
@@ -238,6 +240,8 @@ class DeferredBlocks:
             found = _on_meta(self._blocks._modules[name], args, kwargs)
             given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
             is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
+            # Of two arguments alike, either may be the one that the output is like.
+            is_like_first &= sum((t.shape, t.dtype) == (first.shape, first.dtype) for t in tensors) == 1
             known = self._outputs[key] = _Known(found, shapes, is_like_first)
         if known.output is None:
             return _like(first), True
@@ -279,6 +283,10 @@ class _Recording:
         """The slot of the first tensor that the first block gets."""
         self._slots: dict[int, int] = {}
         """The slot of each tensor that is given from outside, by identity; the table keeps it alive."""
+        self._num_changes: dict[int, int] = {}
+        """For each such slot, how often the tensor had been changed in place when a block first got it."""
+        self._settings: tuple[bool, PassContext] | None = None
+        """The settings under which the first block was called."""
         self._outputs: list[ref[DeferredOutput]] = []
         self._last_use: dict[int, str] = {}
         self._users: dict[int, tuple[str, str]] = {}
@@ -305,6 +313,7 @@ class _Recording:
         """
         self._check_order(name)
         block = f"{self._path}.{name}"
+        self._check_settings(block)
         leaves, spec = tree_flatten((args, kwargs))
         arguments = _arguments_of(args, kwargs, len(leaves))
         has_objects = False
@@ -391,6 +400,38 @@ class _Recording:
             "such as layerdrop, or name another list of blocks by module=..."
         )
 
+    def _check_settings(self, block: str) -> None:
+        """Check that a block is called under the same settings as the first one, and not by ``checkpoint`` of torch."""
+        settings = torch.is_grad_enabled(), PassContext.capture(self._device_type())
+        self._settings = self._settings or settings
+        if settings != self._settings:
+            what = "grad mode" if settings[0] != self._settings[0] else "autocast, or another setting of torch"
+            raise RuntimeError(
+                f"block {block} is called under another {what} than block {self._path}.{self.names[0]}; all blocks of "
+                "a pass run under the same settings. Freeze blocks by requires_grad_(False) instead of no_grad, and "
+                "enter other settings within the block."
+            )
+        frame: Any = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+                raise RuntimeError(
+                    f"block {block} is called within torch.utils.checkpoint, which would call it a second time in the "
+                    "backward pass. Switch that off in the model, and choose RPCSequentialStrategy(checkpoint=...); or "
+                    "use torch.utils.checkpoint within the block."
+                )
+            frame = frame.f_back
+
+    def _device_type(self) -> str:
+        return next((leaf.device.type for leaf in self.table if isinstance(leaf, Tensor)), "cpu")
+
+    def _check_unchanged(self, slot: int) -> None:
+        """Check that the model has not changed a tensor in place since a block first got it."""
+        if slot in self._num_changes and num_changes(self.table[slot]) != self._num_changes[slot]:
+            raise RuntimeError(
+                f"the model has changed {self.describe(slot)} in place after it called the block; the blocks run later "
+                "and would get the changed value. Give each block a tensor of its own."
+            )
+
     def _slot_of(self, block: str, argument: str, tensor: Tensor) -> tuple[int, bool]:
         """Return the slot of a tensor, and whether the tensor is given from outside."""
         if isinstance(tensor, DeferredOutput):
@@ -400,12 +441,20 @@ class _Recording:
                 raise tensor.refusal(torch.Tensor.to)
             tensor = tensor.value
         if id(tensor) not in self._slots:
-            self._slots[id(tensor)] = len(self.table)
+            slot = self._slots[id(tensor)] = len(self.table)
+            self._num_changes[slot] = num_changes(tensor)
             self.table.append(tensor)
+        self._check_unchanged(self._slots[id(tensor)])
         return self._slots[id(tensor)], True
 
     def value(self) -> Value:
-        """Return what travels through the stages."""
+        """Return what travels through the stages.
+
+        Raises:
+            RuntimeError: If the model has changed an argument of a block in place.
+        """
+        for slot in self._num_changes:
+            self._check_unchanged(slot)
         alive = [made for made in (made() for made in self._outputs) if made is not None]
         returned = self._returned = [*(made.slot for made in alive), *(slot for slot, _ in self._captured)]
         kept = set(returned)

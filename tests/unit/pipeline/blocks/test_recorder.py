@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from strategies.pipeline.blocks.recorder import DeferredBlocks
 from strategies.pipeline.partition.sequential import cut
@@ -162,6 +164,41 @@ def backwards(model: Loop, hidden: Tensor) -> Tensor:
     return hidden
 
 
+def changes_an_argument(model: Loop, hidden: Tensor) -> Tensor:
+    position = torch.zeros(4)
+    for block in model.blocks:
+        position += 1
+        hidden = block(hidden, bias=position)
+    return hidden
+
+
+def changes_the_last_argument(model: Loop, hidden: Tensor) -> Tensor:
+    for block, bias in zip(model.blocks, torch.eye(3, 4), strict=True):
+        hidden = block(hidden, bias=bias)
+        bias.zero_()
+    return hidden
+
+
+def freezes_by_no_grad(model: Loop, hidden: Tensor) -> Tensor:
+    for number, block in enumerate(model.blocks):
+        with torch.set_grad_enabled(number > 0):
+            hidden = block(hidden, bias=model.bias)
+    return hidden
+
+
+def casts_some(model: Loop, hidden: Tensor) -> Tensor:
+    for number, block in enumerate(model.blocks):
+        with torch.autocast("cpu", enabled=number > 0, dtype=torch.bfloat16):
+            hidden = block(hidden, bias=model.bias)
+    return hidden
+
+
+def checkpoints(model: Loop, hidden: Tensor, *, use_reentrant: bool) -> Tensor:
+    for block in model.blocks:
+        hidden = checkpoint(partial(block, bias=model.bias), hidden, use_reentrant=use_reentrant)
+    return hidden
+
+
 def ends_early(model: Loop, hidden: Tensor) -> Tensor:
     return model.blocks[0](hidden, bias=model.bias).tanh()
 
@@ -170,6 +207,12 @@ def ends_early(model: Loop, hidden: Tensor) -> Tensor:
     ("run", "message"),
     [
         (adds_between, "uses the output of block blocks.0 in (__add__|add)"),
+        (changes_an_argument, r"has changed argument 'bias' \(shape \[4\]\) of block blocks.0 in place"),
+        (changes_the_last_argument, r"has changed argument 'bias' \(shape \[4\]\) of block blocks.0 in place"),
+        (freezes_by_no_grad, "blocks.1 is called under another grad mode than block blocks.0"),
+        (casts_some, "blocks.1 is called under another autocast, .* than block blocks.0"),
+        (partial(checkpoints, use_reentrant=False), "blocks.0 is called within torch.utils.checkpoint"),
+        (partial(checkpoints, use_reentrant=True), "blocks.0 is called within torch.utils.checkpoint"),
         (ends_early, "uses the output of block blocks.0 in tanh"),
         (one_twice, "calls block blocks.0 a second time"),
         (one_skipped, "calls block blocks.2 before block 1"),
@@ -223,6 +266,55 @@ def test_arguments_that_a_block_would_change_elsewhere_are_refused(make: Callabl
     model = Loop([ChangingBlock(), ChangingBlock()], run)
     with deferred(model, [1, 1]), pytest.raises(RuntimeError, match=message):
         model(X)
+
+
+class Counter(nn.Module):
+    """Returns how often it has been called."""
+
+    num_calls = 0
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, int]:
+        self.num_calls += 1
+        return hidden + 1, self.num_calls
+
+
+def test_a_number_that_a_block_returns_from_its_state_is_refused() -> None:
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        for block in model.blocks:
+            hidden, number = block(hidden)
+            hidden = hidden if number == 1 else hidden.tanh()
+        return hidden
+
+    model = Loop([Counter(), Counter()], run)
+    with deferred(model, [1, 1]):
+        model(X)
+        with pytest.raises(RuntimeError, match="block blocks.0 returned 2, but the model, .* was told that it returns 1"):
+            model(X)
+
+
+class Attend(nn.Module):
+    """Attends from one tensor to another one; returns a tensor like its second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, context: Tensor, hidden: Tensor) -> Tensor:
+        return hidden + torch.softmax(hidden @ self.linear(context).T, -1) @ context
+
+
+def test_the_shape_of_an_output_is_known_where_two_arguments_were_alike_at_first() -> None:
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        hidden, context = hidden[1:], hidden[:num_rows]
+        for block in model.blocks:
+            hidden = block(context, hidden)
+            assert hidden.shape == (2, 4)
+        return hidden
+
+    model = Loop([Attend(), Attend()], run)
+    with deferred(model, [1, 1]):
+        for num_rows in (2, 3):
+            model(X)
 
 
 class ValueBlock(nn.Module):
