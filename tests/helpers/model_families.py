@@ -1,5 +1,6 @@
 """Small models of many families of ``transformers``, and batches for each: the rows of the table in docs/models.md."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,9 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+
+from strategies.launch.fork_server import OwnForkServer
+from strategies.launch.workers import WORKER_MODULES, environment_of_worker
 
 SIZES = ((5, 9), (4, 7))
 """Rows and length of each batch; the second one is shorter, as under dynamic padding."""
@@ -278,3 +282,12 @@ BOTH_SIDES = [
     ),
 ]
 FAMILIES = [*DECODERS, *EXPERTS, *ENCODERS, *VISION_AND_SOUND, *BOTH_SIDES]
+
+
+def workers_import_transformers() -> None:
+    """Starts a fork server whose workers have imported ``transformers``, for tests with many runs.
+
+    Otherwise each worker imports it, which takes longer than a run. Such a test needs ``harness.OWN_SERVER``.
+    """
+    modules = [*WORKER_MODULES, "transformers.modeling_utils"]
+    OwnForkServer.of_this_process(modules, [], environment_of_worker(sys.path, threads=1), sys.path)
