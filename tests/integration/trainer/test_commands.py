@@ -58,3 +58,17 @@ def test_the_scripts_that_differ_in_one_argument(tmp_path: Path) -> None:
     pipeline, unigram = losses(command(ROOT / "examples/train_pipeline.py", cwd=tmp_path))
     assert pipeline == pytest.approx(single, abs=2e-3)
     assert pipeline[-1] < unigram - 0.5
+
+
+def test_the_hugging_face_model(tmp_path: Path) -> None:
+    into = f"--trainer.logger.init_args.save_dir={tmp_path}"
+    shortened = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=60")
+    output = command("-m", "trainer", "fit", "--config", "configs/hf_pipeline.yaml", *shortened, into)
+    (first, second), unigram = losses(output)
+    assert second < first < unigram
+    balance = re.search(r"balance +\[(\d), (\d)\]", output)
+    assert balance and int(balance[1]) + int(balance[2]) == 4
+    checkpoint = re.search(r"checkpoint +(\S+\.ckpt)", output)
+    assert checkpoint and Path(checkpoint[1]).exists()
+    (script,), unigram = losses(command(ROOT / "examples/hf_finetune.py", cwd=tmp_path))
+    assert script < unigram - 0.5

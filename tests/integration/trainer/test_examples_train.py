@@ -12,6 +12,7 @@ from pytorch_lightning import Trainer, seed_everything
 
 from examples.digits import DigitClassifier, Digits
 from examples.gpt import GPT, generate
+from examples.hf_finetune import CausalModel
 from examples.report import Report
 from examples.text import PythonDocs
 
@@ -105,3 +106,16 @@ def test_digits_are_classified(tmp_path):
     trainer = one_process_trainer(tmp_path, max_epochs=3, enable_checkpointing=False)
     trainer.fit(DigitClassifier(), data)
     assert trainer.callback_metrics["val_accuracy"] > 0.95
+
+
+def test_a_hugging_face_model_learns(tmp_path, capsys):
+    seed_everything(0, verbose=False)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    data, model = PythonDocs(block_size=16, batch_size=64), CausalModel("llama", sizes, 16, learning_rate=1e-2)
+    limits = {"max_epochs": 1, "limit_train_batches": 120, "limit_val_batches": 10}
+    trainer = one_process_trainer(tmp_path, **limits, callbacks=[Report(num_characters=20)])
+    trainer.fit(model, data)
+    assert trainer.callback_metrics["val_loss"] < data.unigram_loss - 0.3
+    assert capsys.readouterr().out.endswith(generate(model, 'The "', 20) + "\n")
+    loaded = CausalModel.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
+    assert generate(loaded, 'The "', 20) == generate(model, 'The "', 20)

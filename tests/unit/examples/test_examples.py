@@ -14,10 +14,12 @@ from pytorch_lightning import Trainer, seed_everything
 from pytorch_lightning.cli import LightningCLI
 
 from examples.gpt import GPT, generate, warmup_cosine
+from examples.hf_finetune import CausalModel
 from examples.report import Report
 from examples.text import PythonDocs, decode, encode, python_documentation, unigram_loss
 
 CONFIGS = sorted(ROOT.glob("configs/*.yaml"))
+OF_THE_GPT = [path for path in CONFIGS if path.stem != "hf_pipeline"]
 TINY = {"block_size": 16, "width": 16, "num_blocks": 1, "num_heads": 2}
 
 
@@ -120,17 +122,24 @@ def test_config_builds_the_experiment(path, monkeypatch):
         parser_kwargs={"parser_mode": "omegaconf"},
         save_config_callback=None,
     )
-    assert isinstance(cli.model, GPT)
+    assert isinstance(cli.model, CausalModel if path.stem == "hf_pipeline" else GPT)
     assert cli.datamodule.hparams.block_size == cli.model.hparams.block_size
     assert any(isinstance(callback, Report) for callback in cli.trainer.callbacks)
 
 
 def test_configs_differ_in_the_strategy_only():
-    assert {path.stem for path in CONFIGS} == {"single", "ddp", "zero", "pipeline"}
-    experiments = [yaml.safe_load(path.read_text()) for path in CONFIGS]
+    assert {path.stem for path in OF_THE_GPT} == {"single", "ddp", "zero", "pipeline"}
+    experiments = [yaml.safe_load(path.read_text()) for path in OF_THE_GPT]
     strategies = [experiment["trainer"].pop("strategy") for experiment in experiments]
     assert all(experiment == experiments[0] for experiment in experiments)
-    assert len({str(strategy) for strategy in strategies}) == len(CONFIGS)
+    assert len({str(strategy) for strategy in strategies}) == len(OF_THE_GPT)
+
+
+def test_the_hugging_face_config_has_the_text_of_the_others() -> None:
+    ours, theirs = (
+        yaml.safe_load((ROOT / "configs" / f"{name}.yaml").read_text()) for name in ("hf_pipeline", "pipeline")
+    )
+    assert ours["data"] == theirs["data"]
 
 
 def test_scripts_differ_in_one_argument():
