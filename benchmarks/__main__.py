@@ -23,19 +23,26 @@ SECTIONS = (
     "zero",
     "checkpoint",
 )
+ON_REQUEST = ("driver_part",)
+"""Sections that run only if they are named, because they take many minutes."""
+
+KNOWN = (*SECTIONS, *ON_REQUEST)
+
 LIMIT_SECONDS = 1200.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    parser.add_argument("names", nargs="*", help=f"some of {', '.join(SECTIONS)}; all by default")
+    parser.add_argument(
+        "names", nargs="*", help=f"some of {', '.join(KNOWN)}; by default all but {', '.join(ON_REQUEST)}"
+    )
     parser.add_argument("--rounds", type=int, help="rounds of each contestant; by default as many as the section needs")
     parser.add_argument("--tiny", action="store_true", help="only show that everything runs; figures have no meaning")
     parser.add_argument("--into", type=Path, default=Path(__file__).parent, help="folder for results.md and plots")
     parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="time limit of a section, in seconds")
     arguments = parser.parse_args()
-    if unknown := set(arguments.names) - set(SECTIONS):
-        parser.error(f"no benchmark {sorted(unknown)}; there are {', '.join(SECTIONS)}")
+    if unknown := set(arguments.names) - set(KNOWN):
+        parser.error(f"no benchmark {sorted(unknown)}; there are {', '.join(KNOWN)}")
     if arguments.rounds is not None and arguments.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {arguments.rounds}")
     into = arguments.into.resolve()
@@ -52,7 +59,7 @@ def main() -> None:
         took = f"took {perf_counter() - began:.0f} s"
         failed += [name] if name in section.absent else []
         outcomes[name] = {"section": plain(section), "stamp": mark, "took": took}
-        write(into, {key: outcomes[key] for key in SECTIONS if key in outcomes})
+        write(into, {key: outcomes[key] for key in KNOWN if key in outcomes})
         print(section.markdown(), f"{took}\n", sep="\n\n", flush=True)
     print(f"written to {into / 'results.md'}")
     if failed:

@@ -90,8 +90,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
             ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"``.
         balance_mode: ``"balance_by_size"`` (default; bytes of parameters and activations) or ``"balance_by_time"``
-            (measured time of each layer). Both need ``example_input_array`` on the model; without it, layers that all
-            have the same class and shapes are divided evenly.
+            (measured time of forward and backward passes). Both measure each layer and, as a cost of the last stage,
+            what the driver runs outside the layers (embedding, norm, head, logits; the loss if ``forward`` returns it).
+            Under ``schedule="gpipe"`` its time does not count, because the stages wait meanwhile. Both need
+            ``example_input_array`` on the model. Without it, a model of Hugging Face is measured on an input made from
+            its configuration, and of other models only the parameters count, if all layers have the same class and
+            shapes.
         pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
             another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
             stage has finished all of its own.

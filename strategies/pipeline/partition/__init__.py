@@ -1,6 +1,6 @@
-"""Splitting an ``nn.Sequential`` into stages: what each layer costs, and how many layers each stage gets.
+"""Splitting layers or blocks into stages: what each of them costs, and how many of them each stage gets.
 
-In: an ``nn.Sequential`` and a sample. Out: seconds or bytes per layer (``profiling``), a balance (``balance``), and the
-stages (``sequential``); ``probe`` finds the input of a module inside a model. May import ``stage``, ``microbatch`` and
-what is below them.
+In: layers or blocks, and a sample. Out: seconds or bytes per layer (``profiling``), also of the rest of the model around
+them (``model_costs``), a balance (``balance``), and the stages (``sequential``); ``probe`` finds the input of a module
+inside a model. May import ``stage``, ``microbatch`` and what is below them.
 """
