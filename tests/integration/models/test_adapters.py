@@ -1,16 +1,21 @@
 """Adapters of ``peft`` on a frozen model of Hugging Face train as in one process; checkpoints may hold them alone."""
 
+import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import adapters_job
 import pytest
 import torch
 from adapter_parts import Adapted, base_model, loader
 from harness import run
 from parity import Outcome, compare, fit
+from paths import PYTHONPATH
 from peft import PeftModel
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import SingleDeviceStrategy
@@ -154,3 +159,18 @@ def test_what_is_trained() -> None:
         "the head too": [[8], [8, 4]],
         "the embedding too": [[8], [8, 4]],
     }
+
+
+# ZeRO
+
+
+def launched() -> None:
+    """Lightning's launcher starts the running script once more for each rank, so they run one of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", adapters_job.__file__, folder]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=True, timeout=200)
+
+
+@pytest.mark.slow
+def test_zero() -> None:
+    run(launched, timeout_seconds=240)
