@@ -87,6 +87,7 @@ class Family:
         batch: Makes a batch from a number of rows and a length.
         is_found: Whether the path is found, so that it need not be given.
         microbatches: Number of micro-batches.
+        splits: Whether ``schedule="gpipe"`` can split its batches; otherwise a message says to use 1F1B.
         tolerance: Relative and absolute, for every parameter; larger where the model computes a part in float32.
     """
 
@@ -97,6 +98,7 @@ class Family:
     batch: Callable[[int, int], Batch] = text
     is_found: bool = True
     microbatches: int = 3
+    splits: bool = True
     tolerance: float = 1e-9
 
     def make(self) -> Any:
@@ -145,7 +147,7 @@ DECODERS = [
     Family("GPT-NeoX", "GPTNeoXForCausalLM", "gpt_neox.layers"),
     Family("GPT-J", "GPTJForCausalLM", "transformer.h", {"rotary_dim": 4}, tolerance=1e-6),
     Family("OPT", "OPTForCausalLM", "model.decoder.layers", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    Family("BLOOM", "BloomForCausalLM", "transformer.h"),
+    Family("BLOOM", "BloomForCausalLM", "transformer.h", splits=False),
     Family("Falcon", "FalconForCausalLM", "transformer.h"),
     Family("MPT", "MptForCausalLM", "transformer.blocks", {"max_seq_len": 32}),
     Family("StableLM", "StableLmForCausalLM", "model.layers", _GROUPED),
@@ -206,6 +208,7 @@ ENCODERS = [
         "XLNetLMHeadModel",
         "transformer.layer",
         {"d_head": 8, "d_inner": 48, "use_mems_eval": False, "use_mems_train": False},
+        splits=False,
     ),
 ]
 VISION_AND_SOUND = [
