@@ -121,6 +121,29 @@ def test_adapters_train_and_are_saved() -> None:
     run(adapters_in_files)
 
 
+def adapters_in_shards() -> None:
+    options = {"state_dict_type": "sharded", "async_save": True}
+    with tempfile.TemporaryDirectory() as folder:
+        whole, saves = trained(pipeline(**options), 2, Path(folder) / "whole")
+        resumed, _ = trained(pipeline(**options), 2, Path(folder) / "resumed", saves.checkpoint)
+        assert saves.checkpoint.is_dir() and resumed.model.loaded == [*whole.model.trained]
+        assert resumed.losses == whole.losses[3:]
+        resumed.losses = whole.losses
+        equal(resumed, whole)
+
+
+def dropout_masks() -> None:
+    make = partial(Adapted, lora_dropout=0.5)
+    two = fit(make, pipeline(checkpoint="never"), 2, train=loader)
+    equal(fit(make, pipeline(checkpoint="always"), 3, train=loader), two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", [adapters_in_shards, dropout_masks])
+def test_shards_and_dropout(function: Callable[[], None]) -> None:
+    run(function)
+
+
 # A sweep
 
 
