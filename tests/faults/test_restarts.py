@@ -76,6 +76,20 @@ class Net(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class LoopNet(Net):
+    """Loops over its layers itself; they are in an ``nn.ModuleList``."""
+
+    def __init__(self, moments: tuple[int, ...]) -> None:
+        super().__init__(moments)
+        self.blocks = nn.ModuleList(self.sequential_module)
+        del self.sequential_module
+
+    def sequential_module(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
 class Data(pl.LightningDataModule):
     """Divides its rows at random each time that it is set up."""
 
@@ -165,6 +179,7 @@ def test_a_run_that_loses_two_workers() -> None:
 
 def in_other_ways() -> list[Any]:
     return [
+        undisturbed_and_disturbed((17,), 1, net=LoopNet, module="blocks", schedule="1f1b"),
         undisturbed_and_disturbed((17,), 1, schedule="1f1b", state_dict_type="sharded", async_save=True),
         undisturbed_and_disturbed((5,), 1, trainer_class=pl.Trainer, shuffle=False),  # where it does not draw batches
     ]

@@ -90,6 +90,24 @@ class ManualNet(Net):
             optimizer.zero_grad()
 
 
+class LoopNet(Net):
+    """Loops over its layers in its own ``forward``; they are in an ``nn.ModuleList``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.sequential_module)
+        del self.sequential_module
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.behind(x)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return mse_loss(self(batch[0]), batch[1])
+
+
 class TokenNet(Net):
     """A mean over tokens, of which the replicas have different numbers, and the second one has none in one batch.
 
@@ -161,6 +179,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     ),
     "tied": (partial(Net, tied=True), {"checkpoint": "always"}, {}),
     "manual": (ManualNet, {}, {}),
+    "blocks": (LoopNet, {"checkpoint": "always"}, {}),
+    "divided, blocks, 1f1b": (LoopNet, {**DIVIDED, "schedule": "1f1b"}, {}),
     "divided": (Net, DIVIDED, {}),
     "divided, accumulated and clipped, 1f1b": (
         Net,

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import block_loops
+import pytest
 import torch
 from harness import run
 from parity import compare, fit
@@ -68,5 +69,6 @@ def equal_one_process() -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_training_is_that_of_one_process() -> None:
     assert run(equal_one_process) == []

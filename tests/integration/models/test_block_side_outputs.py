@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import WIDTH, Small, check, fit
@@ -76,6 +77,7 @@ def everything() -> dict[str, tuple[list[str], list[Any]]]:
     }
 
 
+@pytest.mark.slow
 def test_side_outputs_of_blocks() -> None:
     found = run(everything)
     for schedule, (seen, after) in found.items():

@@ -169,5 +169,6 @@ def test_an_evaluation_that_cannot_be_split() -> None:
     run(not_split, timeout_seconds=200)
 
 
+@pytest.mark.slow
 def test_an_argument_that_may_have_rows_is_refused_by_name() -> None:
     run(undecided, timeout_seconds=200)

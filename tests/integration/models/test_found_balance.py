@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import Small, check
@@ -49,5 +50,6 @@ def a_measured_balance() -> None:
     assert outcome.trainer.strategy.balance == [4, 2]
 
 
+@pytest.mark.slow
 def test_a_measured_balance() -> None:
     run(a_measured_balance, timeout_seconds=120)

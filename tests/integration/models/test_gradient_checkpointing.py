@@ -66,6 +66,7 @@ def trained(cases: list[tuple[str, bool]]) -> None:
         assert len(said) == (mode != "never") and all(f"checkpoint={mode!r}" in text for text in said)
 
 
+@pytest.mark.slow
 def test_blocks_that_the_stages_recompute() -> None:
     run(trained, [("except_last", False)])
 

@@ -377,3 +377,55 @@ def test_finding_an_output_in_advance_leaves_the_block_as_it_was() -> None:
         assert torch.equal(one.last, other.last)
         assert other.all == other.nested["x"] == [*other.seen] == [other.last]
         assert all(torch.equal(a, b) for a, b in zip(one.buffers(), other.buffers(), strict=True))
+
+
+class Heads(nn.Module):
+    """Takes a tensor whose first dimension is the rows, twice the rows, or something else."""
+
+    def forward(self, hidden: Tensor, other: Tensor) -> Tensor:
+        return hidden + other.mean()
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (lambda hidden: hidden, [True, None]),
+        (lambda hidden: hidden + 1, [True, True, None]),
+        (lambda hidden: torch.zeros(3, 4), [True, False, None]),  # as many as rows, but it stays
+        (lambda hidden: torch.zeros(1, 4), [True, False, None]),
+        (
+            lambda hidden: hidden.repeat(2, 1),
+            r"argument '1' \(shape \[6, 4\]\) of block blocks.0 has one row",
+        ),
+    ],
+)
+def test_which_arguments_have_rows(other: Callable[[Tensor], Tensor], expected: Any) -> None:
+    found: list[Any] = []
+
+    def run(value: Any, find_rows: Any) -> Any:
+        found.append(find_rows())
+        return blocks.call(cut(model.blocks, [2])[0], value, lambda place, given: None)
+
+    def loop(model: Loop, hidden: Tensor) -> Tensor:
+        given = other(hidden)
+        for block in model.blocks:
+            hidden = block(hidden, given)
+        return hidden
+
+    model = Loop([Heads(), Heads()], loop)
+    blocks = DeferredBlocks(model.blocks, run, "blocks", model)
+    blocks.start()
+    try:
+        if isinstance(expected, str):
+            with pytest.raises(RuntimeError, match=expected):
+                model(X)
+            with torch.no_grad():
+                model(X)
+            assert found == [None]  # an evaluation is not split
+            return
+        assert model(X).shape == (3, 4)
+        model(torch.cat([X, X]))
+        assert [len(one) for one in found] == [len(expected)] * 2
+        assert [one[: len(expected) - 1] for one in found] == [expected[:-1]] * 2
+    finally:
+        blocks.end()
