@@ -401,9 +401,11 @@ class _Recording:
         )
 
     def _check_settings(self, block: str) -> None:
-        """Check that a block is called under the same settings as the first one, and not by ``checkpoint`` of torch."""
+        """Check that a block is called under the settings of the first one, which no ``checkpoint`` of torch calls."""
         settings = torch.is_grad_enabled(), PassContext.capture(self._device_type())
-        self._settings = self._settings or settings
+        if self._settings is None:
+            self._settings = settings
+            _refuse_checkpoint_around(block)
         if settings != self._settings:
             what = "grad mode" if settings[0] != self._settings[0] else "autocast, or another setting of torch"
             raise RuntimeError(
@@ -411,15 +413,6 @@ class _Recording:
                 "a pass run under the same settings. Freeze blocks by requires_grad_(False) instead of no_grad, and "
                 "enter other settings within the block."
             )
-        frame: Any = sys._getframe()
-        while frame is not None:
-            if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-                raise RuntimeError(
-                    f"block {block} is called within torch.utils.checkpoint, which would call it a second time in the "
-                    "backward pass. Switch that off in the model, and choose RPCSequentialStrategy(checkpoint=...); or "
-                    "use torch.utils.checkpoint within the block."
-                )
-            frame = frame.f_back
 
     def _device_type(self) -> str:
         return next((leaf.device.type for leaf in self.table if isinstance(leaf, Tensor)), "cpu")
@@ -509,6 +502,19 @@ class _Recording:
         for made in self._outputs:
             if (deferred := made()) is not None:
                 deferred.ended = reason
+
+
+def _refuse_checkpoint_around(block: str) -> None:
+    """Refuse a call by ``torch.utils.checkpoint``, which leaves no trace but its frame on the stack."""
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            raise RuntimeError(
+                f"block {block} is called within torch.utils.checkpoint, which would call it a second time in the "
+                "backward pass. Switch that off in the model, and choose RPCSequentialStrategy(checkpoint=...); or "
+                "use torch.utils.checkpoint within the block."
+            )
+        frame = frame.f_back
 
 
 def _constant(leaf: Any) -> Any:
