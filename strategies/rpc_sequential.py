@@ -46,7 +46,7 @@ from strategies.lightning.hooks import (
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
-from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path
+from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.summary import show_stages
@@ -185,6 +185,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._timeout = timedelta(seconds=self._settings.patience_seconds)
         self._given_balance, self._balance_mode, self._given_path = balance, balance_mode, module
         self._module_path = module or "sequential_module"
+        self._is_reversed = False
         self._loss_weight = loss_weight
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
@@ -236,6 +237,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 copies=find_copies(trainer, module, self._module_path),
                 skips_infinite_steps=scaler_of(self.precision_plugin) is not None,
                 path=self._module_path,
+                is_reversed=self._is_reversed,
             )
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
@@ -262,8 +264,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _prepare_model(self, model: LightningModule, module: Pipelined) -> list[int]:
         """Convert the model to its precision, find the balance, and move the driver's part to its device."""
         self.model = self.precision_plugin.convert_module(model)
-        with without_layers(module, len(module)):
+        with without_layers(module, list(module._modules)):
             self.model_to_device()
+        convert = self.precision_plugin.convert_input
+        self._is_reversed = is_reversed(model, module, self.root_device, convert)
         balance = self.balance = find_balance(
             model,
             module,
@@ -273,9 +277,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             mode=self._balance_mode,
             settings=self._settings,
             device=self.root_device,
-            convert=self.precision_plugin.convert_input,
+            convert=convert,
+            in_reverse=self._is_reversed,
         )
-        with without_layers(module, sum(balance[:-1])):
+        elsewhere = cut(module, balance, is_reversed=self._is_reversed)[:-1]
+        with without_layers(module, [name for stage in elsewhere for name in stage._modules]):
             self.model_to_device()
         return balance
 
@@ -311,7 +317,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             *collecting,
             *(switch_off_cache(model) if isinstance(pipeline.module, nn.ModuleList) else ()),
             *(self._recompute_once(pipeline.module) if trainer.state.fn == TrainerFn.FITTING else ()),
-            *show_stages(trainer, pipeline.module, balance),
+            *show_stages(trainer, pipeline.module, pipeline.stages),
             *follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
             *([after_backward(self.precision_plugin, self._after_backward)] if self.world_size > 1 else []),
             *follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers)),

@@ -31,6 +31,7 @@ from strategies.pipeline.partition.model_costs import (
     costs_of,
     costs_of_parameters,
 )
+from strategies.pipeline.partition.probe import is_called_first
 from strategies.pipeline.partition.sequential import Pipelined, check_balance
 from strategies.pipeline.stage.layers import num_recomputed
 from strategies.pipeline.stage.skip import verify_skippables
@@ -153,6 +154,17 @@ def _other_modules(model: nn.Module, path: str) -> str:
     return "; it has neither anywhere: put its layers into one, such as `self.sequential_module = nn.Sequential(...)`"
 
 
+def is_reversed(model: LightningModule, module: Pipelined, device: torch.device, convert: Callable[[Any], Any]) -> bool:
+    """Return whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
+
+    This is known only for a model with an ``example_input_array``; blocks of others are taken to be called in order.
+    """
+    if not isinstance(module, nn.ModuleList) or len(module) < 2 or model.example_input_array is None:
+        return False
+    with _without_cache(model):
+        return is_called_first(module[-1], module[0], model, _moved(convert(model.example_input_array), device))
+
+
 def find_balance(
     model: LightningModule,
     module: Pipelined,
@@ -164,6 +176,7 @@ def find_balance(
     settings: Settings,
     device: torch.device,
     convert: Callable[[Any], Any] = lambda example: example,
+    in_reverse: bool = False,
 ) -> list[int]:
     """Return the number of layers of each stage, as given or measured.
 
@@ -180,6 +193,7 @@ def find_balance(
         settings: Micro-batches, schedule and recomputation.
         device: Where a copy of one layer at a time is measured.
         convert: Gives the example input the precision of the model.
+        in_reverse: Whether the first stage has the last layers.
 
     Raises:
         MisconfigurationException: If the given numbers do not fit the layers, or if there are too few layers or no
@@ -207,7 +221,8 @@ def find_balance(
     with _threads(share_of_threads(num_stages)), _without_cache(model):
         costs = _costs(model, module, by_time=by_time, settings=settings, device=device, convert=convert)
     is_counted = settings.interleaves or not by_time
-    balance = partition_costs(costs.layers, num_stages, last=costs.driver if is_counted else 0.0)
+    layers = costs.layers[::-1] if in_reverse else costs.layers
+    balance = partition_costs(layers, num_stages, last=costs.driver if is_counted else 0.0)
     rank_zero_info(f"RPCSequentialStrategy: {_explained(balance, costs, module, path, is_counted=is_counted)}")
     return balance
 

@@ -29,24 +29,23 @@ from strategies.lightning.compat import (
     summary_depth,
 )
 from strategies.lightning.hooks import Undo, show_summary
-from strategies.pipeline.partition.sequential import cut
 
 
-def show_stages(trainer: Any, module: nn.Module, balance: Sequence[int]) -> list[Undo]:
+def show_stages(trainer: Any, module: nn.Module, stages: Sequence[nn.Sequential]) -> list[Undo]:
     """Make the summary callbacks of a Trainer show the stage of each layer.
 
     Args:
         trainer: The Trainer. Its ``ModelSummary`` callbacks change, including ``RichModelSummary``, except those whose
             class makes the summary in a way of its own.
         module: The pipelined part of the model.
-        balance: Number of layers of each stage.
+        stages: The parts of ``module``.
 
     Returns:
         Functions that make the callbacks show Lightning's summary again.
     """
 
     def stage_summary(depth: int, trainer: Trainer, model: LightningModule) -> StageSummary:
-        return StageSummary(model, depth, module, balance)
+        return StageSummary(model, depth, module, stages)
 
     return [
         show_summary(callback, partial(stage_summary, summary_depth(callback)))
@@ -66,13 +65,15 @@ class StageSummary(Summary):
         model: The whole model.
         max_depth: Down to which depth modules are listed; -1 lists all of them.
         module: The pipelined part of ``model``.
-        balance: Number of layers of each stage.
+        stages: The parts of ``module``.
     """
 
-    def __init__(self, model: LightningModule, max_depth: int, module: nn.Module, balance: Sequence[int]) -> None:
-        self._module, self._last = module, len(balance) - 1
+    def __init__(
+        self, model: LightningModule, max_depth: int, module: nn.Module, stages: Sequence[nn.Sequential]
+    ) -> None:
+        self._module, self._last = module, len(stages) - 1
         self._stages: dict[nn.Module, set[int]] = {}
-        for i, stage in enumerate(cut(module, balance)):
+        for i, stage in enumerate(stages):
             for layer in list(stage.modules())[1:]:
                 self._stages.setdefault(layer, set()).add(i)
         super().__init__(model, max_depth)

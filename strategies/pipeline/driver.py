@@ -108,6 +108,7 @@ class Pipeline(NotCopyable):
             runs.
         skips_infinite_steps: Whether a gradient scaler looks for infinite gradients; see
             :class:`~strategies.pipeline.optim.optimizers.PipelineOptimizers`.
+        is_reversed: Whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
         path: Dotted path of ``module`` in ``model``, for messages.
     """
 
@@ -126,9 +127,10 @@ class Pipeline(NotCopyable):
         copies: Sequence[ModelCopy] = (),
         skips_infinite_steps: bool = False,
         path: str = "",
+        is_reversed: bool = False,
     ) -> None:
         self.module, self.balance = module, list(balance)
-        self.stages = cut(module, balance)
+        self.stages = cut(module, balance, is_reversed=is_reversed)
         self.optimizers = PipelineOptimizers(
             optimizers,
             partial(locate, self.stages, model),
@@ -142,10 +144,11 @@ class Pipeline(NotCopyable):
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
-        self._copies = [(copy, cut(copy.module, balance)) for copy in copies]
+        self._copies = [(copy, cut(copy.module, balance, is_reversed=is_reversed)) for copy in copies]
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
-            self._blocks = DeferredBlocks(module, self._run_blocks, path, model)
+            order = [name for stage in self.stages for name in stage._modules]
+            self._blocks = DeferredBlocks(module, self._run_blocks, path, model, order)
         self._running: _Running | None = None
 
     # The pipeline while it runs
@@ -325,7 +328,7 @@ class Pipeline(NotCopyable):
         state = StateOfStages(self.module, self.stages, workers.remotes)
         ending.callback(state.end)
         for number, (copy, stages) in enumerate(self._copies, start=1):
-            ending.enter_context(_copy_on_stages(copy.module, first_layer))
+            ending.enter_context(_copy_on_stages(copy.module, stages[:-1]))
             ending.callback(StateOfStages(copy.module, stages, workers.remotes, number).end)
         return _Running(executor, whole_batch, per_microbatch, state, workers.processes, ending.pop_all())
 
@@ -467,8 +470,8 @@ def _close(remotes: Sequence[RemoteStage]) -> None:
 
 
 @contextmanager
-def _copy_on_stages(module: nn.Module, number: int) -> Iterator[None]:
-    """Within this, a copy of the model whose first layers live on workers can be moved, but not called."""
+def _copy_on_stages(module: nn.Module, elsewhere: Sequence[nn.Sequential]) -> Iterator[None]:
+    """Within this, a copy of the model of which some stages live on workers can be moved, but not called."""
 
     def forward(*args: Any) -> NoReturn:
         raise RuntimeError(
@@ -477,8 +480,10 @@ def _copy_on_stages(module: nn.Module, number: int) -> Iterator[None]:
             "its values into the model (parameter.data.copy_) and call the model."
         )
 
+    names = [name for stage in elsewhere for name in stage._modules]
+
     def apply(function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        with without_layers(module, number):  # each stage has put its part onto its device
+        with without_layers(module, names):  # each stage has put its part onto its device
             return convert_tensors(module, function, recurse)
 
     own = {"forward": forward, **replacing_conversion(apply)}

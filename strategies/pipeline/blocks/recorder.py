@@ -64,11 +64,19 @@ class DeferredBlocks:
         run: Runs the recorded calls.
         path: The dotted path of the list in ``model``.
         model: The whole model. The calls of the modules that contain the list tell how many rows a batch has.
+        order: The names of the blocks in the order in which the model calls them; by default that of the list.
     """
 
-    def __init__(self, blocks: nn.ModuleList, run: Run, path: str = "blocks", model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        blocks: nn.ModuleList,
+        run: Run,
+        path: str = "blocks",
+        model: nn.Module | None = None,
+        order: Sequence[str] | None = None,
+    ) -> None:
         self._blocks, self._run, self.path, self._model = blocks, run, path, model
-        self._names = list(blocks._modules)
+        self._names = list(order or blocks._modules)
         self._outputs: dict[Any, _Known] = {}
         """What blocks return, by block and the kinds of its arguments; see :meth:`_output`."""
         self._recording: _Recording | None = None
@@ -392,6 +400,12 @@ class _Recording:
         expected = self.names[len(self._calls)]
         if name == expected:
             return
+        if not self._calls and name == self.names[-1]:
+            raise RuntimeError(
+                f"the model calls block {self._path}.{name} first and so runs its blocks in the order opposite to that "
+                "of the stages. Set `self.example_input_array` on the LightningModule, so that the order is known "
+                "before the blocks are sent to their processes."
+            )
         called = ", ".join(self._calls) or "none"
         what = "a second time" if name in self._calls else f"before block {expected}"
         raise RuntimeError(

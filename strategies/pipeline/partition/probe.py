@@ -1,10 +1,12 @@
 """Finds the input that a module inside a model gets, without running the module."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from strategies.common.patching import replaced
 from strategies.common.torch_compat import tree_map
 
 
@@ -19,6 +21,38 @@ class _Reached(Exception):
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
+
+
+def is_called_first(module: nn.Module, before: nn.Module, model: nn.Module, example: Any) -> bool:
+    """Return whether ``model`` calls ``module`` ahead of ``before``; see :func:`input_of` for what runs.
+
+    Args:
+        module: A module inside ``model``.
+        before: Another one.
+        model: The whole model.
+        example: Input of the model; a tuple is passed as positional arguments, a dict as keyword arguments.
+    """
+    reached: list[nn.Module] = []
+
+    def stop(called: nn.Module, *args: Any, **kwargs: Any) -> None:
+        reached.append(called)
+        raise _Reached(None)
+
+    undo = [replaced(one, "forward", partial(stop, one)) for one in (module, before)]
+    modes = {m: m.training for m in model.modules()}
+    args, kwargs = positional_and_named(example)
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng():
+            model(*args, **kwargs)
+    except (_Reached, NotImplementedError):
+        pass
+    finally:
+        for restore in undo:
+            restore()
+        for m, mode in modes.items():
+            m.training = mode
+    return reached[:1] == [module]
 
 
 def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:

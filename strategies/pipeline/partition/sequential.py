@@ -36,9 +36,17 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> l
     return sizes
 
 
-def cut(module: nn.Module, balance: Sequence[int]) -> list[nn.Sequential]:
-    """Split ``module`` into stages of consecutive layers, which share its layers and keep their names."""
+def cut(module: nn.Module, balance: Sequence[int], *, is_reversed: bool = False) -> list[nn.Sequential]:
+    """Split ``module`` into stages of consecutive layers, which share its layers and keep their names.
+
+    Args:
+        module: The layers.
+        balance: Number of layers of each stage.
+        is_reversed: Whether the first stage gets the last layers, because the model calls its blocks in that order.
+    """
     children = list(module._modules.items())  # named_children() leaves out a layer that is there twice
+    if is_reversed:
+        children.reverse()
     ends = list(accumulate(balance))
     stages = []
     for start, stop in zip([0, *ends], ends, strict=False):

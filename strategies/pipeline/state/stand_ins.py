@@ -4,7 +4,7 @@ The driver keeps the module objects, so names, shapes, counts and ``requires_gra
 are stand-ins on the ``meta`` device. Parameters keep their identity, because optimizers and users refer to them.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,10 +17,10 @@ from strategies.pipeline.state.remote_tensor import Source, remote_buffer, remot
 
 
 @contextmanager
-def without_layers(module: nn.Module, number: int) -> Iterator[None]:
-    """Remove the first ``number`` layers from ``module`` while the context is active."""
+def without_layers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Remove the layers with these names from ``module`` while the context is active."""
     children = dict(module._modules)
-    for name in list(children)[:number]:
+    for name in names:
         del module._modules[name]
     try:
         yield

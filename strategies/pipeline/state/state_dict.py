@@ -36,6 +36,7 @@ class StateOfStages:
     ) -> None:
         self._module, self._stages, self._number = module, stages, number
         self._remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
+        self._is_reversed = list(stages[0]._modules)[:1] != list(module._modules)[:1]
         self._has_values, self._scatters = True, True
         self._handles: list[Any] = [
             module.register_state_dict_post_hook(partial(self._gather)),  # torch sets an attribute on it
@@ -111,6 +112,11 @@ class StateOfStages:
                 state.update({name: own[name] for name in owned_here if name in own})
             else:
                 state.update(own)
+        if self._is_reversed:
+            places = {name: place for place, name in enumerate(module._modules)}
+            own_keys = [name for name in state if name.startswith(prefix)]
+            own_keys.sort(key=lambda name: places[name[len(prefix) :].partition(".")[0]])
+            state.update({name: state.pop(name) for name in own_keys})
         first: dict[nn.Parameter, str] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:

@@ -86,6 +86,29 @@ class Frozen(Model):
         return net
 
 
+class Reversed(Model):
+    """Calls its blocks from the last to the first, which the example shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.randn(4, WIDTH)
+
+    def make(self) -> nn.Module:
+        return Backwards()
+
+
+class Backwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
 def data() -> Any:
     return batches(UNEVEN)
 
@@ -113,6 +136,7 @@ def more() -> None:
     pipelined("gpipe", [2])
     pipelined("1f1b", [3])
     for schedule in ("gpipe", "1f1b"):
+        check(Reversed, train=data, val=data, strategy={"schedule": schedule, "balance": None}, stages=[3])
         pipelined(schedule, [2], Frozen, checkpoint="always")
         pipelined(schedule, [1])
 

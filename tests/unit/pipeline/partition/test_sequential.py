@@ -35,6 +35,12 @@ def test_a_balance_that_does_not_fit(balance: Any, num_layers: int, num_stages: 
         check_balance(balance, num_layers, num_stages)
 
 
+def test_blocks_that_a_model_calls_from_the_last_to_the_first() -> None:
+    blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+    assert [list(stage._modules) for stage in cut(blocks, [1, 2], is_reversed=True)] == [["2"], ["1", "0"]]
+    assert list(blocks._modules) == ["0", "1", "2"]
+
+
 def test_stages_share_layers_and_keep_their_names() -> None:
     module = nn.Sequential()
     for name in ("embed", "block", "head"):
