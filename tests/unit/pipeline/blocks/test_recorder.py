@@ -216,7 +216,7 @@ def ends_early(model: Loop, hidden: Tensor) -> Tensor:
         (ends_early, "uses the output of block blocks.0 in tanh"),
         (one_twice, "calls block blocks.0 a second time"),
         (one_skipped, "calls block blocks.2 before block 1"),
-        (backwards, "calls block blocks.2 before block 0"),
+        (backwards, "calls block blocks.2 first and so runs its blocks in the order opposite"),
     ],
 )
 def test_what_cannot_be_deferred_is_refused(run: Callable[..., Any], message: str) -> None:
