@@ -12,9 +12,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
 	@echo "make unit     run the tests that start no process (under a minute)"
-	@echo "make test     run the tests, but for the slow and the nightly ones (within five minutes)"
-	@echo "make slow     run the slow tests (about twenty minutes); .ci/run runs both"
-	@echo "make nightly  run the tests that neither make test nor .ci/run has time for"
+	@echo "make test     run all tests except those marked slow or nightly (within five minutes)"
+	@echo "make slow     run the tests marked slow (about twenty minutes); .ci/run runs these too"
+	@echo "make nightly  run the tests marked nightly, for which .ci/run has no time (there are none now)"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"

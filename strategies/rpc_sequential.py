@@ -92,10 +92,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         balance_mode: ``"balance_by_size"`` (default; bytes of parameters and activations) or ``"balance_by_time"``
             (measured time of forward and backward passes). Both measure each layer and, as a cost of the last stage,
             what the driver runs outside the layers (embedding, norm, head, logits; the loss if ``forward`` returns it).
-            Under ``schedule="gpipe"`` its time does not count, because the stages wait meanwhile. Both need
-            ``example_input_array`` on the model. Without it, a model of Hugging Face is measured on an input made from
-            its configuration, and of other models only the parameters count, if all layers have the same class and
-            shapes.
+            Under ``schedule="gpipe"``, the time of that part does not count, because the stages wait while it runs.
+            Both use the model's ``example_input_array``. Without it, a model of Hugging Face is measured on an input
+            made from its configuration. For other models only the parameters count then, and all layers must have the
+            same class and shapes.
         pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
             another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
             stage has finished all of its own.
@@ -109,8 +109,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             of its rows; otherwise once per micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
             ``sequential_module``, else the list of blocks of a Hugging Face model, else the only ``nn.ModuleList`` with
-            enough layers. The blocks of an ``nn.ModuleList`` are called by the model's own ``forward``, which runs in
-            this process.
+            at least one layer per stage, else the only such ``nn.Sequential``. The blocks of an ``nn.ModuleList`` are
+            called by the model's own ``forward``, which runs on the driver.
         loss_weight: How much each micro-batch counts in losses, gradients, logged and returned means, where
             ``training_step`` runs once per micro-batch. ``"rows"`` (default): by its number of rows, for a loss that is
             a mean over rows; accumulated batches and replicas count the same, as in Lightning. ``"tokens"``: by its
@@ -499,8 +499,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Call ``save_model_fn(trainer, filepath)`` while the model has the weights of every stage.
 
         As in Lightning 1.3: within the call, the pipelined module of ``trainer.lightning_module`` is a plain
-        ``nn.Sequential`` with the values of every stage, which can be pickled, copied or exported. Layers of other
-        stages are copies: changing them does not change the run.
+        ``nn.Sequential`` or ``nn.ModuleList`` with the values of every stage, which can be pickled, copied or exported.
+        Layers of other stages are copies: changing them does not change the run.
         """
         with self._stage_states.whole_module() if self._stage_states is not None else nullcontext():
             save_model_fn(trainer, filepath)

@@ -205,7 +205,7 @@ class StageStates:
 
     @contextmanager
     def whole_module(self) -> Iterator[None]:
-        """Within this, the pipelined module of the model is a plain ``nn.Sequential`` with the values of all stages."""
+        """Within this, the pipelined module of the model is a plain module with the values of all stages."""
         if self._pipeline.state is None:
             yield
             return
