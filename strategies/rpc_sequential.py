@@ -1,7 +1,7 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: connects Lightning to :mod:`strategies.pipeline`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -313,17 +313,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._per_microbatch, collecting = steps, [collect_logs(model, steps.collector)]
         else:
             self._per_microbatch, collecting = None, []
-        self._undo = [
-            *collecting,
-            *(switch_off_cache(model) if isinstance(pipeline.module, nn.ModuleList) else ()),
-            *(self._recompute_once(pipeline.module) if trainer.state.fn == TrainerFn.FITTING else ()),
-            *show_stages(trainer, pipeline.module, pipeline.stages),
-            *follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states),
-            *([after_backward(self.precision_plugin, self._after_backward)] if self.world_size > 1 else []),
-            *follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers)),
-            *self._stage_states.check_before_loading(),
-            *average_on_stages(trainer),
-        ]
+        self._undo = collecting  # added to step by step, so that what is done when an error occurs is undone
+        if isinstance(pipeline.module, nn.ModuleList):
+            self._undo += switch_off_cache(model)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._undo += self._recompute_once(pipeline.module)
+        self._undo += show_stages(trainer, pipeline.module, pipeline.stages)
+        self._undo += follow_optimizers(pipeline.optimizers, self._lightning_optimizers, self._refresh_states)
+        if self.world_size > 1:
+            self._undo.append(after_backward(self.precision_plugin, self._after_backward))
+        self._undo += follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers))
+        self._undo += self._stage_states.check_before_loading()
+        self._undo += average_on_stages(trainer)
 
     def _recompute_once(self, module: Pipelined) -> list[Undo]:
         """Switch off gradient checkpointing of a Hugging Face model's blocks if the stages recompute them."""
@@ -509,13 +510,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks."""
         self._writer.settle()  # stages may be writing
         self._stage_states = self._per_microbatch = None
-        for undo in self._undo:
-            undo()
-        self._undo, self._batch_norms = [], {}
+        undo, self._undo, self._batch_norms = self._undo, [], {}
         pipeline, self._pipeline = self._pipeline, None
         model = self.lightning_module
         try:
             try:
+                with ExitStack() as undoing:  # all of them, also if one raises
+                    for function in reversed(undo):
+                        undoing.callback(function)
                 if self._profiled is not None:
                     self._profiled.end()
             finally:

@@ -73,6 +73,11 @@ version_of: Callable[[Tensor], int] = attrgetter("_version")
 """Returns how many times a tensor has been changed in place; views share the count."""
 
 
+def num_changes(tensor: Tensor) -> int:
+    """Return how often a tensor has been changed in place; 0 for an inference tensor, which does not count."""
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
 def storage_key(tensor: Tensor) -> int:
     """Return a number that two tensors have in common if and only if they share a storage."""
     return cast(int, tensor.untyped_storage()._cdata)

@@ -125,7 +125,6 @@ get_filesystem = fabric.utilities.cloud_io.get_filesystem
 is_overridden = pl.utilities.model_helpers.is_overridden
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_only = pl.utilities.rank_zero.rank_zero_only
-rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
 recursive_detach = pl.utilities.memory.recursive_detach
 reset_seed = fabric.utilities.seed.reset_seed

@@ -13,14 +13,14 @@ later block takes is dropped.
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from strategies.common.torch_compat import tree_flatten, tree_map, version_of
+from strategies.common.torch_compat import num_changes, tree_flatten, tree_map
 from strategies.common.transformers_compat import Capture, capturing
 from strategies.pipeline.microbatch.split import freeze, objects_in, unpack_objects
 from strategies.pipeline.stage.layers import Before
@@ -45,6 +45,7 @@ class BlockCall:
         dropped: Table entries that nothing takes after this call.
         assumed: For an output whose nesting could not be found in advance, the shape beyond the first dimension and
             the dtype that the model was told; ``None`` otherwise.
+        shapes: For each table entry in the output, the shape beyond the first dimension that the model was told.
         captures: What hooks of ``transformers`` capture within the block.
         captured: Where that goes.
     """
@@ -55,6 +56,7 @@ class BlockCall:
     has_objects: bool
     dropped: Sequence[int]
     assumed: tuple[tuple[int, ...], torch.dtype] | None = None
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     captures: Sequence[Capture] = ()
     captured: Slot | None = None
 
@@ -134,11 +136,6 @@ def _is_slot(node: Any) -> bool:
     return isinstance(node, Slot)
 
 
-def num_changes(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place; 0 for an inference tensor, which does not count."""
-    return 0 if tensor.is_inference() else version_of(tensor)
-
-
 def _objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the objects among the arguments, each with the name or number of its argument."""
     for argument, value in [*enumerate(args), *kwargs.items()]:
@@ -177,8 +174,8 @@ def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
     expected, expected_spec = tree_flatten(call.output)
     if spec != expected_spec:
         raise RuntimeError(
-            f"block {block} returned {spec}, but {expected_spec} in the first call. A pipeline needs outputs of the "
-            "same nesting in every call with arguments of the same kinds."
+            f"block {block} returned {spec}, but its code, run on the meta device, {expected_spec}. A pipeline needs "
+            "outputs whose nesting does not depend on values."
         )
     for leaf, slot in zip(leaves, expected, strict=True):
         if isinstance(leaf, Tensor) if isinstance(slot, Slot) else _is_same(leaf, slot):
@@ -191,4 +188,10 @@ def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
         )
     for leaf, slot in zip(leaves, expected, strict=True):
         if isinstance(slot, Slot):
+            if leaf.shape[1:] != call.shapes[slot.number]:
+                raise RuntimeError(
+                    f"block {block} returned a tensor of shape [*, {list(leaf.shape[1:])}], but the model, which ran "
+                    f"before the block, was told [*, {list(call.shapes[slot.number])}]. Let the shape of what a block "
+                    "returns follow from the shapes of its arguments in the same way for all lengths."
+                )
             table[slot.number] = leaf

@@ -11,13 +11,13 @@ from strategies.common.torch_compat import tree_leaves, tree_map_only, without_t
 _READS = frozenset(
     getattr(attribute, "__get__", attribute)
     for attribute in (
-        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout, Tensor.requires_grad),
+        *(Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.layout),
         *(Tensor.is_cuda, Tensor.is_cpu, Tensor.is_meta, Tensor.is_mps, Tensor.is_sparse, Tensor.is_quantized),
         *(Tensor.is_nested, Tensor.itemsize),
     )
 ) | {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.element_size, Tensor.get_device, Tensor.__len__),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride, Tensor.__repr__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.__repr__),
     *(torch.is_floating_point, torch.is_complex, torch.numel),
 }
 """What can be read of an output before the block has run."""

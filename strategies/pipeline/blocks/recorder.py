@@ -9,8 +9,8 @@ What the model does before, between and after the calls runs on the driver, as i
 
 import pickle
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,7 +34,17 @@ from strategies.common.torch_compat import (
 from strategies.common.transformers_compat import active_collector, captures_in, collect, collector_hidden
 from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value, call_blocks, num_changes
 from strategies.pipeline.blocks.output import DeferredOutput
-from strategies.pipeline.blocks.rows import Key, are_rows, decide, kinds_of, num_rows, with_rows
+from strategies.pipeline.blocks.rows import (
+    Rows,
+    all_follow,
+    are_rows,
+    decide,
+    kinds_of,
+    num_rows,
+    square_in,
+    tensors_of,
+    with_rows,
+)
 from strategies.pipeline.microbatch.split import is_object, pack_objects
 from strategies.pipeline.stage.layers import Before, PassContext, is_recomputing, preserved_random_state
 
@@ -83,8 +93,10 @@ class DeferredBlocks:
         self._is_probing = self._in_stage = False
         self._outer_calls: list[tuple[Callable[..., Any], Any]] = []
         """Calls in progress of modules that contain the list, with their arguments; the outermost one first."""
-        self._rows: dict[Key, list[bool]] = {}
-        """Which entries of a table have rows, by the kinds of all entries."""
+        self._rows: dict[Any, Rows | None] = {}
+        """What has rows, by the arguments of all blocks and their kinds; ``None`` where that is not clear."""
+        self._split: Rows | None = None
+        """What has rows in the current pass, if it is split."""
         self._parts: list[tuple[Any, list[Any]]] = []
         """The outputs of the micro-batches of the current pass."""
         self._ending = ExitStack()
@@ -102,6 +114,7 @@ class DeferredBlocks:
     def end(self) -> None:
         """Give the blocks their own calls back."""
         self._ending.close()
+        self._recording, self._parts, self._split = None, [], None
 
     def call(self, layers: nn.Sequential, value: Value, before: Before) -> Any:
         """Run recorded calls on this process; see :func:`~strategies.pipeline.blocks.calls.call_blocks`."""
@@ -146,19 +159,33 @@ class DeferredBlocks:
         self._recording = None
         if self._is_probing:
             raise _Reached(recording)
-        self._parts = []
+        self._parts, self._split = [], None
         output, returned = self._run(recording.value(), partial(self._find_rows, recording))
-        recording.give_values(returned, [self._can_be_joined(k) for k in range(len(returned))])
-        self._parts = []
+        recording.give_values(returned, [self._can_be_joined(slot, k) for k, slot in enumerate(recording.returned)])
+        self._check_last_output(name)
+        self._parts, self._split = [], None
         return output
 
-    def _can_be_joined(self, k: int) -> bool:
-        """Return whether the ``k``-th returned entry of the table is right for the whole batch."""
-        if len(self._parts) < 2:
+    def _can_be_joined(self, slot: int, k: int) -> bool:
+        """Return whether the ``k``-th returned entry of the table, of a slot, is right for the whole batch."""
+        if len(self._parts) < 2 or self._split is None:
             return True
-        firsts = [next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)) for output, _ in self._parts]
+        if self._split.is_joined is not None and slot in self._split.is_joined:
+            return self._split.is_joined[slot]
         columns = zip(*(tree_leaves(returned[k]) for _, returned in self._parts), strict=True)
-        return all(are_rows(column, [len(first) for first in firsts]) for column in columns)
+        return all(are_rows(column, self._split.sizes(len(self._parts))) for column in columns)
+
+    def _check_last_output(self, name: str) -> None:
+        """Check the output of the last block, of a batch that was split, if it was not known in advance."""
+        if len(self._parts) < 2 or self._split is None or self._split.knows_last:
+            return
+        for (output, _), size in zip(self._parts, self._split.sizes(len(self._parts)), strict=True):
+            if not isinstance(output, Tensor) or not output.dim() or len(output) != size:
+                raise RuntimeError(
+                    f"block {self.path}.{name} returned {type(output).__name__} {getattr(output, 'shape', '')} for a "
+                    f"micro-batch of {size} rows, so the outputs of the micro-batches cannot be joined. Use "
+                    "schedule='1f1b'."
+                )
 
     def _find_rows(self, recording: "_Recording") -> list[bool] | None:
         """Decide which tensors of a recording have rows.
@@ -166,51 +193,81 @@ class DeferredBlocks:
         Raises:
             RuntimeError: If that is not clear in a pass that trains; another pass runs as one micro-batch then.
         """
-        table = recording.table
         outer = self._outer_calls[0] if self._outer_calls else None
-        rows = num_rows(outer[1]) if outer is not None else 1
-        key = kinds_of(table, rows)
-        if outer is None or rows < 2:
-            found: list[bool | None] = [None] * len(table)
-        elif key in self._rows:
-            return self._rows[key]
-        else:
-            probe = self._probe(*outer, rows)
-            found = [None] * len(table) if probe is None else decide(table, probe, rows, max(1, rows // 2))
-        if None not in found and found[recording.hidden_slot]:
-            decided = self._rows[key] = [bool(has_rows) for has_rows in found]
-            return decided
-        if (rows < 2 and outer is not None) or not torch.is_grad_enabled():
+        rows = num_rows(outer[1]) if outer is not None else 0
+        if rows == 1:
             return None
-        slot = next((slot for slot, has_rows in enumerate(found) if has_rows is None), recording.hidden_slot)
-        why = "no module that contains the blocks was called" if outer is None else "calls with two batch sizes differ"
+        key = recording.users(), kinds_of(recording.table, rows)
+        why = "no module that contains the blocks was called with tensors that have rows"
+        if outer is not None and rows:
+            if key not in self._rows:
+                self._rows[key], why = self._evidence(recording, *outer, rows)
+            self._split = self._rows[key]
+        if self._split is not None:
+            self._split = replace(self._split, rows=rows)
+            return self._split.table
+        if not torch.is_grad_enabled():
+            return None
+        self._rows.pop(key, None)
         raise RuntimeError(
-            f"it is not clear whether {recording.describe(slot)} has one row per sample in its first dimension "
-            f"({why}), so the batch cannot be split into micro-batches. Use schedule='1f1b', which runs the model once "
-            "per micro-batch."
+            f"it is not clear how to split the batch into micro-batches: {why}. Use schedule='1f1b', which runs the "
+            "model once per micro-batch."
         )
 
-    def _probe(self, own: Callable[..., Any], arguments: Any, rows: int) -> list[Any] | None:
-        """Return the tensors that the blocks get in a call with half of the rows; ``None`` if that call fails."""
+    def _evidence(
+        self, recording: "_Recording", own: Callable[..., Any], arguments: Any, rows: int
+    ) -> tuple[Rows | None, str]:
+        """Return what has rows, found by calls with half of the rows; or ``None`` and why that is not clear."""
+        if (square := square_in(arguments, rows)) is not None:
+            return None, f"the model got a tensor of shape {list(square.shape)}, which may have rows or positions"
+        half, why = max(1, rows // 2), "the model fails when it is called with half of the rows"
+        for part in (slice(0, half), slice(rows - half, rows)):
+            probe = self._probe(own, arguments, rows, part)
+            if probe is None:
+                continue
+            found, why = self._compared(recording, probe, rows, half)
+            if found is not None:
+                return found, ""
+        return None, why
+
+    def _compared(
+        self, recording: "_Recording", probe: "_Recording", rows: int, probe_rows: int
+    ) -> tuple[Rows | None, str]:
+        """Decide by the recordings of two calls."""
+        if recording.users() != probe.users():
+            return None, "with half of the rows the blocks get other numbers of tensors"
+        if (changed := recording.differs_from(probe)) is not None:
+            return None, f"{changed} depends on the number of rows"
+        found = decide(recording.table, probe.table, rows, probe_rows)
+        for slot, has_rows in enumerate(found):
+            if has_rows is None or (slot == recording.hidden_slot and not has_rows):
+                return None, f"it is not clear whether {recording.describe(slot)} has one row per sample"
+        last, last_of_probe = (self._output(self._names[-1], *one.last_arguments) for one in (recording, probe))
+        shapes, probe_shapes = ([t.shape for t in tensors_of(one[0])] for one in (last, last_of_probe))
+        if not last[1] and not all_follow(shapes, probe_shapes, rows, probe_rows):
+            return None, f"what block {self.path}.{self._names[-1]} returns has not one row per sample"
+        is_joined = {
+            slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows)
+            for slot, shape in recording.shapes.items()
+        }
+        return Rows([bool(has_rows) for has_rows in found], is_joined, not last[1]), ""
+
+    def _probe(self, own: Callable[..., Any], arguments: Any, rows: int, part: slice) -> "_Recording | None":
+        """Return the recording of a call with some of the rows; ``None`` if that call fails."""
         assert self._model is not None
         inside = set(self._blocks.modules())
         outside = [module for module in self._model.modules() if module not in inside]
-        buffers = [(module, dict(module._buffers)) for module in outside]
-        for module, own_buffers in buffers:
-            module._buffers.update({n: None if b is None else b.clone() for n, b in own_buffers.items()})
         calls, self._outer_calls, self._is_probing = self._outer_calls, [], True
-        args, kwargs = with_rows(arguments, rows, max(1, rows // 2))
+        args, kwargs = with_rows(arguments, rows, part)
         try:
-            with torch.no_grad(), preserved_random_state(self._device()):
+            with torch.no_grad(), preserved_random_state(self._device()), _unchanged(outside):
                 own(*args, **kwargs)
         except _Reached as reached:
-            return reached.recording.table
+            return reached.recording
         except Exception:  # whatever the model raises that cannot run with other shapes
             return None
         finally:
             self._outer_calls, self._is_probing, self._recording = calls, False, None
-            for module, own_buffers in buffers:
-                module._buffers.update(own_buffers)
         return None
 
     def _device(self) -> torch.device:
@@ -241,11 +298,12 @@ class DeferredBlocks:
         kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
         nesting = [type(value) for value in args], *((argument, type(value)) for argument, value in kwargs.items())
         autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-        key = name, repr((kinds, nesting)), autocast
+        block = self._blocks.get_submodule(name)
+        key = name, repr((kinds, nesting)), autocast, block.training, torch.is_grad_enabled() or self._is_probing
         shapes = [tensor.shape for tensor in tensors]
         known = self._outputs.get(key)
         if known is None or not (known.is_like_first or known.shapes == shapes):
-            found = _on_meta(self._blocks._modules[name], args, kwargs)
+            found = _on_meta(block, args, kwargs)
             given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
             is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
             # Of two arguments alike, either may be the one that the output is like.
@@ -287,8 +345,14 @@ class _Recording:
         self._calls: dict[str, BlockCall] = {}
         self.table: list[Any] = []
         """The tensors that are given from outside; ``None`` for those that blocks will return."""
-        self.hidden_slot = 0
-        """The slot of the first tensor that the first block gets."""
+        self.hidden_slot = -1
+        """The slot of the hidden state that the first block gets."""
+        self.shapes: dict[int, torch.Size] = {}
+        """For each slot of an output, the shape that the model was told."""
+        self.last_arguments: tuple[tuple[Any, ...], dict[str, Any], list[Any]] = ((), {}, [])
+        """The arguments of the last block, and their leaves."""
+        self._originals: dict[int, Tensor] = {}
+        """Tensors of inference mode, which do not count their changes; the table has copies."""
         self._slots: dict[int, int] = {}
         """The slot of each tensor that is given from outside, by identity; the table keeps it alive."""
         self._num_changes: dict[int, int] = {}
@@ -300,7 +364,7 @@ class _Recording:
         self._users: dict[int, tuple[str, str]] = {}
         """For each slot, the first block that takes it, and the argument."""
         self._last_output: Any = None
-        self._returned: list[int] = []
+        self.returned: list[int] = []
         self._captured: list[tuple[int, MutableMapping[str, Any]]] = []
         """For each block in which something is captured, its slot and where it goes."""
 
@@ -341,15 +405,17 @@ class _Recording:
         for place, leaf in enumerate(given):
             if isinstance(leaf, Tensor):
                 slot, is_input = self._slot_of(block, arguments[place], leaf)
-                if is_input and first is not None:
+                if is_input:
                     fixed[slot] = arguments[place]
                 first = leaf if first is None else first
                 self._last_use[slot] = name
                 self._users.setdefault(slot, (block, arguments[place]))
                 template[place] = Slot(slot)
         call = BlockCall(tree_unflatten(template, spec), None, fixed, has_objects, [], **self._capture(name, args))
+        if not self._calls:
+            self.hidden_slot = self._hidden_slot(kwargs, given)
         if name == self.names[-1]:
-            self._calls[name] = call
+            self._calls[name], self.last_arguments = call, (args, kwargs, leaves)
             return True
         output, is_guess = find_output(name, args, kwargs, leaves)
         device = torch.device("cpu") if first is None else first.device
@@ -364,12 +430,39 @@ class _Recording:
             deferred = DeferredOutput(leaf, device, len(self.table), what)
             self.table.append(None)
             self._outputs.append(ref(deferred))
+            self.shapes[deferred.slot] = leaf.shape
             slots.append(Slot(deferred.slot))
             leaves[place] = deferred
         self._last_output = tree_unflatten(leaves, spec)
         assumed = (tuple(output.shape[1:]), output.dtype) if is_guess else None
-        self._calls[name] = replace(call, output=tree_unflatten(slots, spec), assumed=assumed)
+        told = {slot.number: tuple(self.shapes[slot.number][1:]) for slot in slots if isinstance(slot, Slot)}
+        self._calls[name] = replace(call, output=tree_unflatten(slots, spec), assumed=assumed, shapes=told)
         return False
+
+    def _hidden_slot(self, kwargs: Mapping[str, Any], given: Sequence[Any]) -> int:
+        """Return the slot of the hidden state: ``hidden_states``, or else the first floating-point tensor."""
+        named = kwargs.get("hidden_states")
+        candidates = [named] if isinstance(named, Tensor) else [leaf for leaf in given if isinstance(leaf, Tensor)]
+        floating = [tensor for tensor in candidates if tensor.is_floating_point()]
+        tensor = (floating or candidates)[0]
+        return tensor.slot if isinstance(tensor, DeferredOutput) and tensor.value is None else self._slots[_id(tensor)]
+
+    def users(self) -> tuple[tuple[int, str, str], ...]:
+        """Return for each slot the first block that takes it, and the argument."""
+        return tuple((slot, *user) for slot, user in sorted(self._users.items()))
+
+    def differs_from(self, other: "_Recording") -> str | None:
+        """Return which argument that is not a tensor differs from that of another recording; ``None`` if none does."""
+        for name, call in self._calls.items():
+            leaves, spec = tree_flatten(call.arguments)
+            others, other_spec = tree_flatten(other._calls[name].arguments)
+            if spec != other_spec:
+                return f"an argument of block {self._path}.{name}"
+            arguments = _arguments_of(*call.arguments, len(leaves))
+            for argument, one, two in zip(arguments, leaves, others, strict=True):
+                if type(one) is not type(two) or (isinstance(one, _PLAIN) and one != two and one == one):
+                    return f"argument {argument!r} of block {self._path}.{name}"
+        return None
 
     def _capture(self, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
         """Note what hooks of ``transformers`` would capture in a block."""
@@ -434,10 +527,13 @@ class _Recording:
     def _check_unchanged(self, slot: int) -> None:
         """Check that the model has not changed a tensor in place since a block first got it."""
         if slot in self._num_changes and num_changes(self.table[slot]) != self._num_changes[slot]:
-            raise RuntimeError(
-                f"the model has changed {self.describe(slot)} in place after it called the block; the blocks run later "
-                "and would get the changed value. Give each block a tensor of its own."
-            )
+            raise self._was_changed(slot)
+
+    def _was_changed(self, slot: int) -> RuntimeError:
+        return RuntimeError(
+            f"the model has changed {self.describe(slot)} in place after it called the block; the blocks run later "
+            "and would get the changed value. Give each block a tensor of its own."
+        )
 
     def _slot_of(self, block: str, argument: str, tensor: Tensor) -> tuple[int, bool]:
         """Return the slot of a tensor, and whether the tensor is given from outside."""
@@ -447,12 +543,14 @@ class _Recording:
             if tensor.value is None:
                 raise tensor.refusal(torch.Tensor.to)
             tensor = tensor.value
-        if id(tensor) not in self._slots:
-            slot = self._slots[id(tensor)] = len(self.table)
+        if _id(tensor) not in self._slots:
+            slot = self._slots[_id(tensor)] = len(self.table)
             self._num_changes[slot] = num_changes(tensor)
-            self.table.append(tensor)
-        self._check_unchanged(self._slots[id(tensor)])
-        return self._slots[id(tensor)], True
+            if tensor.is_inference():
+                self._originals[slot] = tensor
+            self.table.append(tensor.clone() if tensor.is_inference() else tensor)
+        self._check_unchanged(self._slots[_id(tensor)])
+        return self._slots[_id(tensor)], True
 
     def value(self) -> Value:
         """Return what travels through the stages.
@@ -462,8 +560,11 @@ class _Recording:
         """
         for slot in self._num_changes:
             self._check_unchanged(slot)
+        for slot, original in self._originals.items():
+            if not torch.equal(original, self.table[slot]):
+                raise self._was_changed(slot)
         alive = [made for made in (made() for made in self._outputs) if made is not None]
-        returned = self._returned = [*(made.slot for made in alive), *(slot for slot, _ in self._captured)]
+        returned = self.returned = [*(made.slot for made in alive), *(slot for slot, _ in self._captured)]
         kept = set(returned)
         used = {slot for slot, _ in self._last_use.items()}
         dropped: dict[str, list[int]] = {name: [] for name in self.names}
@@ -485,7 +586,7 @@ class _Recording:
             joined: For each, whether the values of the micro-batches could be joined to one of the batch.
         """
         self.table = []
-        values = dict(zip(self._returned, zip(returned, joined, strict=True), strict=True))
+        values = dict(zip(self.returned, zip(returned, joined, strict=True), strict=True))
         for slot, collector in self._captured:
             captured, is_of_batch = values[slot]
             if not is_of_batch:
@@ -531,6 +632,14 @@ def _refuse_checkpoint_around(block: str) -> None:
         frame = frame.f_back
 
 
+def _id(tensor: Tensor) -> int:
+    """Return the identity of a tensor, or of the value of a deferred output of an earlier pass."""
+    return id(tensor.value if isinstance(tensor, DeferredOutput) else tensor)
+
+
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+
+
 def _constant(leaf: Any) -> Any:
     """What of an argument that is not a tensor may decide what a block returns."""
     return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
@@ -571,20 +680,17 @@ def _copied(attribute: Any) -> Any:
     return tree_map(lambda leaf: set(leaf) if type(leaf) is set else leaf, attribute)
 
 
-def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
-    """Run a block's code on the ``meta`` device; return its output, or ``None`` if the code needs values."""
-    tensors = {name: _like(t) for name, t in [*block.named_parameters(), *block.named_buffers()]}
-    given, named = tree_map_only(Tensor, _like, (args, dict(kwargs)))
-    attributes = [(module, dict(vars(module))) for module in block.modules()]
-    own = [(module, dict(module._parameters), dict(module._buffers)) for module in block.modules()]
+@contextmanager
+def _unchanged(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore attributes and buffers of modules after the body, in which lists, dicts and sets may be added to."""
+    attributes = [(module, dict(vars(module))) for module in modules]
+    own = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
     try:
-        with torch.no_grad(), preserved_random_state(torch.device("cpu")), collector_hidden():
-            for module, before in attributes:
-                vars(module).update({name: _copied(before[name]) for name in before.keys() - _OF_EVERY_MODULE})
-                vars(module).pop(CALL_ATTRIBUTE, None)
-            output = torch.func.functional_call(block, tensors, given, named)
-    except Exception:  # whatever the code raises that finds no values
-        return None
+        for module, before in attributes:
+            vars(module).update({name: _copied(before[name]) for name in before.keys() - _OF_EVERY_MODULE})
+            kept = {name: b for name, b in module._buffers.items() if b is not None and not b.is_meta}
+            module._buffers.update({name: buffer.clone() for name, buffer in kept.items()})
+        yield
     finally:
         for module, before in attributes:
             vars(module).clear()
@@ -592,6 +698,20 @@ def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
         for module, parameters, buffers in own:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
+    """Run a block's code on the ``meta`` device; return its output, or ``None`` if the code needs values."""
+    tensors = {name: _like(t) for name, t in [*block.named_parameters(), *block.named_buffers()]}
+    given, named = tree_map_only(Tensor, _like, (args, dict(kwargs)))
+    modules = list(block.modules())
+    try:
+        with torch.no_grad(), preserved_random_state(torch.device("cpu")), collector_hidden(), _unchanged(modules):
+            for module in modules:
+                vars(module).pop(CALL_ATTRIBUTE, None)
+            output = torch.func.functional_call(block, tensors, given, named)
+    except Exception:  # whatever the code raises that finds no values
+        return None
     if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(output)):
         return None
     return (tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output),)

@@ -6,7 +6,8 @@ the one call to that of the other. Tensors that stay as they are, are given whol
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +19,65 @@ Key = tuple[tuple[Any, ...] | None, ...]
 """The kinds of the tensors in a table; see :func:`kinds_of`."""
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What has rows in a batch that is split.
+
+    Attributes:
+        table: For each entry of the table, whether it has rows.
+        is_joined: For each slot of an output, whether the outputs of the micro-batches can be joined.
+        knows_last: Whether the output of the last block was compared too.
+        rows: Number of rows of the batch.
+    """
+
+    table: list[bool]
+    is_joined: Mapping[int, bool]
+    knows_last: bool
+    rows: int = 0
+
+    def sizes(self, microbatches: int) -> list[int]:
+        """Return the number of rows of each micro-batch."""
+        size, rest = divmod(self.rows, microbatches)
+        return [size + (m < rest) for m in range(microbatches)]
+
+
 def num_rows(arguments: Any) -> int:
-    """Return the number of rows that most tensors in the arguments of a model have; 1 if no tensor has rows."""
+    """Return the number of rows that most tensors in the arguments of a model have; 0 if it gets no such tensor."""
     sizes = Counter(leaf.shape[0] for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.dim())
-    return max(sizes, key=lambda size: (size > 1, sizes[size]), default=1)
+    return max(sizes, key=lambda size: (size > 1, sizes[size]), default=0)
 
 
-def with_rows(arguments: Any, rows: int, wanted: int) -> Any:
-    """Return the arguments with the first ``wanted`` rows of each tensor that has ``rows`` of them."""
-    return tree_map_only(Tensor, lambda leaf: leaf[:wanted] if leaf.dim() and len(leaf) == rows else leaf, arguments)
+def with_rows(arguments: Any, rows: int, part: slice) -> Any:
+    """Return the arguments with some rows of each tensor that has ``rows`` of them."""
+    return tree_map_only(Tensor, lambda leaf: leaf[part] if leaf.dim() and len(leaf) == rows else leaf, arguments)
+
+
+def square_in(arguments: Any, rows: int) -> Tensor | None:
+    """Return a tensor of shape ``[rows, rows]`` beside others with rows: a mask or a bias, of rows or of positions.
+
+    Tensors of integers, such as token ids, and a tensor that is the only one with rows, have rows.
+    """
+    having = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,)]
+    squares = [leaf for leaf in having if leaf.shape == (rows, rows)]
+    masks = [leaf for leaf in squares if leaf.is_floating_point() or leaf.dtype == torch.bool]
+    return masks[-1] if masks and len(having) > 1 else None
+
+
+def all_follow(shapes: Sequence[torch.Size], others: Sequence[torch.Size], rows: int, other_rows: int) -> bool:
+    """Return whether the first dimension of each tensor is a multiple of the number of rows, in two calls."""
+    return len(shapes) == len(others) and all(
+        len(one) > 0
+        and one[1:] == other[1:]
+        and one[0] != other[0]
+        and one[0] % rows == 0
+        and one[0] * other_rows == other[0] * rows
+        for one, other in zip(shapes, others, strict=True)
+    )
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in a value."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def decide(table: Sequence[Any], probe: Sequence[Any], rows: int, probe_rows: int) -> list[bool | None]:

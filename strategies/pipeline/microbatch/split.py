@@ -30,12 +30,12 @@ from torch import Tensor, nn
 from strategies.common.torch_compat import (
     SequenceKey,
     keystr,
+    num_changes,
     register_pytree_node,
     tree_flatten,
     tree_flatten_with_path,
     tree_leaves,
     tree_unflatten,
-    version_of,
     without_torch_function,
 )
 
@@ -315,7 +315,7 @@ def is_object(leaf: Any) -> bool:
 def freeze(leaf: Any) -> Any:
     """Return a value that is equal for two states of an object if it has not changed in between."""
     packed = _pack(leaf, lambda tensor: tensor)
-    return None if packed is None else (packed.rest, [(id(tensor), version_of(tensor)) for tensor in packed.tensors])
+    return None if packed is None else (packed.rest, [(id(tensor), num_changes(tensor)) for tensor in packed.tensors])
 
 
 def _pack(leaf: Any, mark: Callable[[Tensor], Tensor]) -> Packed | None:

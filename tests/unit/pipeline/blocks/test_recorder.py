@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from strategies.pipeline.blocks.recorder import DeferredBlocks
+from strategies.pipeline.microbatch.split import NoChunk, merge, split
 from strategies.pipeline.partition.sequential import cut
 
 
@@ -429,3 +430,183 @@ def test_which_arguments_have_rows(other: Callable[[Tensor], Tensor], expected: 
         assert [one[: len(expected) - 1] for one in found] == [expected[:-1]] * 2
     finally:
         blocks.end()
+
+
+# What a review found to be silently wrong under gpipe or in evaluation
+
+
+@contextmanager
+def split_in_two(model: Loop) -> Iterator[list[Any]]:
+    """Run the blocks of ``model`` on two micro-batches where the rows are clear; yields what was found of each pass."""
+    found: list[Any] = []
+
+    def run(value: Any, find_rows: Any) -> Any:
+        rows = find_rows()
+        found.append(rows)
+        table, plan = value
+        parts = [value]
+        if rows is not None:
+            pairs = zip(table, rows, strict=True)
+            marked = [NoChunk(entry) if isinstance(entry, Tensor) and not has else entry for entry, has in pairs]
+            parts = split((marked, plan), 2)
+        (stage,) = cut(model.blocks, [len(model.blocks)])
+        return merge([blocks.call(stage, part, lambda place, given: None) for part in parts])
+
+    blocks = DeferredBlocks(model.blocks, run, "blocks", model)
+    blocks.start()
+    try:
+        yield found
+    finally:
+        blocks.end()
+
+
+class Loads(nn.Module):
+    """Returns a statistic of its experts beside the hidden state; may use the number of rows that it is given."""
+
+    def forward(self, hidden: Tensor, rows: int | None = None) -> Any:
+        if rows is not None:
+            return hidden.reshape(rows, -1).tanh().reshape(hidden.shape)
+        return hidden.tanh(), hidden.sum(0)
+
+
+def sums_loads(model: Loop, hidden: Tensor) -> Tensor:
+    loads = []
+    for block in model.blocks:
+        hidden, load = block(hidden)
+        loads.append(load)
+    return hidden.sum() + torch.stack(loads).square().sum()
+
+
+def gives_rows(model: Loop, hidden: Tensor) -> Tensor:
+    for block in model.blocks:
+        hidden = block(hidden, len(hidden))
+    return hidden
+
+
+ROWS = torch.arange(24.0).reshape(6, 4) / 24
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (sums_loads, "what block blocks.1 returns has not one row per sample"),
+        (gives_rows, "argument '1' of block blocks.0 depends on the number of rows"),
+    ],
+)
+def test_what_has_no_rows_is_not_joined(run: Callable[..., Any], message: str) -> None:
+    model = Loop([Loads(), Loads()], run)
+    expected = model(ROWS)
+    with split_in_two(model) as found:
+        with pytest.raises(RuntimeError, match=f"{message}.*schedule='1f1b'"):
+            model(ROWS)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ROWS), expected)
+    assert found == [None]
+
+
+def test_a_square_mask_may_be_of_rows_or_of_positions() -> None:
+    class Masked(Loop):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            hidden = self.embed(x)
+            for block in self.blocks:
+                hidden = block(hidden, mask, bias=self.bias)
+            return hidden
+
+    model = Masked([Block(), Block()], looping)
+    with split_in_two(model) as found:
+        with pytest.raises(RuntimeError, match=r"tensor of shape \[4, 4\], which may have rows or positions"):
+            model(ROWS[:4, :3].repeat(1, 2)[:, :4], torch.ones(4, 4))
+        model(ROWS[:3], torch.ones(4))
+    assert found[0][:3] == [True, False, False]
+
+
+def test_arguments_that_change_in_inference_mode_are_noticed() -> None:
+    def changes(model: Loop, hidden: Tensor) -> Tensor:
+        bias = model.bias + 0
+        for block in model.blocks:
+            hidden = block(hidden, bias=bias)
+            bias.mul_(2)
+        return hidden
+
+    model = Loop([Block(), Block()], changes)
+    with deferred(model, [1, 1]), torch.inference_mode(), pytest.raises(RuntimeError, match="changed argument 'bias'"):
+        model(X)
+
+
+def test_a_second_call_leaves_no_trace_in_attributes() -> None:
+    class Counts(Loop):
+        def forward(self, x: Tensor) -> Any:
+            self.count += 1
+            self.kept.append(1)
+            return looping(self, self.embed(x))
+
+    model = Counts([Block(), Block()], looping)
+    model.count, model.kept = 0, []
+    with split_in_two(model) as found:
+        model(ROWS)
+    assert (model.count, model.kept) == (1, [1]) and found[0][0]
+
+
+def test_padding_in_one_half_of_a_batch() -> None:
+    """Models of Hugging Face drop a mask without zeros."""
+
+    class Padded(Loop):
+        def forward(self, x: Tensor, mask: Tensor) -> Any:
+            hidden, given = self.embed(x), None if bool(mask.all()) else mask
+            for block in self.blocks:
+                hidden = block(hidden, given, bias=self.bias)
+            return hidden
+
+    model = Padded([Block(), Block()], looping)
+    mask = torch.tensor([[1.0]] * 5 + [[0.0]])
+    expected = model(ROWS, mask)
+    with split_in_two(model) as found:
+        torch.testing.assert_close(model(ROWS, mask), expected)
+    assert found[0][:2] == [True, True]
+
+
+def test_lengths_that_a_block_changes() -> None:
+    class Halves(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden[:, ::2] if hidden.shape[1] > 4 else hidden + 1
+
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        wide = model.wide
+        hidden = torch.cat([hidden] * wide, 1)
+        for block in model.blocks:
+            hidden = block(hidden)
+        return hidden
+
+    model = Loop([Halves(), Halves()], run)
+    model.wide = 1
+    with deferred(model, [1, 1]):
+        model(X)
+        model.wide = 4
+        with pytest.raises(RuntimeError, match=r"returned a tensor of shape \[\*, \[8\]\], but the model"):
+            model(X)
+
+
+@pytest.mark.parametrize("read", ["requires_grad", "grad_fn", "is_leaf"])
+def test_what_autograd_would_know_cannot_be_read(read: str) -> None:
+    def run(model: Loop, hidden: Tensor) -> Any:
+        return getattr(model.blocks[0](hidden, bias=model.bias), read)
+
+    model = Loop([Block(), Block()], run)
+    with deferred(model, [1, 1]), pytest.raises(RuntimeError, match=f"output of block blocks.0 in {read}"):
+        model(X)
+
+
+def test_a_first_block_that_changes_its_input_in_place_is_refused() -> None:
+    class InPlace(nn.Module):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden.relu_()
+
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        first = hidden
+        for block in model.blocks:
+            hidden = block(hidden)
+        return hidden + first
+
+    model = Loop([InPlace(), InPlace()], run)
+    with deferred(model, [1, 1]), pytest.raises(RuntimeError, match=r"block blocks\.0 changed its argument '0'"):
+        model(X)
