@@ -81,8 +81,7 @@ class LoopNet(Net):
 
     def __init__(self, moments: tuple[int, ...]) -> None:
         super().__init__(moments)
-        self.blocks = nn.ModuleList(self.sequential_module)
-        del self.sequential_module
+        self.blocks = nn.ModuleList(self._modules.pop("sequential_module"))
 
     def sequential_module(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -44,9 +45,16 @@ from strategies.pipeline.blocks.rows import (
     square_in,
     tensors_of,
     with_rows,
+    with_tensors_replaced,
 )
 from strategies.pipeline.microbatch.split import is_object, pack_objects
-from strategies.pipeline.stage.layers import Before, PassContext, is_recomputing, preserved_random_state
+from strategies.pipeline.stage.layers import (
+    Before,
+    PassContext,
+    is_checkpointing,
+    is_recomputing,
+    preserved_random_state,
+)
 
 FindRows = Callable[[], list[bool] | None]
 """Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
@@ -56,6 +64,18 @@ Run = Callable[[Value, FindRows], tuple[Any, list[Any]]]
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has, such as the dict of its hooks."""
+
+
+class _Left(Enum):
+    """What a micro-batch has in place of a tensor that cannot be joined; plain, so that it passes through a stage."""
+
+    OUT = "left out"
+
+
+_NOT_JOINED = (
+    "it has not one row per sample, or that is not clear, so its values for the micro-batches cannot be joined. Use "
+    "schedule='1f1b'"
+)
 
 
 class _Reached(BaseException):
@@ -93,8 +113,10 @@ class DeferredBlocks:
         self._is_probing = self._in_stage = False
         self._outer_calls: list[tuple[Callable[..., Any], Any]] = []
         """Calls in progress of modules that contain the list, with their arguments; the outermost one first."""
-        self._rows: dict[Any, Rows | None] = {}
-        """What has rows, by the arguments of all blocks and their kinds; ``None`` where that is not clear."""
+        self._rows: dict[Any, tuple[Rows | None, str]] = {}
+        """What has rows, or why that is not clear, by the arguments of all blocks and their kinds."""
+        self._left_out: dict[bytes, list[int]] = {}
+        """By plan, the tensors in the output of the last block that cannot be joined over micro-batches."""
         self._split: Rows | None = None
         """What has rows in the current pass, if it is split."""
         self._parts: list[tuple[Any, list[Any]]] = []
@@ -124,7 +146,12 @@ class DeferredBlocks:
                 output = call_blocks(layers, value, before)
         finally:
             self._in_stage = False
-        if self._names[-1] in layers._modules and not is_recomputing():
+        if self._names[-1] not in layers._modules:
+            return output
+        trains = torch.is_grad_enabled() or is_checkpointing() or is_recomputing()
+        if trains and (left_out := self._left_out.get(value[1])):  # the same in the recomputation
+            output = with_tensors_replaced(output[0], left_out, lambda tensor: _Left.OUT), output[1]
+        if not is_recomputing():
             self._parts.append(output)
         return output
 
@@ -160,11 +187,22 @@ class DeferredBlocks:
         if self._is_probing:
             raise _Reached(recording)
         self._parts, self._split = [], None
-        output, returned = self._run(recording.value(), partial(self._find_rows, recording))
+        value = recording.value()
+        output, returned = self._run(value, partial(self._find_rows, recording, value[1]))
         recording.give_values(returned, [self._can_be_joined(slot, k) for k, slot in enumerate(recording.returned)])
         self._check_last_output(name)
         self._parts, self._split = [], None
+        if torch.is_grad_enabled() and value[1] in self._left_out:
+            output = tree_map(lambda leaf: self._not_joined(name) if leaf is _Left.OUT else leaf, output)
         return output
+
+    def _not_joined(self, name: str) -> DeferredOutput:
+        """Return what stands in place of a tensor of the last block's output that has no rows."""
+        made = DeferredOutput(
+            torch.empty(0, device="meta"), self._device(), -1, f"an output of block {self.path}.{name}"
+        )
+        made.ended = _NOT_JOINED
+        return made
 
     def _can_be_joined(self, slot: int, k: int) -> bool:
         """Return whether the ``k``-th returned entry of the table, of a slot, is right for the whole batch."""
@@ -177,7 +215,7 @@ class DeferredBlocks:
 
     def _check_last_output(self, name: str) -> None:
         """Check the output of the last block, of a batch that was split, if it was not known in advance."""
-        if len(self._parts) < 2 or self._split is None or self._split.knows_last:
+        if len(self._parts) < 2 or self._split is None or self._split.last is not None:
             return
         for (output, _), size in zip(self._parts, self._split.sizes(len(self._parts)), strict=True):
             if not isinstance(output, Tensor) or not output.dim() or len(output) != size:
@@ -187,7 +225,7 @@ class DeferredBlocks:
                     "schedule='1f1b'."
                 )
 
-    def _find_rows(self, recording: "_Recording") -> list[bool] | None:
+    def _find_rows(self, recording: "_Recording", plan: bytes) -> list[bool] | None:
         """Decide which tensors of a recording have rows.
 
         Raises:
@@ -201,14 +239,17 @@ class DeferredBlocks:
         why = "no module that contains the blocks was called with tensors that have rows"
         if outer is not None and rows:
             if key not in self._rows:
-                self._rows[key], why = self._evidence(recording, *outer, rows)
-            self._split = self._rows[key]
-        if self._split is not None:
-            self._split = replace(self._split, rows=rows)
-            return self._split.table
+                self._rows[key] = self._evidence(recording, *outer, rows)
+            found, why = self._rows[key]
+            if found is not None and not torch.is_grad_enabled() and not found.joins(recording.returned):
+                return None
+            if found is not None:
+                self._split = replace(found, rows=rows)
+                if found.last is not None and not all(found.last):
+                    self._left_out[plan] = [k for k, has_rows in enumerate(found.last) if not has_rows]
+                return found.table
         if not torch.is_grad_enabled():
             return None
-        self._rows.pop(key, None)
         raise RuntimeError(
             f"it is not clear how to split the batch into micro-batches: {why}. Use schedule='1f1b', which runs the "
             "model once per micro-batch."
@@ -244,13 +285,16 @@ class DeferredBlocks:
                 return None, f"it is not clear whether {recording.describe(slot)} has one row per sample"
         last, last_of_probe = (self._output(self._names[-1], *one.last_arguments) for one in (recording, probe))
         shapes, probe_shapes = ([t.shape for t in tensors_of(one[0])] for one in (last, last_of_probe))
-        if not last[1] and not all_follow(shapes, probe_shapes, rows, probe_rows):
+        if len(shapes) != len(probe_shapes):
+            return None, f"what block {self.path}.{self._names[-1]} returns depends on the number of rows"
+        follow = [all_follow([one], [two], rows, probe_rows) for one, two in zip(shapes, probe_shapes, strict=True)]
+        if not last[1] and not any(follow[:1]):
             return None, f"what block {self.path}.{self._names[-1]} returns has not one row per sample"
         is_joined = {
             slot: all_follow([shape], [probe.shapes[slot]], rows, probe_rows)
             for slot, shape in recording.shapes.items()
         }
-        return Rows([bool(has_rows) for has_rows in found], is_joined, not last[1]), ""
+        return Rows([bool(has_rows) for has_rows in found], is_joined, None if last[1] else follow), ""
 
     def _probe(self, own: Callable[..., Any], arguments: Any, rows: int, part: slice) -> "_Recording | None":
         """Return the recording of a call with some of the rows; ``None`` if that call fails."""
@@ -602,10 +646,7 @@ class _Recording:
             if is_of_batch:
                 deferred.value = value
             else:
-                deferred.ended = (
-                    "it is not clear whether it has one row per sample, so its values for the micro-batches cannot be "
-                    "joined. Use schedule='1f1b'"
-                )
+                deferred.ended = _NOT_JOINED
 
     def describe(self, slot: int) -> str:
         """Return which argument has a slot."""

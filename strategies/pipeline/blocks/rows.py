@@ -6,14 +6,14 @@ the one call to that of the other. Tensors that stay as they are, are given whol
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from strategies.common.torch_compat import tree_leaves, tree_map_only
+from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 Key = tuple[tuple[Any, ...] | None, ...]
 """The kinds of the tensors in a table; see :func:`kinds_of`."""
@@ -26,14 +26,18 @@ class Rows:
     Attributes:
         table: For each entry of the table, whether it has rows.
         is_joined: For each slot of an output, whether the outputs of the micro-batches can be joined.
-        knows_last: Whether the output of the last block was compared too.
+        last: For each tensor in the output of the last block, whether it has rows; ``None`` if that is not known.
         rows: Number of rows of the batch.
     """
 
     table: list[bool]
     is_joined: Mapping[int, bool]
-    knows_last: bool
+    last: list[bool] | None
     rows: int = 0
+
+    def joins(self, slots: Sequence[int]) -> bool:
+        """Return whether the outputs of some slots, and that of the last block, can be joined."""
+        return all(self.is_joined.get(slot, True) for slot in slots) and all(self.last or [True])
 
     def sizes(self, microbatches: int) -> list[int]:
         """Return the number of rows of each micro-batch."""
@@ -129,3 +133,12 @@ def are_rows(parts: Sequence[Tensor], rows: Sequence[int]) -> bool:
     if len({len(part) // max(1, size) for part, size in zip(parts, rows, strict=True)}) > 1:
         return False
     return len(parts) < 2 or not torch.equal(parts[0], parts[1])
+
+
+def with_tensors_replaced(value: Any, places: Sequence[int], replace: Callable[[Tensor], Any]) -> Any:
+    """Return a value in which the tensors at some places, counted among all its tensors, are replaced."""
+    leaves, spec = tree_flatten(value)
+    tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for place in (tensors[k] for k in places):
+        leaves[place] = replace(leaves[place])
+    return tree_unflatten(leaves, spec)

@@ -71,7 +71,7 @@ def equal_one_process(names: Sequence[str], stages: Sequence[int], schedules: Se
                 module=None if family.is_found else path,
             )
             is_refused = schedule == "gpipe" and not family.splits
-            refusal = pytest.raises(RuntimeError, match=r"has one row per sample .*schedule='1f1b'")
+            refusal = pytest.raises(RuntimeError, match=r"has one row per sample.*schedule='1f1b'")
             try:
                 with refusal if is_refused else nullcontext():
                     outcome = fit(partial(Trained, family), strategy, devices, **settings)
