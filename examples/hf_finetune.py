@@ -43,6 +43,9 @@ class CausalModel(LightningModule):
         super().__init__()
         self.save_hyperparameters()
         sizes = {"vocab_size": VOCABULARY_SIZE, "max_position_embeddings": block_size, **config}
+        known = AutoConfig.for_model(model_type)
+        if unknown := [name for name in sizes if not hasattr(known, name)]:  # otherwise the model gets default sizes
+            raise ValueError(f"the configuration of {model_type} has no {', '.join(unknown)}")
         self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes))
         self.example_input_array = torch.zeros(8, block_size, dtype=torch.long)  # to measure the balance
 

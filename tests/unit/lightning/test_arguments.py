@@ -160,7 +160,10 @@ def test_a_mistake_in_an_example_configuration(
     """A key that is misspelt, or whose value is of no possible type."""
     monkeypatch.setattr(sys, "argv", ["trainer"])
     tree = yaml.safe_load(config.read_text())
-    *path, key = data.draw(st.sampled_from(keys_of(tree)), label="key")
+    checked = [
+        keys for keys in keys_of(tree) if "config" not in keys
+    ]  # the sizes of a model of Hugging Face are its own
+    *path, key = data.draw(st.sampled_from(checked), label="key")
     below = functools.reduce(lambda node, name: node[name], path, tree)
     if data.draw(st.booleans(), label="misspelt"):
         items = list(below.items())
