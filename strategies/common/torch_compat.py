@@ -8,6 +8,7 @@ ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Modu
 ``import torch`` has loaded everything that is imported here, so this module adds nothing to a worker's start.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from operator import attrgetter
@@ -143,6 +144,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether ``module.compile()`` was called."""
     return module._compiled_call_impl is not None
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that ``torch.compile`` calls as it stands; it is the same one where nothing compiles."""
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
 
 
 CALL_ATTRIBUTE = "_compiled_call_impl"

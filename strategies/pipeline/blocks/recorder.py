@@ -26,6 +26,7 @@ from strategies.common.patching import replaced
 from strategies.common.torch_compat import (
     CALL_ATTRIBUTE,
     call_of_module,
+    not_compiled,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -127,10 +128,10 @@ class DeferredBlocks:
         """Take over the calls of all blocks."""
         for name, block in self._blocks._modules.items():
             assert block is not None
-            call = partial(self._called, name, call_of_module(block))
+            call = not_compiled(partial(self._called, name, call_of_module(block)))
             self._ending.callback(replaced(block, CALL_ATTRIBUTE, call))
         for module in self._containers():
-            outer = partial(self._container_called, call_of_module(module))
+            outer = not_compiled(partial(self._container_called, call_of_module(module)))
             self._ending.callback(replaced(module, CALL_ATTRIBUTE, outer))
 
     def end(self) -> None:
