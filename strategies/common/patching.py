@@ -1,7 +1,16 @@
-"""Methods of one object, replaced for a while."""
+"""Objects that are changed for a while."""
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.torch_compat import num_changes
+
+_CONTAINERS = (list, dict, OrderedDict, set)
 
 
 def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -17,3 +26,52 @@ def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[],
             own.pop(name, None)
 
     return undo
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore modules after the body: attributes, entries of lists, dicts and sets in them, and values of tensors.
+
+    Copies take the place of buffers within the body. Parameters are left to the caller.
+    """
+    attributes = [(module, dict(vars(module))) for module in modules]
+    values = [value for _, before in attributes for value in before.values()]
+    entries = [(container, type(container)(container)) for container in _containers_in(values)]
+    tensors = [
+        (value, value.detach().clone(), num_changes(value))
+        for value in values
+        if type(value) is Tensor and not value.is_meta
+    ]
+    copies: dict[int, Tensor] = {}
+    try:
+        for module, _ in attributes:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[name] = copies.setdefault(id(buffer), buffer.detach().clone())
+        yield
+    finally:
+        for module, before in attributes:
+            vars(module).clear()
+            vars(module).update(before)
+        for container, kept in entries:
+            if isinstance(container, list):
+                container[:] = kept
+            else:
+                container.clear()
+                container.update(kept)
+        with torch.no_grad():
+            for value, kept_value, number in tensors:
+                if num_changes(value) != number:
+                    value.copy_(kept_value)
+
+
+def _containers_in(values: Iterable[Any]) -> list[Any]:
+    """Return the lists, dicts and sets among values and in one another, each once."""
+    found: dict[int, Any] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if type(value) in _CONTAINERS and id(value) not in found:
+            found[id(value)] = value
+            waiting += value.values() if isinstance(value, dict) else value
+    return list(found.values())

@@ -12,7 +12,6 @@ The model is left unchanged: parameters, gradients, buffers, modes, attributes a
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.common.patching import replaced
+from strategies.common.patching import replaced, unchanged
 from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_flatten, tree_map_only, tree_unflatten
 from strategies.common.trees import tensors_in
 from strategies.pipeline.partition.probe import input_of, positional_and_named
@@ -327,46 +326,26 @@ class _StandIn(torch.autograd.Function):
 def _unchanged(model: nn.Module, module: nn.Module, one_row: bool) -> Iterator[None]:
     """Within this, ``model`` is in training mode, and nothing that a run does to it lasts.
 
-    Outside ``module``, twins with the same values take the place of parameters and copies the place of buffers, so that
-    gradients, hooks on parameters and values are left alone. Gradients are set aside, because a module may hold a
+    Outside ``module``, twins with the same values take the place of parameters, so that gradients, hooks on parameters
+    and values are left alone. Gradients are set aside, because a module may hold a
     parameter elsewhere too. Lists, dicts and sets in attributes, such as those of hooks, get their entries back.
     """
-    attributes = [(child, dict(vars(child))) for child in model.modules()]
-    entries = {
-        id(value): (value, type(value)(value))
-        for _, before in attributes
-        for value in before.values()
-        if type(value) in (list, dict, OrderedDict, set)
-    }
     gradients = {parameter: parameter.grad for parameter in model.parameters()}
     parameters: dict[Tensor, nn.Parameter] = {}
-    buffers: dict[Tensor, Tensor] = {}
     inside = set(module.modules())
     try:
-        model.train()
-        if one_row:
-            stop_batch_norm(model.modules())
-        for parameter in gradients:
-            parameter.grad = None
-        for child in model.modules():
-            if child in inside:
-                continue
-            for name, own in child._parameters.items():
-                if own is not None:
-                    child._parameters[name] = parameters.setdefault(own, nn.Parameter(own.detach(), own.requires_grad))
-            for name, buffer in child._buffers.items():
-                if buffer is not None:
-                    child._buffers[name] = buffers.setdefault(buffer, buffer.detach().clone())
-        yield
+        with unchanged(model.modules()):
+            model.train()
+            if one_row:
+                stop_batch_norm(model.modules())
+            for parameter in gradients:
+                parameter.grad = None
+            for child in model.modules():
+                for name, own in child._parameters.items() if child not in inside else ():
+                    if own is not None:
+                        twin = parameters.setdefault(own, nn.Parameter(own.detach(), own.requires_grad))
+                        child._parameters[name] = twin
+            yield
     finally:
-        for child, before in attributes:
-            vars(child).clear()
-            vars(child).update(before)
-        for value, copied in entries.values():
-            if isinstance(value, list):
-                value[:] = copied
-            else:
-                value.clear()
-                value.update(copied)
         for parameter, gradient in gradients.items():
             parameter.grad = gradient

@@ -1,0 +1,110 @@
+"""What a block will return, found by running its code on the ``meta`` device."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.patching import unchanged
+from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_leaves, tree_map, tree_map_only
+from strategies.common.transformers_compat import collector_hidden
+from strategies.pipeline.stage.layers import preserved_random_state
+
+
+class ExpectedOutputs:
+    """Finds out what blocks return, and remembers it.
+
+    Args:
+        blocks: The blocks.
+        path: Their dotted path in the model, for messages.
+    """
+
+    def __init__(self, blocks: nn.ModuleList, path: str) -> None:
+        self._blocks, self.path = blocks, path
+        self._known: dict[Any, _Known] = {}
+        """By block and the kinds of its arguments."""
+
+    def of(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> tuple[Any, bool]:
+        """Find out how the output of a block is nested, and the shapes of the tensors in it, without running the block.
+
+        The block's code runs on the ``meta`` device, once for each combination of kinds of arguments.
+
+        Args:
+            name: The name of the block.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            leaves: The leaves of both.
+
+        Returns:
+            The output, with tensors on the ``meta`` device; and whether it is a guess, because the code needs values: a
+            tensor like the first one among the arguments.
+        """
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
+        if first is None:
+            raise RuntimeError(
+                f"block {self.path}.{name} got no tensor of floating-point numbers, so what it returns is not known "
+                "before it runs; give it the hidden state as its first argument"
+            )
+        kinds = [(leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves]
+        nesting = [type(value) for value in args], *((argument, type(value)) for argument, value in kwargs.items())
+        autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+        block = self._blocks.get_submodule(name)
+        key = name, repr((kinds, nesting)), autocast, block.training
+        shapes = [tensor.shape for tensor in tensors]
+        known = self._known.get(key)
+        if known is None or not (known.is_like_first or known.shapes == shapes):
+            found = _on_meta(block, args, kwargs)
+            given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+            is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
+            # Of two arguments alike, either may be the one that the output is like.
+            is_like_first &= sum((t.shape, t.dtype) == (first.shape, first.dtype) for t in tensors) == 1
+            known = self._known[key] = _Known(found, shapes, is_like_first)
+        if known.output is None:
+            return _like(first), True
+        output = known.output[0]
+        return tree_map_only(Tensor, lambda _: _like(first), output) if known.is_like_first else output, False
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a block returns for some kinds of arguments.
+
+    Attributes:
+        output: The output on the ``meta`` device, in a tuple; ``None`` if the code needs values.
+        shapes: The shapes of the arguments for which this is known.
+        is_like_first: Whether every tensor has the shape and dtype of the first one among the arguments, as is then
+            taken to hold for other shapes too.
+    """
+
+    output: tuple[Any] | None
+    shapes: list[torch.Size]
+    is_like_first: bool
+
+
+def _constant(leaf: Any) -> Any:
+    """What of an argument that is not a tensor may decide what a block returns."""
+    return leaf if isinstance(leaf, bool | int | float | str | None) else type(leaf)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _on_meta(block: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any] | None:
+    """Run a block's code on the ``meta`` device; return its output, or ``None`` if the code needs values."""
+    tensors = {name: _like(t) for name, t in [*block.named_parameters(), *block.named_buffers()]}
+    given, named = tree_map_only(Tensor, _like, (args, dict(kwargs)))
+    modules = list(block.modules())
+    try:
+        with torch.no_grad(), preserved_random_state(torch.device("cpu")), collector_hidden(), unchanged(modules):
+            for module in modules:
+                vars(module).pop(CALL_ATTRIBUTE, None)
+            output = torch.func.functional_call(block, tensors, given, named)
+    except Exception:  # whatever the code raises that finds no values
+        return None
+    if any(isinstance(leaf, Tensor) and not leaf.is_meta for leaf in tree_leaves(output)):
+        return None
+    return (tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output),)
