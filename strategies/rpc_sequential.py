@@ -250,9 +250,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             checks.check_loggers(trainer)
         self._module_path = find_path(model, self._given_path, len(self.devices))
         module = find_module(model, self._module_path)
-        checks.warn_of_time_first(module, self._module_path)
-        if fitting and isinstance(module, nn.ModuleList):
+        if isinstance(module, nn.Sequential):
+            checks.warn_of_time_first(module, self._module_path)
+        elif fitting:
             checks.check_layer_drop(model, self._module_path)
+            checks.warn_of_router_loss(model, self._settings)
+            checks.warn_of_compiled_model(self._module_path)
         self._batch_norms = {
             f"{self._module_path}.{name}": child
             for name, child in module.named_modules()

@@ -214,7 +214,8 @@ class StageStates:
         pipelined = getattr(holder, name)
         setattr(holder, name, self._pipeline.state.whole())
         try:
-            yield
+            with self._pipeline.calls_in_this_process():
+                yield
         finally:
             setattr(holder, name, pipelined)
 

@@ -340,6 +340,30 @@ def warn_of_time_first(module: nn.Module, path: str) -> None:
             return
 
 
+def warn_of_router_loss(model: nn.Module, settings: Settings) -> None:
+    """Warn if a mixture of experts of Hugging Face adds its auxiliary loss, which is not a mean over rows."""
+    if not settings.interleaves or settings.microbatches == 1:
+        return
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
+            rank_zero_warn(
+                f"{name}, a {type(module).__name__}, adds the auxiliary loss of its routers (output_router_logits=True)."
+                f" Under schedule={settings.schedule!r} that loss is computed for each micro-batch instead of for the "
+                "whole batch, so it differs from that of one process. schedule='gpipe' computes it for the batch."
+            )
+            return
+
+
+def warn_of_compiled_model(path: str) -> None:
+    """Warn if a module that contains the pipelined blocks is compiled, since the blocks run on their stages."""
+    if "_orig_mod" in path.split("."):
+        rank_zero_warn(
+            f"{path} is inside a module in torch.compile(...), which compiles neither its blocks, because they run on "
+            "their stages, nor the code that calls them. Compile the blocks instead: "
+            "blocks[i] = torch.compile(blocks[i])."
+        )
+
+
 def check_dense_gradients(model: nn.Module) -> None:
     """Check that no layer makes sparse gradients, which do not fit into the buffers in which gradients travel.
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info
+from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info, rank_zero_warn
 from strategies.pipeline.executor.per_microbatch import Shares
 
 IGNORED_LABEL = -100
@@ -44,7 +44,9 @@ class LossWeights:
 
     Args:
         model: The model. If it has a method ``microbatch_weight(microbatch)``, that returns the weight. Otherwise the
-            weight is the number of tokens: labels other than ``IGNORED_LABEL``.
+            weight is the number of tokens: labels other than ``IGNORED_LABEL``, without the first one of each row if a
+            Hugging Face model in ``model`` shifts ``labels`` (whether or not ``training_step`` uses its loss; labels
+            that have been shifted already are called ``shift_labels``).
         sum_over_replicas: Returns, for each of several numbers, the sum over the replicas. Every replica calls it.
         num_replicas: Number of replicas.
     """
@@ -128,6 +130,27 @@ class LossWeights:
             rank_zero_info(f"loss_weight='tokens' counts {name!r} other than {IGNORED_LABEL}{how}.")
         counts = torch.stack([(labels != IGNORED_LABEL).sum() for labels in columns])  # one transfer from the device
         return list(counts.tolist())
+
+
+def warn_of_ignored_labels(microbatches: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Warn if micro-batches have different numbers of tokens per row, whereas they count by rows.
+
+    Args:
+        microbatches: The micro-batches of a batch.
+        sizes: The number of rows of each.
+    """
+    for name in _LABELS:
+        columns = [_entry(microbatch, name) for microbatch in microbatches]
+        if not all(isinstance(labels, Tensor) and _is_integral(labels) for labels in columns):
+            continue
+        counts = torch.stack([(labels != IGNORED_LABEL).sum() for labels in columns]).tolist()
+        if any(count * sizes[0] != counts[0] * size for count, size in zip(counts, sizes, strict=True)):
+            rank_zero_warn(
+                f"The micro-batches have {counts} {name!r} other than {IGNORED_LABEL}, but count by their rows "
+                f"{list(sizes)}. A loss that is a mean over these labels then differs from that of one process. Set "
+                "RPCSequentialStrategy(loss_weight='tokens')."
+            )
+        return
 
 
 # Which labels are tokens

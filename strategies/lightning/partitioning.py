@@ -54,9 +54,10 @@ def find_path(model: nn.Module, given: str | None, num_stages: int) -> str:
     """
     if given is not None:
         return given
-    if hasattr(model, "sequential_module"):
-        return "sequential_module"
     kind = type(model).__name__
+    if hasattr(model, "sequential_module"):
+        _announce(model, "sequential_module")
+        return "sequential_module"
     found = lists_of_blocks(model)
     if not found:
         found = _outermost(model, nn.ModuleList, num_stages) or _outermost(model, nn.Sequential, num_stages)
@@ -72,8 +73,14 @@ def find_path(model: nn.Module, given: str | None, num_stages: int) -> str:
             f"{num_stages} devices, so there is nothing to pipeline. Put its layers into one, such as "
             "`self.sequential_module = nn.Sequential(...)`, or use fewer devices."
         )
-    rank_zero_info(f"RPCSequentialStrategy pipelines {found[0]!r} of {kind} ({_described(model, found[0])}).")
+    _announce(model, found[0])
     return found[0]
+
+
+def _announce(model: nn.Module, path: str) -> None:
+    if isinstance(getattr(model, path.partition(".")[0]), nn.Module):  # if not, find_module refuses it
+        kind = type(model).__name__
+        rank_zero_info(f"RPCSequentialStrategy pipelines {path!r} of {kind} ({_described(model, path)}).")
 
 
 def _outermost(model: nn.Module, kind: type[Pipelined], num_layers: int) -> list[str]:
@@ -126,7 +133,7 @@ def find_module(model: nn.Module, path: str) -> Pipelined:
         raise MisconfigurationException(
             f"{kind}.{path} is a {type(module).__name__} with its own forward method, which a pipeline would not run, "
             "because it calls the layers one after another. Move the code of that method into a layer, or use a plain "
-            "nn.Sequential."
+            "nn.Sequential. Or use an nn.ModuleList, and call its blocks in the forward method of the module around it."
         )
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:

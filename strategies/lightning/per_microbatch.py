@@ -25,7 +25,7 @@ from strategies.lightning.compat import (
     set_forward_cache,
 )
 from strategies.lightning.hooks import Collect, scaler_of
-from strategies.lightning.loss_weights import LossWeights
+from strategies.lightning.loss_weights import LossWeights, warn_of_ignored_labels
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.per_microbatch import Shares
 from strategies.pipeline.microbatch.split import split_batch
@@ -54,6 +54,7 @@ class TrainingStepPerMicrobatch:
     ) -> None:
         self._model, self._pipeline, self._precision, self._microbatches = model, pipeline, precision, microbatches
         self._scaler, self.loss_weights = scaler_of(precision), loss_weights
+        self._has_checked_labels = loss_weights is not None
         self._thread = threading.local()
 
     def collector(self) -> Collect | None:
@@ -75,6 +76,9 @@ class TrainingStepPerMicrobatch:
                 ``training_step`` returns something that Lightning does not accept.
         """
         parts, sizes = _split(self._model, batch, self._microbatches)
+        if not self._has_checked_labels:  # of the first batch: to count those of each batch would wait for the device
+            self._has_checked_labels = True
+            warn_of_ignored_labels(parts, sizes)
         weights: Sequence[float] = sizes
         shares: Callable[[], Shares] = Shares
         if self.loss_weights is not None:

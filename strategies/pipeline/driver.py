@@ -176,6 +176,17 @@ class Pipeline(NotCopyable):
         ]
         return running.whole_batch((marked, plan))
 
+    @contextmanager
+    def calls_in_this_process(self) -> Iterator[None]:
+        """Within this, blocks of an ``nn.ModuleList`` that are here run when the model calls them."""
+        if self._blocks is not None:
+            self._blocks.end()
+        try:
+            yield
+        finally:
+            if self._blocks is not None and self._running is not None:
+                self._blocks.start()
+
     def interleave(
         self,
         codes: Sequence[Code],

@@ -120,7 +120,7 @@ class Recording:
         slots: list[Any] = []
         for place, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
-                _check_plain(block, "output", leaf)
+                _check_output(block, leaf)
                 slots.append(leaf)
                 continue
             what = f"the output of block {block}" if len(leaves) == 1 else f"output {place} of block {block}"
@@ -345,6 +345,14 @@ def _check_plain(block: str, argument: str, leaf: Any) -> None:
         raise RuntimeError(
             f"block {block} gets a module as argument {argument!r} ({type(leaf).__name__}). A module is not data: its "
             "parameters would be trained on a copy in another process. Make it a part of the block."
+        )
+
+
+def _check_output(block: str, leaf: Any) -> None:
+    if is_object(leaf) or isinstance(leaf, nn.Module):
+        raise RuntimeError(
+            f"block {block} returns a {type(leaf).__name__}, which is neither a tensor nor a plain value, so the model "
+            "cannot get it before the block has run. Let the block return tensors, in tuples, lists or dicts."
         )
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import run
 from parity import Outcome, Small, batches, check, compare, fit
+from pytorch_lightning import Callback
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -144,6 +145,49 @@ def more() -> None:
 @pytest.mark.slow
 def test_other_numbers_of_stages_frozen_parts_and_recomputation() -> None:
     run(more, timeout_seconds=400)
+
+
+class CompiledModel(Model):
+    """Compiled as a whole; its blocks run on their stages all the same."""
+
+    def make(self) -> nn.Module:
+        made: Any = torch.compile(Blocks(), backend="eager")
+        return made
+
+
+def compiled() -> None:
+    for schedule in ("gpipe", "1f1b"):
+        with pytest.warns(UserWarning, match=r"net\._orig_mod\.layers is inside a module in torch\.compile"):
+            strategy = RPCSequentialStrategy(balance=[2, 2], microbatches=3, schedule=schedule)
+            outcome = fit(CompiledModel, strategy, 2, train=data, val=data)
+        compare(outcome, fit(CompiledModel, "auto", 1, train=data, val=data))
+
+
+class SavesWhole(Callback):
+    """Runs the whole model within ``rpc_save_model``, at the end of the training."""
+
+    def __init__(self) -> None:
+        self.found: list[Tensor] = []
+
+    def on_train_end(self, trainer: Any, model: Any) -> None:
+        def save(trainer: Any, path: Any) -> None:
+            with torch.no_grad():
+                self.found.append(trainer.lightning_module(torch.ones(2, WIDTH, dtype=torch.float64)))
+
+        trainer.strategy.rpc_save_model(trainer, save, "unused")
+
+
+def saved_whole() -> None:
+    saves = SavesWhole()
+    outcome = fit(Model, RPCSequentialStrategy(balance=[2, 2], microbatches=3), 2, train=data, callbacks=[saves])
+    expected = outcome.model(torch.ones(2, WIDTH, dtype=torch.float64))
+    torch.testing.assert_close(saves.found[0], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [compiled, saved_whole])
+def test_a_compiled_model_and_the_whole_model_in_mid_run(rows: Any) -> None:
+    run(rows, timeout_seconds=300)
 
 
 # What is refused

@@ -1,5 +1,6 @@
 """Weights of micro-batches: which labels are tokens, what a model's own weights may be, and sums over batches."""
 
+import warnings
 from collections import UserDict
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.loss_weights import LossWeights, has_own_weights
+from strategies.lightning.loss_weights import LossWeights, has_own_weights, warn_of_ignored_labels
 
 LABELS = torch.tensor([[5, -100, 1, 0], [-100, -100, -100, -100], [-100, 2, 3, -100]])
 """Per row 3, 0 and 2 tokens; 2, 0 and 2 after a shift."""
@@ -198,3 +199,19 @@ def test_shares_of_replicas() -> None:
     weights.added(2, 1)
     assert weights.share_of_replica() == 2 / 8
     assert weights.over_replicas([2.0, 3.0]) == [4.0, 4.5]
+
+
+@pytest.mark.parametrize(
+    ("padded", "sizes", "warns"), [([2, 0], [2, 2], True), ([1, 1], [2, 2], False), ([0, 0], [2, 1], False)]
+)
+def test_labels_that_micro_batches_have_in_different_numbers(padded: list[int], sizes: list[int], warns: bool) -> None:
+    parts = []
+    for number, size in zip(padded, sizes, strict=True):
+        labels = torch.ones(size, 4, dtype=torch.long)
+        labels[0, :number] = -100
+        parts.append({"labels": labels})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_of_ignored_labels(parts, sizes)
+        warn_of_ignored_labels([{"x": torch.ones(2)}], [2])
+    assert [("loss_weight='tokens'" in str(w.message)) for w in said] == [True] * warns

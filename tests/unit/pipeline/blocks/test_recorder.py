@@ -1,5 +1,6 @@
 """Blocks of an ``nn.ModuleList`` whose calls are recorded and run stage by stage, here all in one process."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -609,4 +610,27 @@ def test_a_first_block_that_changes_its_input_in_place_is_refused() -> None:
 
     model = Loop([InPlace(), InPlace()], run)
     with deferred(model, [1, 1]), pytest.raises(RuntimeError, match=r"block blocks\.0 changed its argument '0'"):
+        model(X)
+
+
+@dataclasses.dataclass
+class Statistics:
+    """What a block may return beside its hidden state: neither a tensor nor a plain value."""
+
+    mean: float = 0.0
+
+
+class ObjectBlock(nn.Module):
+    def forward(self, hidden: Tensor) -> Any:
+        return hidden + 1, Statistics()
+
+
+def test_an_object_in_an_output_is_refused() -> None:
+    def run(model: Loop, hidden: Tensor) -> Tensor:
+        for block in model.blocks:
+            hidden, _ = block(hidden)
+        return hidden
+
+    model = Loop([ObjectBlock(), ObjectBlock()], run)
+    with deferred(model, [1, 1]), pytest.raises(RuntimeError, match=r"block blocks\.0 returns a Statistics, which is"):
         model(X)

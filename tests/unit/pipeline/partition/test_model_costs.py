@@ -1,7 +1,9 @@
 """The costs of blocks and of the rest of a model: what is counted, and that the model is left as it was."""
 
+import math
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,14 +83,30 @@ def quick() -> ByTime:
     return ByTime(budget_seconds=0.001)
 
 
+def least_of(measure: Callable[[], Costs], limits: list[float]) -> list[float]:
+    """The least cost of each layer and of the driver in several measurements, until all are below their limits.
+
+    Other processes on the machine make a measurement longer, never shorter.
+    """
+    least = [math.inf] * len(limits)
+    for _ in range(20):
+        costs = measure()
+        least = [min(pair) for pair in zip(least, [*costs.layers, costs.driver], strict=True)]
+        if all(seconds < limit for seconds, limit in zip(least, limits, strict=True)):
+            break
+    return least
+
+
 def test_time_of_forward_and_backward_passes() -> None:
-    costs = measured(Model((0.01, 0.03, 0.02), head_seconds=0.04), quick())
-    for seconds, asleep in zip([*costs.layers, costs.driver], [0.02, 0.06, 0.04, 0.08], strict=True):
-        assert asleep <= seconds < asleep + 0.02
-    assert not costs.not_measured
-    recomputed = measured(Model((0.01, 0.03, 0.02)), ByTime(recomputed=0.5, budget_seconds=0.001))
-    assert 0.075 <= recomputed.layers[1] < 0.095
-    assert recomputed.driver < 0.02
+    model = Model((0.01, 0.03, 0.02), head_seconds=0.04)
+    asleep = [0.02, 0.06, 0.04, 0.08]
+    least = least_of(lambda: measured(model, quick()), [seconds + 0.02 for seconds in asleep])
+    assert all(limit <= seconds < limit + 0.02 for seconds, limit in zip(least, asleep, strict=True))
+    assert not measured(model, quick()).not_measured
+    by_time = ByTime(recomputed=0.5, budget_seconds=0.001)
+    least = least_of(lambda: measured(Model((0.01, 0.03, 0.02)), by_time), [1.0, 0.095, 1.0, 0.02])
+    assert 0.075 <= least[1] < 0.095
+    assert least[3] < 0.02
 
 
 def parameter_bytes(*modules: nn.Module) -> int:
