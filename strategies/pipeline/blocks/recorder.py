@@ -57,6 +57,10 @@ Run = Callable[[Value, FindRows], tuple[Any, list[Any]]]
 """Runs the value through all stages; returns the output of the last block and the returned table entries."""
 
 
+_MANY = 1000
+"""Number of plans that are remembered; models have a few."""
+
+
 class _Left(Enum):
     """What a micro-batch has in place of a tensor that cannot be joined; plain, so that it passes through a stage."""
 
@@ -230,6 +234,8 @@ class DeferredBlocks:
             if found is not None:
                 self._split = replace(found, rows=rows)
                 if found.last is not None and not all(found.last):
+                    if len(self._left_out) > _MANY:  # passes so long ago have ended
+                        self._left_out.clear()
                     self._left_out[plan] = [k for k, has_rows in enumerate(found.last) if not has_rows]
                 return found.table
         if not torch.is_grad_enabled():
