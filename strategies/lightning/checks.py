@@ -348,8 +348,8 @@ def warn_of_router_loss(model: nn.Module, settings: Settings) -> None:
         if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
             rank_zero_warn(
                 f"{name}, a {type(module).__name__}, adds the auxiliary loss of its routers, because of "
-                f"output_router_logits=True. Under schedule={settings.schedule!r} that loss is computed for each micro-batch instead of for the "
-                "whole batch, so it differs from that of one process. schedule='gpipe' computes it for the batch."
+                f"output_router_logits=True. Under schedule={settings.schedule!r} each micro-batch has such a loss, so "
+                "the total differs from that of one process. schedule='gpipe' computes it for the whole batch."
             )
             return
 
