@@ -39,7 +39,7 @@ def parent(pid: int) -> int:
 def is_alive(pid: int) -> bool:
     try:
         return _state_parent_session(pid)[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ended before the file was opened, or between that and the read
         return False
 
 
