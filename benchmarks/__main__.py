@@ -22,6 +22,7 @@ SECTIONS = (
     "growth",
     "zero",
     "checkpoint",
+    "memory",
 )
 ON_REQUEST = ("driver_part",)
 """Sections that run only if they are named, because they take many minutes."""

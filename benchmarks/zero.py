@@ -1,9 +1,10 @@
-"""Time of a training step and bytes of optimizer state per rank: ZeRO and comparable methods in two processes.
+"""Time of a training step and bytes held per rank: ZeRO and comparable methods in two processes.
 
     DDP + AdamW                         every rank has the whole state and computes the whole step
     DDP + ZeroRedundancyOptimizer       torch's ZeRO, stage 1
     FSDP2 (fully_shard)                 parameters are divided as well: gathered for each pass of each layer
     Relay, stage 1 and 2                with each option
+    Relay, stage 3                      parameters are divided as by FSDP2; the optimizer steps plain rows
 
 All methods train in the same two processes, one step of each in turn, so that other load on the machine slows all of
 them down equally. CPU time (of all threads of one rank) depends less on other load than the time of a step, but does
@@ -29,7 +30,9 @@ from torch.optim import AdamW, Optimizer
 
 from benchmarks.models import encoder_layers
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
+from strategies.sharding.model import ShardedModel
 from strategies.sharding.optimizers import ShardedOptimizers
+from strategies.sharding.row_optimizers import RowOptimizers
 
 RANKS, ROWS, LENGTH = 2, 2, 64
 NUM_LAYERS, WIDTH = 12, 512
@@ -100,6 +103,26 @@ def relay(make_model: Make, stage: int, *, overlap: bool, as_view: bool) -> tupl
     return model, optimizer, step
 
 
+def relay_by_rows(make_model: Make) -> tuple[nn.Module, Any, Step]:
+    group = dist.new_group()
+    sharded = ShardedModel(make_model(), group, group, device=torch.device("cpu"), find_unused=False)
+    model = sharded.model
+    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizers = RowOptimizers([optimizer], sharded, group)
+    optimizer.register_step_post_hook(lambda stepped, args, kwargs: optimizers.after_step(stepped))
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        with sharded.training_step():
+            loss = model(x).square().mean()
+        optimizers.follow(loss, communicate=True)
+        loss.backward()
+        sharded.after_backward()
+        optimizer.step()
+
+    return model, optimizer, step
+
+
 VARIANTS: dict[str, Callable[[Make], tuple[nn.Module, Any, Step]]] = {
     "DDP + AdamW": ddp,
     "DDP + ZeroRedundancyOptimizer": lambda make: torchs_zero(make, as_view=False),
@@ -111,13 +134,25 @@ VARIANTS: dict[str, Callable[[Make], tuple[nn.Module, Any, Step]]] = {
     "Relay, stage 2": lambda make: relay(make, 2, overlap=False, as_view=False),
     "Relay, stage 2, overlap": lambda make: relay(make, 2, overlap=True, as_view=False),
     "Relay, stage 2, overlap, bucket views": lambda make: relay(make, 2, overlap=True, as_view=True),
+    "Relay, stage 3": relay_by_rows,
 }
 
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Returns the bytes of this rank's moments, without step counters."""
-    tensors = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    return sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in tensors)
+    return sum(own_bytes(value) for state in optimizer.state.values() for value in state.values() if value.ndim)
+
+
+def held_bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Returns the bytes of this rank's parameters, gradients and moments after a step."""
+    parameters = list(model.parameters())
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return sum(map(own_bytes, [*parameters, *gradients])) + state_bytes(optimizer)
+
+
+def own_bytes(tensor: Any) -> int:
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.nbytes
 
 
 def main_of_rank(rank: int, folder: str, rounds: int, num_layers: int, width: int) -> None:
@@ -136,25 +171,30 @@ def main_of_rank(rank: int, folder: str, rounds: int, num_layers: int, width: in
             dist.barrier()
             if number >= WARM_UP:
                 times[name].append((perf_counter() - started[0], busy))
-    held = {name: torch.tensor(state_bytes(optimizer)) for name, (_, optimizer, _) in made.items()}
+    held = {
+        name: torch.tensor([state_bytes(optimizer), held_bytes(model, optimizer)])
+        for name, (model, optimizer, _) in made.items()
+    }
     for size in held.values():
         dist.all_reduce(size, dist.ReduceOp.MAX)
     check_equal({name: model for name, (model, _, _) in made.items() if name != "FSDP2"})
     if rank == 0:
-        outcome = {"times": times, "held": {name: int(size) for name, size in held.items()}}
+        outcome = {"times": times, "held": {name: size.tolist() for name, size in held.items()}}
         (Path(folder) / "outcome.json").write_text(json.dumps(outcome))
     dist.destroy_process_group()
 
 
 def check_equal(models: dict[str, nn.Module]) -> None:
     """Checks that all models have the same weights."""
-    expected, *others = ([p.detach() for p in model.parameters()] for model in models.values())
+    expected, *others = (
+        [getattr(p.detach(), "full_tensor", p.detach)() for p in model.parameters()] for model in models.values()
+    )
     for other in others:
         for p, q in zip(expected, other, strict=True):
             torch.testing.assert_close(p, q, rtol=1e-4, atol=0.1 * LEARNING_RATE)
 
 
-def table_of(times: dict[str, list[list[float]]], held: dict[str, int]) -> Table:
+def table_of(times: dict[str, list[list[float]]], held: dict[str, list[int]]) -> Table:
     """Returns a table with one row per variant."""
     whole, reference = held["DDP + AdamW"], times["DDP + AdamW"]
     rows = []
@@ -163,8 +203,11 @@ def table_of(times: dict[str, list[list[float]]], held: dict[str, int]) -> Table
         for kind in (0, 1):
             own = [one[kind] for one in measured]
             row += [*spread(own), f"{quartiles(ratios(own, [one[kind] for one in reference]))[1]:.3f}"]
-        rows.append([*row, f"{held[name] / 1e6:.1f}", f"{held[name] / whole:.1%}"])
+        for size, of_ddp in zip(held[name], whole, strict=True):
+            row += [f"{size / 1e6:.1f}", f"{size / of_ddp:.1%}"]
+        rows.append(row)
     columns = ["", "step, s", "quartiles", "of DDP", "CPU s", "quartiles", "of DDP", "MB of state", "share"]
+    columns += ["MB held", "share"]
     return Table(columns, rows)
 
 
@@ -186,7 +229,8 @@ def main(effort: Effort) -> Section:
         "ZeRO, DDP, torch's ZeRO and FSDP2",
         f"{num_layers} transformer layers of width {width}, {ROWS} rows of {LENGTH} on each of {RANKS} ranks with one "
         f"thread each, AdamW, gloo; {rounds} interleaved rounds after {WARM_UP}; medians, ratios per round. CPU "
-        "time is that of all threads of one rank. State is that of the rank with the largest state.",
+        "time is that of all threads of one rank. State, and all that is held after a step (parameters, gradients, "
+        "state), are those of the rank with the most.",
         tables=[table_of(outcome["times"], outcome["held"])],
         notes=["All variants except FSDP2 have trained the same weights."],
         absent={"DeepSpeed ZeRO": "not tried: available as source only; builds operators at their first use"},

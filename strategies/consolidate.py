@@ -2,14 +2,23 @@
 
 import argparse
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 
-from strategies.checkpoint.store import is_sharded, load_sharded, save_file
+from torch import Tensor
+
+from strategies.checkpoint.store import is_sharded, load_sharded, read_tensors, save_file, sharded_tensors
+from strategies.checkpoint.streaming import LateTensors
+from strategies.launch.workers import return_freed_memory
+
+_GROUP_BYTES = 16 * 2**20
+"""Size of the tensors that are read at once; a larger one is read by itself."""
 
 
 def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> None:
-    """Write the file that ``state_dict_type="full"`` would have written.
+    """Write the file that ``state_dict_type="full"`` would have written, a few tensors at a time.
 
     Args:
         directory: The sharded checkpoint.
@@ -22,8 +31,24 @@ def consolidate(directory: Path, out: Path, *, weights_only: bool = True) -> Non
     """
     if not is_sharded(directory):
         raise FileNotFoundError(f"{directory} is not a sharded checkpoint: it has no meta.pt")
-    checkpoint, _ = load_sharded(directory, weights_only=weights_only)
-    save_file(checkpoint, out)
+    checkpoint, shards = load_sharded(directory, (), weights_only)
+    keys = {id(tensor): key for key, tensor in sharded_tensors(checkpoint).items()}
+    save_file(checkpoint, out, LateTensors(lambda tensor: id(tensor) in keys, partial(_read, shards, keys)))
+
+
+def _read(shards: Path, keys: Mapping[int, str], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the values of tensors, in the order given; torch reads all metadata once for each group of them."""
+    rest = list(reversed(tensors))
+    while rest:
+        group: dict[str, Tensor] = {}
+        size_bytes = 0
+        while rest and (not group or size_bytes + rest[-1].nbytes <= _GROUP_BYTES):
+            tensor = rest.pop()
+            group[keys[id(tensor)]], size_bytes = tensor, size_bytes + tensor.nbytes
+        return_freed_memory()
+        values = read_tensors(shards, group)
+        for key in group:
+            yield values.pop(key)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,8 +1,9 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: connects Lightning to :mod:`strategies.pipeline`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -11,14 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
+from strategies.checkpoint.references import InSafetensors, references_in_file, references_in_shards
 from strategies.checkpoint.stages import StageStates
-from strategies.checkpoint.store import load_sharded
+from strategies.checkpoint.store import load_sharded, local_path, read_tensors
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
-from strategies.common.transformers_compat import switch_off_cache, switch_off_recomputation
+from strategies.common.transformers_compat import lazy_safetensors, switch_off_cache, switch_off_recomputation
+from strategies.common.trees import flat, with_tensors
 from strategies.lightning import checks
+from strategies.lightning.checkpoints import AtomicCheckpointIO
 from strategies.lightning.compat import (
     CheckpointIO,
     ClusterEnvironment,
@@ -50,14 +54,24 @@ from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.summary import show_stages
-from strategies.lightning.weight_averaging import average_on_stages, averages_weights, find_copies
+from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
+from strategies.pipeline.construction.initialise import initialise
+from strategies.pipeline.construction.recording import Construction
+from strategies.pipeline.construction.stored import Reference
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.memory import Placement, check_memory
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.stage.layers import Seeds
-from strategies.pipeline.state.stand_ins import without_layers, without_meta_tensors
+from strategies.pipeline.state.remote_tensor import RemoteParameter
+from strategies.pipeline.state.stand_ins import (
+    replace_parameter,
+    without_layers,
+    without_meta_tensors,
+    without_stand_ins,
+)
 from strategies.sharding.states import gather_state_dict
 
 
@@ -122,13 +136,17 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         data_parallel_size: Number of replicas of the pipeline, among which devices and data are divided. Default: 1.
         shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among them
             (ZeRO stage 1). Default: ``False``.
-        state_dict_type: ``"full"`` (default): a checkpoint is one file, gathered stage by stage and written by the
-            driver. ``"sharded"``: a checkpoint is a directory into which every stage writes its own part; ``python -m
-            strategies.consolidate`` turns it into one file.
+        state_dict_type: ``"full"`` (default): a checkpoint is one file, which the driver writes as it receives tensor
+            after tensor. ``"sharded"``: a checkpoint is a directory into which every stage writes its own part;
+            ``python -m strategies.consolidate`` turns it into one file.
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
             died or hung. Only for one pipeline whose workers the strategy starts. Default: 0.
+        gather_on_end: Whether weights and optimizer states of all stages come back to the driver when a run ends.
+            ``None`` (default): unless the model was built without memory, in ``configure_model`` or
+            ``trainer.init_module()``, so that the driver need not hold it. Values that have not come back are in the
+            checkpoints of the run only.
         accelerator: As in Lightning's strategies; set by the Trainer by default.
         parallel_devices: The devices of this host; set by the Trainer by default.
         cluster_environment: Tells rank and address of each process; found by the Trainer by default.
@@ -157,6 +175,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         state_dict_type: str = "full",
         async_save: bool = False,
         max_restarts: int = 0,
+        gather_on_end: bool | None = None,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -192,13 +211,34 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._state_dict_type, self._async_save = state_dict_type, async_save
         self._stage_states: StageStates | None = None
         self._per_microbatch: TrainingStepPerMicrobatch | None = None
-        self._divides_states = shard_optimizer_states
+        self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
         self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
         self._averages_gradients = True
         self._undo: list[Undo] = []
+        self._construction = Construction()
+        self._references: dict[int, Reference] = {}  # to the weights of the checkpoint that is being loaded
         self._profiled: ProfiledStages | None = None
         self._batch_norms: dict[str, BatchNorm] = {}
         self._has_warned_of_batch_norm = False
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Within this, a model is built without memory for its large tensors; each process builds those of its stage.
+
+        The context of ``configure_model`` and of ``trainer.init_module()``. Values are the same as without it. Files
+        of ``safetensors`` that ``from_pretrained`` loads are read by these processes too.
+        """
+
+        def later(path: str, key: str, like: Tensor) -> Tensor:
+            return self._construction.stored_tensor(InSafetensors.of(path, key), like)
+
+        with (
+            super().tensor_init_context(empty_init),
+            torch.device("cpu"),
+            lazy_safetensors(later),
+            self._construction.recording(),
+        ):
+            yield
 
     def setup_environment(self) -> None:
         """Prepare the driver's device and connect the replicas; workers start in ``setup``, when the model is known."""
@@ -208,8 +248,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Check everything, then start the workers and send them their stages.
 
         Raises:
-            MisconfigurationException: If model, balance and devices do not fit together, or if the run needs something
-                that a pipeline cannot do. No process has been started then.
+            MisconfigurationException: If model, balance and devices do not fit together, if a stage cannot fit into
+                memory, or if the run needs something that a pipeline cannot do. No process has been started then.
         """
         model, accelerator = self.lightning_module, self.accelerator
         assert model is not None and accelerator is not None and self.parallel_devices is not None
@@ -218,6 +258,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._profiled = ProfiledStages(profiler, model) if isinstance(profiler, PyTorchProfiler) else None
         fitting = trainer.state.fn == TrainerFn.FITTING
         module = self._checked_module(trainer, model, fitting)
+        built_here = not any(tensor.is_meta for _, tensor in _tensors_of(module))
         balance = self._prepare_model(model, module)
         optimizers = self._prepare_optimizers(trainer, fitting)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
@@ -238,7 +279,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 skips_infinite_steps=scaler_of(self.precision_plugin) is not None,
                 path=self._module_path,
                 is_reversed=self._is_reversed,
+                construction=self._construction,
+                gathers_on_end=built_here if self._gathers_on_end is None else self._gathers_on_end,
             )
+            placement = Placement.of(model, pipeline.stages, self.devices, self.stages_on_host())
+            check_memory(placement, optimizers, num_shares=self.world_size if self._divides_states else 1)
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
 
@@ -249,7 +294,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             checks.check_automatic_optimization(model, self._settings.schedule)
             checks.check_loggers(trainer)
         self._module_path = find_path(model, self._given_path, len(self.devices))
-        module = find_module(model, self._module_path)
+        self._initialise(model)
+        module = find_module(model, self._module_path, self._construction)
         if isinstance(module, nn.Sequential):
             checks.warn_of_time_first(module, self._module_path)
         elif fitting:
@@ -265,28 +311,51 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return module
 
     def _prepare_model(self, model: LightningModule, module: Pipelined) -> list[int]:
-        """Convert the model to its precision, find the balance, and move the driver's part to its device."""
-        self.model = self.precision_plugin.convert_module(model)
+        """Convert the model to its precision, find the balance, and build and move the driver's part to its device."""
+        with self._construction.recording():
+            self.model = self.precision_plugin.convert_module(model)
+        inside = set(module.modules())
+        built: dict[int, torch.UntypedStorage] = {}
+        self._build([child for child in model.modules() if child not in inside], built)
         with without_layers(module, list(module._modules)):
             self.model_to_device()
         convert = self.precision_plugin.convert_input
-        self._is_reversed = is_reversed(model, module, self.root_device, convert)
-        balance = self.balance = find_balance(
-            model,
-            module,
-            path=self._module_path,
-            num_stages=len(self.devices),
-            given=self._given_balance,
-            mode=self._balance_mode,
-            settings=self._settings,
-            device=self.root_device,
-            convert=convert,
-            in_reverse=self._is_reversed,
-        )
-        elsewhere = cut(module, balance, is_reversed=self._is_reversed)[:-1]
+        with self._construction.reading(module):
+            self._is_reversed = is_reversed(model, module, self.root_device, convert)
+            balance = self.balance = find_balance(
+                model,
+                module,
+                path=self._module_path,
+                num_stages=len(self.devices),
+                given=self._given_balance,
+                mode=self._balance_mode,
+                settings=self._settings,
+                device=self.root_device,
+                convert=convert,
+                in_reverse=self._is_reversed,
+            )
+        *elsewhere, here = cut(module, balance, is_reversed=self._is_reversed)
+        self._build(here.modules(), built)
         with without_layers(module, [name for stage in elsewhere for name in stage._modules]):
             self.model_to_device()
         return balance
+
+    def _initialise(self, model: LightningModule) -> None:
+        """Initialise modules that the user has built on the ``meta`` device and no checkpoint has given values."""
+        if any(isinstance(tensor, RemoteParameter) for _, tensor in _tensors_of(model)):
+            return  # an earlier run has trained them
+        if self._has_tensors_to_build() and (names := initialise(model, self._construction)):
+            rank_zero_warn(
+                f"{len(names)} modules of {type(model).__name__} are on the meta device, such as {names[0]!r}, and no "
+                "checkpoint has given them values. They get initial values from _init_weights or reset_parameters, "
+                "each with a seed made of its name."
+            )
+
+    def _build(self, modules: Iterable[nn.Module], built: dict[int, torch.UntypedStorage]) -> None:
+        """Give modules on the driver their values, if they have been recorded and not built."""
+        model = self.lightning_module
+        assert model is not None
+        self._construction.build(modules, partial(replace_parameter, model, ()), built)
 
     def _prepare_optimizers(self, trainer: Trainer, fitting: bool) -> list[Optimizer]:
         """Run ``configure_optimizers``, if the run trains, and return the user's optimizers."""
@@ -327,7 +396,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._undo.append(after_backward(self.precision_plugin, self._after_backward))
         self._undo += follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers))
         self._undo += self._stage_states.check_before_loading()
-        self._undo += average_on_stages(trainer)
+        self._undo += average_on_stages(trainer, pipeline.reading_late)
 
     def _recompute_once(self, module: Pipelined) -> list[Undo]:
         """Switch off gradient checkpointing of a Hugging Face model's blocks if the stages recompute them."""
@@ -407,15 +476,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return checks.as_misconfiguration()(self._running().optimizers.clip_grad_norm)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights of every stage, gathered one stage after another; on the first replica only, which writes."""
+        """The weights of every stage, on the first replica only, which writes.
+
+        Values of other stages are fetched when they are read or written.
+        """
         if not self.is_global_zero:
             return {}
-        if self._stage_states is None:
-            return super().lightning_module_state_dict()
-        # With an average there are two sets of weights. The stages would write one; the driver gathers and writes both.
-        assert self.lightning_module is not None
-        values = self._state_dict_type == "full" or averages_weights(self.lightning_module.trainer)
-        return self._stage_states.weights(values=values)
+        return super().lightning_module_state_dict() if self._stage_states is None else self._stage_states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer over all stages, as in one process; on the first replica only."""
@@ -423,14 +490,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return {}
         own = unwrapped(optimizer)
         if self._stage_states is not None and not is_stand_in(own):
-            state = self._stage_states.optimizer_state(own, values=self._state_dict_type == "full")
+            state = self._stage_states.optimizer_state(own)
             return state if self.is_global_zero else {}
         if self._divides_states and not is_stand_in(own) and torch.distributed.is_initialized():  # after fit
             return gather_state_dict(own, default_group())
         return super().optimizer_state(optimizer)
 
     def _refresh_states(self) -> None:
-        if self._stage_states is not None and self._state_dict_type == "full":  # if sharded, nothing has been gathered
+        if self._stage_states is not None:
             self._stage_states.refresh()
 
     def save_checkpoint(
@@ -444,7 +511,17 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         is_resumable = "optimizer_states" in checkpoint
         if self._seeds is not None and is_resumable:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        if self._stage_states is None or self._state_dict_type == "sharded" or not self.is_global_zero:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif (
+            type(self.checkpoint_io) is AtomicCheckpointIO
+            and storage_options is None
+            and (path := local_path(filepath))
+        ):
+            self._save(partial(self._stage_states.prepare_file, path=path), checkpoint)
+        else:
+            self._stage_states.gather(checkpoint)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._stage_states is not None:
             self._stage_states.forget()
         if is_resumable and self._restarts is not None:
@@ -454,21 +531,36 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return self._stage_states.gathered_tensors() if self._stage_states is not None else []
 
     def _save_sharded(self, checkpoint: dict[str, Any], path: Path) -> None:
-        stages, in_background = self._stage_states, self._writer.in_background
         if not self.is_global_zero:
-            if stages is not None and self._divides_states:
-                stages.join_first_replica()
-        elif stages is None:
+            return
+        if self._stage_states is None:
             super()._save_sharded(checkpoint, path)
         else:
-            if in_background:
-                self._writer.wait()
-                checkpoint = snapshot(checkpoint)
-            self._writer.save(stages.prepare_sharded(checkpoint, path, needs_copy=in_background))
+            self._save(partial(self._stage_states.prepare_sharded, path=path), checkpoint)
+
+    def _save(self, prepare: Callable[..., Callable[[], None]], checkpoint: dict[str, Any]) -> None:
+        """Write a checkpoint, in the background from copies that every process makes of its own part."""
+        in_background = self._writer.in_background
+        if in_background:
+            self._writer.wait()  # before there is another copy
+            checkpoint = snapshot(checkpoint)
+        self._writer.save(prepare(checkpoint, needs_copy=in_background))
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint; training that is resumed from it draws the random numbers that would have come next."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        """Read a checkpoint; training that is resumed from it draws the random numbers that would have come next.
+
+        Weights of layers that have not been built are left in the file, from which the processes of these layers read
+        them.
+        """
+        path, self._references = local_path(checkpoint_path), {}
+        io = self.checkpoint_io
+        if isinstance(io, AtomicCheckpointIO) and path is not None and path.is_file():
+            with io.mapping_files():  # the optimizer states of other stages are never in memory here
+                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            if self._has_tensors_to_build() or checkpoint.get("optimizer_states"):
+                self._references = references_in_file(path, checkpoint, weights_only)
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
         if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
             self._seeds = self._seeds or Seeds(0)
@@ -476,10 +568,42 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return checkpoint
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
-        # The model is whole in this process at this time, so the weights are read here. Each stage reads its own
-        # optimizer states in load_optimizer_state_dict, when it has its layers.
-        checkpoint, self._shards = load_sharded(path, ["state_dict"], weights_only)
+        # The weights are read here, but for layers that have not been built, which other processes may get. Each stage
+        # reads its own optimizer states in load_optimizer_state_dict, when it has its layers.
+        if not self._has_tensors_to_build():
+            checkpoint, self._shards = load_sharded(path, ["state_dict"], weights_only)
+            return checkpoint
+        checkpoint, self._shards = load_sharded(path, [], weights_only)
+        model, state = self.lightning_module, checkpoint["state_dict"]
+        assert model is not None
+        later = {name for name, tensor in _tensors_of(model) if tensor.is_meta}
+        here = {
+            name: tensor
+            for name, tensor in flat(state, "state_dict").items()
+            if name.removeprefix("state_dict.") not in later
+        }
+        checkpoint["state_dict"] = with_tensors(state, read_tensors(self._shards, here), "state_dict")
+        self._references = references_in_shards(self._shards, checkpoint["state_dict"])
         return checkpoint
+
+    def _has_tensors_to_build(self) -> bool:
+        """Return whether the model has tensors without memory; from now on operations on them can be recorded."""
+        model = self.lightning_module
+        if model is None or self._stage_states is not None:
+            return False
+        without_stand_ins(model)
+        found = [tensor for _, tensor in _tensors_of(model) if tensor.is_meta]
+        for tensor in found:
+            self._construction.adopt(tensor)
+        return bool(found)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint; those of layers that have not been built are read when they are."""
+        if not self._has_tensors_to_build():
+            super().load_model_state_dict(checkpoint, strict)
+            return
+        with self._construction.references.used(self._references), self._construction.recording():
+            super().load_model_state_dict(checkpoint, strict)
 
     def _check_weights(self, state: Mapping[str, Any], strict: bool) -> None:
         model, given = self.lightning_module, self._given_balance
@@ -492,9 +616,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         check_fit(model, state, strict=strict, stage_of=stage_of)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give each stage the optimizer states of its parameters; of a sharded checkpoint it reads them itself."""
+        """Give each stage the optimizer states of its parameters, which it reads itself if they are in local files."""
+        references, self._references = self._references, {}
         if self._shards is None or self._stage_states is None:
-            super().load_optimizer_state_dict(checkpoint)
+            with self._running().optimizers.references.used(references):
+                super().load_optimizer_state_dict(checkpoint)
             return
         check_optimizer_states([unwrapped(own) for own in self.optimizers], checkpoint["optimizer_states"])
         self._stage_states.load_optimizer_states(checkpoint["optimizer_states"], self._shards)
@@ -510,7 +636,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             save_model_fn(trainer, filepath)
 
     def teardown(self) -> None:
-        """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks."""
+        """Return weights and optimizer states to the user's objects, end the workers, and remove all hooks.
+
+        With ``gather_on_end=False``, what the workers hold is not returned.
+        """
         self._writer.settle()  # stages may be writing
         self._stage_states = self._per_microbatch = None
         undo, self._undo, self._batch_norms = self._undo, [], {}
@@ -548,3 +677,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._pipeline is None:
             raise RuntimeError("the pipeline is not running; this is possible only within fit")
         return self._pipeline
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

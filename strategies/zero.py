@@ -1,79 +1,104 @@
-"""ZeRO (Rajbhandari et al., arXiv:1910.02054): data parallelism whose ranks divide the optimizer state among them."""
+"""ZeRO (Rajbhandari et al., arXiv:1910.02054): data parallelism whose ranks divide what they would all hold.
+
+stage 1, 2     each rank owns some whole parameters      ShardedOptimizers, RankStates
+stage 3        each rank has some rows of every one      ShardedModel, RowOptimizers, RowStates
+"""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import Tensor, device
+from torch import Tensor, device, nn
 from torch.optim import Optimizer
 
 from strategies.base import StrategyPlugin
-from strategies.checkpoint.ranks import RankStates, own_tensors, save_over_ranks
+from strategies.checkpoint.ranks import DividedStates, RankStates, own_tensors, save_over_ranks
+from strategies.checkpoint.rows import RowStates, read_rows
 from strategies.checkpoint.store import load_sharded, without_values
 from strategies.checkpoint.writer import snapshot
 from strategies.common.torch_compat import broadcast_coalesced, default_group, verify_shapes_across_ranks
-from strategies.lightning.checks import as_misconfiguration, check_dense_gradients, check_state_dict_type
+from strategies.lightning.checks import (
+    as_misconfiguration,
+    check_dense_gradients,
+    check_divided_run,
+    check_state_dict_type,
+)
 from strategies.lightning.compat import (
     CheckpointIO,
     ClusterEnvironment,
     MisconfigurationException,
     Precision,
     TrainerFn,
+    TrainerStatus,
     is_stand_in,
     optimizers_to_device,
     pl,
     rank_zero_warn,
+    set_device,
     sync_module_states,
     unwrapped,
 )
 from strategies.lightning.hooks import (
     GradientOperations,
     Undo,
+    after_backward,
     follow_precision,
     overridden_gradient_hooks,
     steps_may_run_in_backward,
 )
 from strategies.optim.calls import MethodCall, follow_methods
 from strategies.optim.restricted import check_optimizer_states
-from strategies.optim.trial import check_divisible
+from strategies.optim.trial import check_by_element, check_divisible
+from strategies.sharding.model import ShardedModel
 from strategies.sharding.optimizers import ShardedOptimizers
+from strategies.sharding.row_optimizers import RowOptimizers, check_parameters
 
 
 class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
-    """Keeps one copy of the model in each process, and divides optimizer state and steps among the processes.
+    """Trains on other data in each process, and divides optimizer state and steps among the processes.
 
-    Each of N ranks owns whole parameters, about 1/N of their bytes, and steps those. The optimizer is the user's own
-    object; it holds state for the parameters of its rank only, also after ``fit``. Every optimizer can be divided that
-    computes the update of each parameter from that parameter's gradient and state.
+    Under stages 1 and 2 each process has a copy of the model, and each of N ranks owns whole parameters, about 1/N of
+    their bytes, and steps those. Every optimizer can be divided that computes the update of each parameter from that
+    parameter's gradient and state.
+
+    Under stage 3 each of N ranks has 1/N of the rows of every parameter, gradient and optimizer state. The parameters
+    of a block of the model are gathered while it runs. Every optimizer can be divided that computes the update of each
+    element from that element's gradient and state.
+
+    The optimizer is the user's own object; it holds the state of its rank only, also after ``fit``. A model built in
+    ``__init__`` is whole on every rank after ``fit``; one built in ``configure_model`` stays divided under stage 3.
 
     The points of the contract (:class:`~strategies.base.StrategyPlugin`):
 
     * ``setup_environment`` joins the process group, and makes every rank end with rank 0.
-    * ``setup`` copies the weights of rank 0 to every rank and divides the optimizers of ``configure_optimizers``.
+    * ``setup`` copies the weights of rank 0 to every rank, divides the model under stage 3, and divides the optimizers
+      of ``configure_optimizers``.
     * ``barrier`` waits for all ranks.
-    * ``pre_backward`` makes the backward pass reduce gradients, bucket by bucket.
-    * ``post_optimizer_step`` sends the new values of the parameters from their owners to all ranks.
+    * ``pre_backward`` makes the backward pass reduce gradients, bucket by bucket or block by block.
+    * ``post_optimizer_step`` sends the new values of the parameters from their owners to all ranks; nothing is sent
+      under stage 3.
     * ``save_checkpoint`` writes from rank 0, where ``optimizer_state`` has gathered all states, or from every rank.
-    * ``teardown`` releases parameters and optimizers.
+    * ``teardown`` releases parameters and optimizers, and makes the model whole.
 
     Args:
         stage: What is divided. 1 (default): the optimizer state. 2: gradients too; each gradient is reduced to the rank
-            that owns its parameter and is ``None`` on the other ranks after the backward pass.
+            that owns its parameter and is ``None`` on the other ranks after the backward pass. 3: parameters, gradients
+            and optimizer state, each by rows (``torch.distributed.fsdp.fully_shard``).
         overlap_with_ddp: If ``True``, each bucket of parameters is stepped as soon as its gradients are reduced, and
             its new values are sent while the backward pass goes on. If gradients are read before the step (clipping, a
             gradient scaler, manual optimization, an overridden hook such as ``on_before_optimizer_step`` or
-            ``optimizer_step``), steps wait for the end of the backward pass. Default: ``False``.
+            ``optimizer_step``), steps wait for the end of the backward pass. Not for stage 3. Default: ``False``.
         parameters_as_bucket_view: If ``True``, parameters are views into the buffers in which new values travel, which
-            saves a copy of them. Default: ``False``.
+            saves a copy of them. Not for stage 3. Default: ``False``.
         find_unused_parameters: If ``True``, a backward pass may leave out parameters; otherwise that is an error.
-            Default: ``False``.
+            Under stage 3 all ranks must run the same blocks nevertheless. Default: ``False``.
         broadcast_buffers: If ``True`` (default), buffers such as running statistics are copied from rank 0 before each
             forward pass.
-        bucket_cap_mb: Size of a bucket of gradients in MiB. Default: 4.
+        bucket_cap_mb: Size of a bucket of gradients in MiB. Not for stage 3. Default: 4.
         state_dict_type: ``"full"`` (default): a checkpoint is one file, which rank 0 gathers and writes. ``"sharded"``:
             a checkpoint is a directory into which every rank writes its own part; ``python -m strategies.consolidate``
             turns it into one file.
@@ -90,8 +115,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             ``"fork"`` and ``"forkserver"`` start them from this process.
 
     Raises:
-        MisconfigurationException: If a setting is out of range; at the start of training, if an optimizer cannot be
-            divided.
+        MisconfigurationException: If a setting is out of range or has no effect; at the start of training, if the model
+            or an optimizer cannot be divided.
     """
 
     is_distributed = True
@@ -117,9 +142,14 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         timeout: timedelta | None = dist.default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        if stage not in (1, 2):
-            more = " (to divide parameters as well, use Lightning's strategy='fsdp' or ModelParallelStrategy)"
-            raise MisconfigurationException(f"stage must be 1 or 2, got {stage!r}{more if stage == 3 else ''}.")
+        if stage not in (1, 2, 3):
+            raise MisconfigurationException(f"stage must be 1, 2 or 3, got {stage!r}.")
+        if stage == 3:
+            _check_effect(
+                overlap_with_ddp=(overlap_with_ddp, False),
+                parameters_as_bucket_view=(parameters_as_bucket_view, False),
+                bucket_cap_mb=(bucket_cap_mb, 4.0),
+            )
         if not bucket_cap_mb > 0:
             raise MisconfigurationException(f"bucket_cap_mb must be more than 0, got {bucket_cap_mb!r}.")
         check_state_dict_type(state_dict_type, checkpoint_io)
@@ -139,61 +169,126 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         self._groups: tuple[Any, Any] | None = None  # for gradients and values; for states, on gloo
         self._saving_group: Any | None = None
-        self._sharded: ShardedOptimizers | None = None
-        self._states: RankStates | None = None
+        self._sharded: ShardedOptimizers | RowOptimizers | None = None
+        self._states: DividedStates | None = None
+        self._divided: ShardedModel | None = None  # under stage 3, while the model is divided
+        self._made_before: set[int] = set()
+        self._restores_late: bool | None = None
         self._communicates, self._buffers_may_differ = True, True
         self._undo: list[Undo] = []
 
     def setup_environment(self) -> None:
         """Join the process group; from then on this rank ends with rank 0."""
         super().setup_environment()
+        model = self.lightning_module
+        self._made_before = set() if model is None else set(map(id, model.parameters()))
+        self._restores_late = None
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Copy the weights of rank 0 to every rank, and divide the optimizers.
+        """Copy the weights of rank 0 to every rank, and divide the optimizers, and under stage 3 the model.
 
         Raises:
-            MisconfigurationException: If an optimizer needs all parameters at once, or has none.
+            MisconfigurationException: If the model cannot be divided, or if an optimizer cannot or has no parameters.
         """
-        super().setup(trainer)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return
-        model = self.lightning_module
-        assert model is not None
-        plain = dict.fromkeys(map(unwrapped, self.optimizers))
-        optimizers = [optimizer for optimizer in plain if not is_stand_in(optimizer)]
-        with as_misconfiguration():
-            for optimizer in optimizers:
-                check_divisible(optimizer)
-        check_dense_gradients(model)
         if self._groups is None:  # kept for the life of the process group, which outlives a fit
             on_host = dist.get_backend() == "gloo"
             gloo = default_group() if on_host else dist.new_group(timeout=self._timeout, backend="gloo")
             self._groups = dist.new_group(timeout=self._timeout), gloo
-        sharded = self._sharded = ShardedOptimizers(
-            optimizers,
-            dict(model.named_parameters()),
-            self._groups[0],
-            whole_gradients=self.stage == 1,
-            step_in_backward=self._overlap and steps_may_run_in_backward(trainer, model, self.precision_plugin),
-            parameters_as_bucket_view=self._as_view,
-            find_unused_parameters=self._find_unused,
-            bucket_bytes=self._bucket_bytes,
-        )
-        self._states = RankStates(self._sharded.ownership, self._groups[1])
-        self._undo = [self._sharded.close]
+        model = self.lightning_module
+        assert model is not None
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        self._restores_late = self.restore_checkpoint_after_setup  # Lightning asks before and after this
+        if self.stage < 3:
+            super().setup(trainer)
+        else:
+            check_divided_run(trainer, model)
+            if is_fitting and self._layer_sync:
+                self.model = self._layer_sync.apply(model)
+            # Not DDP's, which would broadcast parameters that are divided already.
+            super(pl.strategies.DDPStrategy, self).setup(trainer)
+        if is_fitting:
+            try:
+                self._divide_optimizers(trainer, model)
+            except MisconfigurationException:  # on every rank
+                if self._divided is not None:
+                    self._divided.gather()
+                    self._divided = None
+                raise
+
+    def model_to_device(self) -> None:
+        """Move the model to the device; under stage 3 this is done block by block when it is divided."""
+        if self.stage < 3:
+            super().model_to_device()
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        """Divide the model, unless an earlier run has left it divided."""
+        assert isinstance(model, pl.LightningModule)
+        assert self._groups is not None
+        if self._divided is None or self._divided.model is not model:
+            with as_misconfiguration():
+                self._divided = ShardedModel(
+                    model,
+                    *self._groups,
+                    device=self.root_device,
+                    find_unused=self._find_unused,
+                    has_checkpoint=model.trainer.ckpt_path is not None,
+                )
+            set_device(model, self.root_device)
+        return _Called(model)
+
+    def _divide_optimizers(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+        plain = dict.fromkeys(map(unwrapped, self.optimizers))
+        optimizers = [optimizer for optimizer in plain if not is_stand_in(optimizer)]
+        with as_misconfiguration():
+            for optimizer in optimizers:
+                if self.stage == 3:
+                    check_parameters(optimizer)
+                check_divisible(optimizer)
+                if self.stage == 3:
+                    check_by_element(optimizer)
+        check_dense_gradients(model)
+        assert self._groups is not None
+        sharded: ShardedOptimizers | RowOptimizers
+        if self._divided is not None:
+            with as_misconfiguration():
+                sharded = RowOptimizers(optimizers, self._divided, self._groups[0])
+            self._states = RowStates(self._groups[1])
+            self._undo = follow_precision(
+                self.precision_plugin,
+                GradientOperations(sharded.clip_grad_norm, sharded.start_unscaling, sharded.clip_grad_value),
+            )
+            self._undo.append(after_backward(self.precision_plugin, self._divided.after_backward))
+        else:
+            sharded = ShardedOptimizers(
+                optimizers,
+                dict(model.named_parameters()),
+                self._groups[0],
+                whole_gradients=self.stage == 1,
+                step_in_backward=self._overlap and steps_may_run_in_backward(trainer, model, self.precision_plugin),
+                parameters_as_bucket_view=self._as_view,
+                find_unused_parameters=self._find_unused,
+                bucket_bytes=self._bucket_bytes,
+            )
+            self._states = RankStates(sharded.ownership, self._groups[1])
+            self._undo = [sharded.close]
+            if self.stage == 2:
+                self._undo += follow_precision(
+                    self.precision_plugin, GradientOperations(sharded.clip_grad_norm, lambda *_: sharded.any_rank)
+                )
+        self._sharded = sharded
         for own in optimizers:
             around = [wrapper for wrapper in self._lightning_optimizers if wrapper.optimizer is own]
             follow_methods(own, self._call_method, around)  # also after fit, when states are still divided
-        if self.stage == 2:
-            self._undo += follow_precision(
-                self.precision_plugin,
-                GradientOperations(self._sharded.clip_grad_norm, lambda *_: sharded.any_rank),
+        if self.stage > 1 and (hooks := overridden_gradient_hooks(trainer, model)):
+            has = (
+                "its rows of every gradient"
+                if self.stage == 3
+                else "the gradients of its own parameters only; the others are None"
             )
-            if hooks := overridden_gradient_hooks(trainer, model):
-                rank_zero_warn(
-                    f"{', '.join(hooks)}: under stage=2 each rank has the gradients of its own parameters only; the "
-                    "others are None. To clip, use self.trainer.strategy.clip_grad_norm_(max_norm)."
-                )
+            rank_zero_warn(
+                f"{', '.join(hooks)}: under stage={self.stage} each rank has {has}. To clip, use "
+                "self.trainer.strategy.clip_grad_norm_(max_norm)."
+            )
 
     def configure_ddp(self) -> None:
         """Check that all ranks have the same parameters, and copy the values of rank 0; the model is not wrapped."""
@@ -209,7 +304,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         """Run the step of the model with the buffers of rank 0."""
         self._share_buffers()
         self._buffers_may_differ = self._communicates
-        return super().training_step(*args, **kwargs)
+        with nullcontext() if self._divided is None else self._divided.training_step():
+            return super().training_step(*args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step of the model with the buffers of rank 0."""
@@ -218,7 +314,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Make the backward pass of this loss reduce gradients, unless more gradients are accumulated first."""
-        self._running().reducer.follow(closure_loss, communicate=self._communicates)
+        self._running().follow(closure_loss, communicate=self._communicates)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -261,6 +357,17 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             return super().optimizer_state(optimizer)
         return self._states.state_dict(plain, values=self._state_dict_type == "full")
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The state dict of the model. Every rank calls this.
+
+        Under stage 3 rank 0 gathers it in host memory; on the other ranks tensors have no values. For a sharded
+        checkpoint each rank has its own rows.
+        """
+        state = super().lightning_module_state_dict()
+        if self._divided is None or self._state_dict_type == "sharded":
+            return state
+        return self._divided.whole_state(state)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Any, storage_options: Any | None = None
     ) -> None:
@@ -284,8 +391,28 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
         # Each rank reads its own optimizer states in load_optimizer_state_dict, when it is known which they are.
-        checkpoint, self._shards = load_sharded(path, ["state_dict"], weights_only)
+        # Into a model that is divided already, it reads its own rows in load_model_state_dict.
+        keys = ["state_dict"] if self._divided is None else []
+        checkpoint, self._shards = load_sharded(path, keys, weights_only)
         return checkpoint
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether weights are loaded into the divided model, because it was built without values."""
+        if self._restores_late is not None:
+            return self._restores_late
+        model = self.lightning_module
+        return self._divided is not None or (model is not None and any(p.is_meta for p in model.parameters()))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint, all or none; under stage 3 this rank's rows of them."""
+        if self._divided is not None:
+            state = checkpoint["state_dict"]
+            if self._shards is not None:
+                assert self._groups is not None
+                state = read_rows(self._shards, state, self._divided.parameters, self._groups[1])
+            checkpoint = {**checkpoint, "state_dict": self._divided.with_rows(state)}
+        super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's share of each optimizer's state, saved by any strategy with any number of ranks."""
@@ -301,11 +428,27 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         for undo in self._undo:
             undo()
         self._undo = []
+        model, divided = self.lightning_module, self._divided
+        has_failed = (
+            model is None or model.trainer.state.status == TrainerStatus.INTERRUPTED or not dist.is_initialized()
+        )
+        if model is not None and divided is not None:
+            self.model = model
+            if not has_failed and divided.is_from(self._made_before):
+                divided.gather()
+                self._divided = None
+        if isinstance(self._sharded, RowOptimizers):
+            self._sharded.close()
         if not dist.is_initialized():  # a rank has failed, and the groups have ended
             self._groups = self._saving_group = self._states = None
-        super().teardown()
+        try:
+            super().teardown()
+        finally:
+            if has_failed and divided is not None:
+                divided.give_up()
+                self._divided = None
 
-    def _running(self) -> ShardedOptimizers:
+    def _running(self) -> ShardedOptimizers | RowOptimizers:
         if self._sharded is None:
             raise RuntimeError("optimizers are divided only within fit")
         return self._sharded
@@ -319,3 +462,24 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             if buffers:
                 broadcast_coalesced(self._groups[0], buffers, 250 * 2**20, 0)
         self._buffers_may_differ = False
+
+
+class _Called(nn.Module):
+    """Has Lightning run the steps of a model within the model's own call, whose hooks gather its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+def _check_effect(**settings: tuple[Any, Any]) -> None:
+    """Refuse settings, given as value and default, that have no effect under stage 3."""
+    given = [f"{name}={value!r}" for name, (value, default) in settings.items() if value != default]
+    if given:
+        raise MisconfigurationException(
+            f"{', '.join(given)} has no effect under stage=3, which sends the gradients of a block together. Leave it "
+            "out, or use stage=2."
+        )

@@ -4,6 +4,7 @@ full      every rank ──optimizer states──▶ rank 0, which has the check
 sharded   every rank: its share ──▶ torch.distributed.checkpoint.save ──▶ its own file;  rank 0: meta.pt
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from strategies.checkpoint.store import read_tensors, sharded_tensors, writing_shards
@@ -24,16 +26,15 @@ from strategies.sharding.ownership import Ownership, assign_owners
 from strategies.sharding.states import gather_state_dict, gather_states
 
 
-class RankStates:
+class DividedStates(ABC):
     """The optimizer states that ranks have divided, gathered for checkpoints and loaded from them.
 
     Args:
-        ownership: Which rank has the state of which parameter.
         group: The ranks, on gloo.
     """
 
-    def __init__(self, ownership: Ownership, group: ProcessGroup) -> None:
-        self._ownership, self._group = ownership, group
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
         self._gathered: dict[Optimizer, dict[Any, Any]] = {}
 
     def state_dict(self, optimizer: Optimizer, *, values: bool) -> dict[str, Any]:
@@ -42,15 +43,13 @@ class RankStates:
         Args:
             optimizer: One of those that are divided.
             values: Gather values on rank 0, and return an empty dict on the others. If ``False``, each rank returns
-                its own states; on rank 0 the states of the others are added with tensors on the ``meta`` device.
+                what it writes into a sharded checkpoint, and rank 0 also knows what the others write.
         """
-        if values:
-            state = gather_state_dict(optimizer, self._group)
-            self._gathered[optimizer] = state.get("state", {})
-            return state
-        state = optimizer.state_dict()
-        others = with_meta_tensors(gather_states(layouts(state["state"]), self._group))
-        return {**state, "state": in_order({**others, **state["state"]})}
+        if not values:
+            return self._parts(optimizer)
+        state = self._whole(optimizer)
+        self._gathered[optimizer] = state.get("state", {})
+        return state
 
     def refresh(self, optimizer: Optimizer) -> None:
         """Update the state dict that :meth:`state_dict` returned last, after a method of the optimizer was called.
@@ -59,8 +58,7 @@ class RankStates:
         ``on_save_checkpoint`` changes through the optimizer. Every rank calls this.
         """
         if optimizer in self._gathered:
-            now = gather_state_dict(optimizer, self._group)
-            take_over(self._gathered[optimizer], now.get("state", {}))
+            take_over(self._gathered[optimizer], self._whole(optimizer).get("state", {}))
 
     def forget(self) -> None:
         """Release the states that have been gathered."""
@@ -69,7 +67,7 @@ class RankStates:
     def load(
         self, optimizers: Sequence[Optimizer | None], states: Sequence[Mapping[str, Any]], shards: Path | None
     ) -> None:
-        """Load this rank's share of the optimizer states of a checkpoint, whatever number of ranks wrote it.
+        """Load this rank's part of the optimizer states of a checkpoint, whatever number of ranks wrote it.
 
         Args:
             optimizers: The divided optimizers, in the order of ``states``; ``None`` where there is nothing to load.
@@ -78,24 +76,67 @@ class RankStates:
         """
         own = []
         for k, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
-            if optimizer is None:
-                continue
-            mine = self._ownership.own_part(optimizer, state["state"])
-            if shards is not None:
-                prefix = f"optimizer_states.{k}.state"
-                mine = with_tensors(mine, read_tensors(shards, flat(mine, prefix)), prefix)
-            own.append((optimizer, {**state, "state": mine}))
+            if optimizer is not None:
+                part = self._own_part(optimizer, state["state"], shards, f"optimizer_states.{k}.state")
+                own.append((optimizer, {**state, "state": part}))
         for optimizer, state in own:  # only after everything has been read
             optimizer.load_state_dict(state)
 
+    @abstractmethod
+    def _whole(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Gather the state dict on rank 0; returns an empty dict on the other ranks."""
+
+    @abstractmethod
+    def _parts(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return what this rank writes, and on rank 0 also what the others write, without values."""
+
+    @abstractmethod
+    def _own_part(
+        self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
+    ) -> dict[Any, Any]:
+        """Return this rank's part of the states of a checkpoint; ``prefix`` begins their keys in ``shards``."""
+
+
+class RankStates(DividedStates):
+    """States of whole parameters, each of which one rank has.
+
+    Args:
+        ownership: Which rank has the state of which parameter.
+        group: The ranks, on gloo.
+    """
+
+    def __init__(self, ownership: Ownership, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._ownership = ownership
+
+    def _whole(self, optimizer: Optimizer) -> dict[str, Any]:
+        return gather_state_dict(optimizer, self._group)
+
+    def _parts(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = optimizer.state_dict()
+        others = with_meta_tensors(gather_states(layouts(state["state"]), self._group))
+        return {**state, "state": in_order({**others, **state["state"]})}
+
+    def _own_part(
+        self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
+    ) -> dict[Any, Any]:
+        part: dict[Any, Any] = self._ownership.own_part(optimizer, states)
+        return part if shards is None else with_tensors(part, read_tensors(shards, flat(part, prefix)), prefix)
+
 
 def own_tensors(checkpoint: Mapping[str, Any], group: ProcessGroup) -> dict[str, Tensor]:
-    """The tensors that this rank writes, by key: the optimizer states that it has, and its share of the weights."""
-    tensors = sharded_tensors(checkpoint)
+    """The tensors that this rank writes, by key: the optimizer states that it has, and its share of the weights.
+
+    Of a ``DTensor``, every rank writes its rows.
+    """
+    everything = sharded_tensors(checkpoint)
+    divided = {key: value for key, value in everything.items() if isinstance(value, DTensor)}
+    tensors = {key: value for key, value in everything.items() if key not in divided}
     weights = {key: value for key, value in tensors.items() if key.startswith("state_dict.")}
     owners = assign_owners([value.nbytes for value in weights.values()], [0] * group.size())
     own = {key: value for (key, value), rank in zip(weights.items(), owners, strict=True) if rank == group.rank()}
-    return {**own, **{key: value for key, value in tensors.items() if key not in weights and not value.is_meta}}
+    own.update({key: value for key, value in tensors.items() if key not in weights and not value.is_meta})
+    return {**own, **{key: value for key, value in divided.items() if value.to_local().numel()}}
 
 
 def save_over_ranks(checkpoint: Mapping[str, Any], path: Path, own: Mapping[str, Tensor], group: ProcessGroup) -> None:

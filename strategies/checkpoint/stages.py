@@ -1,10 +1,16 @@
 """Checkpoints of a pipeline: the stages' state under the names of one process.
 
-    full      every stage ──state, one stage after another──▶ driver, which has the checkpoint of one process
+    collecting          driver ──── shelve ───▶ every stage sets its state aside, in order with its other commands
+    collecting   driver ──── shelve ───▶ every stage sets its state aside, in order with its other commands
+                 driver ◀── layouts ──── names, shapes and dtypes; values travel when they are read
 
-    sharded             driver ──── shelve ───▶ every stage sets its tensors aside, in order with its other commands
-              thread of driver ──── write ────▶ every stage writes them, beside its other commands; the driver its own
-              thread of driver: .metadata and meta.pt, which make the files a checkpoint
+    full         thread ◀── tensors ──── one after another, each written when it has arrived
+
+    sharded      thread ──── write ────▶ every stage writes its part, beside its other commands; the driver its own
+                 thread: .metadata and meta.pt, which make the files a checkpoint
+
+The thread is the driver's main thread, unless checkpoints are written in the background. Then the stages first copy
+what they have set aside.
 
 Workers are in no process group that ``torch.distributed`` knows, so ``torch.distributed.checkpoint.save`` cannot
 coordinate them. Its planner and its writer are used by themselves: the driver makes the plan, for which shapes
@@ -24,15 +30,19 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
-from strategies.checkpoint.store import read_tensors, sharded_tensors, writing_shards
+from strategies.checkpoint.store import read_tensors, save_file, sharded_tensors, without_values, writing_shards
+from strategies.checkpoint.streaming import LateTensors
 from strategies.checkpoint.validate import check_before_loading
-from strategies.common.trees import flat, layouts, take_over, with_meta_tensors, with_tensors
+from strategies.common.torch_compat import tree_leaves
+from strategies.common.trees import flat, layouts, with_meta_tensors, with_tensors
 from strategies.optim.restricted import parameters_of, part_of
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.shelf import Fetch, beside, in_turn
 from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
 
-_NUMBER = 0
-"""Place on the shelf of a stage; one checkpoint is written or read at a time."""
+Names = dict[str, tuple[int, str]]
+"""Tensors on the shelf of a stage, by their key in the checkpoint: the number of the part and the path there."""
 
 
 class StageStates:
@@ -46,111 +56,110 @@ class StageStates:
 
     def __init__(self, pipeline: Pipeline, model: nn.Module, path: str) -> None:
         self._pipeline, self._model, self._path = pipeline, model, path
-        self._weights: dict[str, Tensor] = {}
+        self._weights: dict[str, Any] = {}
         self._states: dict[Optimizer, dict[Any, Any]] = {}
+        self._fetched: list[Tensor] = []
         self.has_gathered = False
         """Whether there is anything to :meth:`forget`."""
 
-    # Gathering on the driver
+    # Collecting on the driver
 
-    def weights(self, *, values: bool) -> dict[str, Any]:
-        """The model's ``state_dict``; without ``values``, tensors of other stages are on the ``meta`` device."""
+    def weights(self) -> dict[str, Any]:
+        """The model's ``state_dict``; tensors of other stages are :class:`ShelvedTensor` objects."""
         state, self.has_gathered = self._pipeline.state, True
-        with state.without_values() if state is not None and not values else nullcontext():
+        with state.reading_late() if state is not None else nullcontext():
             gathered: dict[str, Any] = self._model.state_dict()
-        if state is not None:
-            named = [
-                *self._model.named_parameters(remove_duplicate=False),
-                *self._model.named_buffers(remove_duplicate=False),
-            ]
-            elsewhere = {name for name, tensor in named if tensor.is_meta}
-            self._weights = {name: value for name, value in gathered.items() if name in elsewhere}
+        self._weights = {name: value for name, value in gathered.items() if isinstance(value, ShelvedTensor)}
         return gathered
 
-    def optimizer_state(self, optimizer: Optimizer, *, values: bool) -> dict[str, Any]:
-        """The state dict of an optimizer; without ``values``, tensors of other stages are on the ``meta`` device."""
-        state = self._pipeline.optimizers.state_dict(optimizer, values=values)
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer; tensors of other stages are :class:`ShelvedTensor` objects."""
+        state = self._pipeline.optimizers.state_dict(optimizer, shelved_tensors)
         self._states[optimizer] = _states_elsewhere(optimizer, state)
         self.has_gathered = True
         return state
-
-    def gathered_tensors(self) -> list[Tensor]:
-        """The tensors received from other stages, to which only the checkpoint refers."""
-        return [*self._weights.values(), *flat(self._states).values()]
 
     def refresh(self) -> None:
         """Update the state dicts that were returned last, after a method of an optimizer was called.
 
         In one process a state dict shares its tensors with the model and the optimizers, so it reflects what a hook
-        such as ``on_save_checkpoint`` changes through them.
+        such as ``on_save_checkpoint`` changes through them. So does a shelf, unless the method replaces tensors.
         """
         if self._weights:
-            before, now = self._weights, self.weights(values=True)
-            take_over(before, {name: now[name] for name in before})
+            before, now = self._weights, self.weights()
+            _take_over_shelved(before, {name: now[name] for name in before})
             self._weights = before
         for optimizer, states in self._states.items():
-            take_over(states, _states_elsewhere(optimizer, self._pipeline.optimizers.state_dict(optimizer)))
+            now = self._pipeline.optimizers.state_dict(optimizer, shelved_tensors)
+            _take_over_shelved(states, _states_elsewhere(optimizer, now))
 
     def forget(self) -> None:
-        """Release what has been gathered."""
-        self._weights, self._states, self.has_gathered = {}, {}, False
+        """Release what has been collected."""
+        self._weights, self._states, self._fetched, self.has_gathered = {}, {}, [], False
+
+    # One file
+
+    def prepare_file(self, checkpoint: Mapping[str, Any], path: Path, *, needs_copy: bool) -> Callable[[], None]:
+        """Return the function that writes a checkpoint to one file, on any thread.
+
+        Args:
+            checkpoint: The checkpoint.
+            path: The file.
+            needs_copy: Whether training continues before the checkpoint is written.
+        """
+        if needs_copy:
+            self._copy_shelved(checkpoint)
+        return partial(save_file, checkpoint, path, late_tensors(beside if needs_copy else in_turn))
+
+    def gather(self, checkpoint: dict[str, Any]) -> None:
+        """Replace the tensors of other stages in a checkpoint by their values."""
+        self._fetched += put_values(checkpoint)
+
+    def gathered_tensors(self) -> list[Tensor]:
+        """The values that :meth:`gather` has fetched, to which only the checkpoint refers."""
+        return self._fetched
+
+    def _copy_shelved(self, checkpoint: Mapping[str, Any]) -> None:
+        parts = {leaf.relay_wanted.part: None for leaf in tree_leaves(checkpoint) if is_shelved(leaf)}
+        replies = [(part.stage, part.stage.start(StageCommands.copy_shelved, part.number)) for part in parts]
+        for stage, reply in replies:
+            stage.result(reply)
 
     # Sharded checkpoints
 
     def prepare_sharded(self, checkpoint: Mapping[str, Any], path: Path, *, needs_copy: bool) -> Callable[[], None]:
-        """Have every stage set aside the tensors that it will write, and return when all have.
+        """Return the function that writes a checkpoint to a directory, on any thread.
 
         Args:
-            checkpoint: The checkpoint; tensors on the ``meta`` device are those of other stages.
+            checkpoint: The checkpoint; each stage writes its own tensors of the sharded entries.
             path: The directory of the checkpoint.
             needs_copy: Whether training continues before the checkpoint is written.
-
-        Returns:
-            The function that writes the checkpoint, on any thread.
         """
-        return partial(self._save_sharded, checkpoint, path, self._set_aside(checkpoint, needs_copy))
+        if needs_copy:
+            self._copy_shelved(checkpoint)
+        else:
+            self._pipeline.wait()
+        return partial(self._save_sharded, checkpoint, path)
 
-    def join_first_replica(self) -> None:
-        """On other replicas: take part while the stages of the first one gather states that replicas have divided."""
-        self._set_aside({}, needs_copy=False)
-
-    def _set_aside(self, checkpoint: Mapping[str, Any], needs_copy: bool) -> list[dict[str, str]]:
-        """Returns, for each stage, the keys of the tensors that it writes, each with the tensor's key on that stage."""
+    def _save_sharded(self, checkpoint: Mapping[str, Any], path: Path) -> None:
         remotes = self._pipeline.remotes
-        keys: list[dict[str, str]] = [{} for _ in remotes]
-        first_of: dict[int, str] = {}  # tied tensors are one object
-        for key, tensor in sharded_tensors(checkpoint).items():
-            if tensor.is_meta:
-                first = first_of.setdefault(id(tensor), key.replace(f"state_dict.{self._path}.", "state_dict.", 1))
-                keys[self._stage_of(first)][key] = first
-        replies = [
-            remote.start(StageCommands.shelve, _NUMBER, own, needs_copy)
-            for remote, own in zip(remotes, keys, strict=True)
-        ]
-        for remote, reply in zip(remotes, replies, strict=True):
-            remote.result(reply)
-        return keys
-
-    def _stage_of(self, key: str) -> int:
-        """The stage that writes a tensor; a tied one is written by its owner, the first stage that uses it."""
-        part, place, *rest = key.split(".")
-        if part == "state_dict":
-            return next(i for i, layers in enumerate(self._pipeline.stages) if place in layers._modules)
-        number = int(rest[1])
-        return next(i for i, own in enumerate(self._pipeline.optimizers.numbers) if number in own[int(place)])
-
-    def _save_sharded(self, checkpoint: Mapping[str, Any], path: Path, keys: list[dict[str, str]]) -> None:
-        tensors, remotes = sharded_tensors(checkpoint), self._pipeline.remotes
-        own = {key: tensor for key, tensor in tensors.items() if not tensor.is_meta}
-        of_stages = [{key: tensors[key] for key in theirs} for theirs in keys]
-        with writing_shards(checkpoint, path) as shards:
+        tensors, bare = sharded_tensors(checkpoint), sharded_tensors(without_values(checkpoint))
+        names: list[Names] = [{} for _ in remotes]
+        for key, tensor in tensors.items():
+            if isinstance(tensor, ShelvedTensor):
+                part, there, _ = tensor.relay_wanted
+                stage = next(i for i, remote in enumerate(remotes) if remote is part.stage)
+                names[stage][key] = part.number, there
+        own = {key: tensor for key, tensor in tensors.items() if not is_shelved(tensor)}
+        with writing_shards(checkpoint, path, late_tensors(beside)) as shards:
             writer = dcp.FileSystemWriter(shards)
             plans, metadata = dcp.DefaultSavePlanner().create_global_plan(
-                [*map(plan_shard, of_stages), plan_shard(own)]
+                [*(plan_shard({key: bare[key] for key in theirs}) for theirs in names), plan_shard(own)]
             )
             *stage_plans, own_plan = writer.prepare_global_plan(plans)
             replies = [
-                remote.beside(_write_shelved, shards, plan) for remote, plan in zip(remotes, stage_plans, strict=True)
+                remote.beside(_write_shelved, shards, plan, theirs)
+                for remote, plan, theirs in zip(remotes, stage_plans, names, strict=True)
             ]
             try:
                 written = write_shard(shards, own_plan, own)
@@ -175,7 +184,7 @@ class StageStates:
             return {k: {"state": part_of(state["state"], numbers(k))} for k, state in enumerate(states)}
 
         replies = [
-            remote.beside(_read_to_shelf, shards, layouts(part(numbers.__getitem__)), prefix)
+            remote.beside(_read_states, shards, layouts(part(numbers.__getitem__)), prefix)
             for remote, numbers in zip(self._pipeline.remotes, optimizers.numbers, strict=True)
         ]
         here = [[n for n, p in enumerate(parameters_of(own)) if not p.is_meta] for own in optimizers.optimizers]
@@ -184,7 +193,7 @@ class StageStates:
         for reply in replies:
             reply.wait()
         for remote in self._pipeline.remotes:
-            remote.start(StageCommands.load_shelved_optimizer_states, _NUMBER)
+            remote.start(StageCommands.load_optimizer_states_read)
         for k, optimizer in enumerate(optimizers.optimizers):
             optimizers.load_here(optimizer, {**states[k], **mine[k]})
         self._pipeline.wait()
@@ -225,6 +234,25 @@ def _states_elsewhere(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[An
     return {number: state["state"][number] for number in numbers if number in state["state"]}
 
 
+def _take_over_shelved(tree: dict[Any, Any], now: Mapping[Any, Any]) -> None:
+    """Copy the structure of a nested dict; tensors of the same shape stay the same objects, with a newer shelf."""
+    for key, value in now.items():
+        before = tree.get(key)
+        if isinstance(before, ShelvedTensor) and isinstance(value, ShelvedTensor) and before.shape == value.shape:
+            before.relay_source = value.relay_source
+        elif isinstance(before, dict) and isinstance(value, Mapping):
+            _take_over_shelved(before, value)
+        else:
+            tree[key] = value
+    for key in [key for key in tree if key not in now]:
+        del tree[key]
+
+
+def late_tensors(fetch: Fetch) -> LateTensors:
+    """How a checkpoint's :class:`ShelvedTensor` objects are written."""
+    return LateTensors(is_shelved, partial(values_of, fetch=fetch))
+
+
 def plan_shard(tensors: Mapping[str, Tensor]) -> SavePlan:
     """The part of the plan for one process; shapes and dtypes of its tensors suffice."""
     planner = dcp.DefaultSavePlanner()
@@ -240,15 +268,16 @@ def write_shard(shards: Path, plan: SavePlan, tensors: Mapping[str, Tensor]) -> 
     return dcp.FileSystemWriter(shards).write_data(planner.finish_plan(plan), planner).value()
 
 
-def _write_shelved(stage: Any, shards: Path, plan: SavePlan) -> list[WriteResult]:
-    """Runs on an RPC thread of a worker: write what its stage (an ``RRef``) has set aside."""
-    return write_shard(shards, plan, stage.local_value().hosted.shelf.pop(_NUMBER))
+def _write_shelved(stage: Any, shards: Path, plan: SavePlan, names: Names) -> list[WriteResult]:
+    """Runs on an RPC thread of a worker: write what its stage (behind an ``RRef``) has set aside."""
+    shelf = stage.local_value().hosted.shelf
+    return write_shard(shards, plan, {key: shelf[number][path] for key, (number, path) in names.items()})
 
 
-def _read_to_shelf(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
-    """Runs on an RPC thread of a worker: read tensors, and leave them on the shelf of its stage (an ``RRef``)."""
+def _read_states(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
+    """Runs on an RPC thread of a worker: read optimizer states for its stage (behind an ``RRef``)."""
     bare = with_meta_tensors(layout)
-    stage.local_value().hosted.shelf[_NUMBER] = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
+    stage.local_value().hosted.states_read = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
 
 
 def _error_of(reply: Any) -> Exception | None:

@@ -28,7 +28,9 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
+from strategies.checkpoint import streaming
 from strategies.checkpoint.atomic import new_directory, remove, replacing, sync_directory
+from strategies.checkpoint.streaming import LateTensors
 from strategies.common.trees import flat, with_tensors
 
 STATE_DICT_TYPES = ("full", "sharded")
@@ -70,13 +72,18 @@ def _on_meta(tree: Any) -> Any:
 # Writing
 
 
-def save_file(checkpoint: Mapping[str, Any], path: Path) -> None:
+def save_file(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | None = None) -> None:
     """Write ``checkpoint`` to one file, and return when the file is on the disk.
 
     The file replaces what was at ``path`` in one step, except for a sharded checkpoint, which is removed just before.
+
+    Args:
+        checkpoint: The checkpoint.
+        path: The file.
+        late: Reads the values of tensors that are elsewhere, one after another.
     """
     with replacing(path) as file:
-        torch.save(checkpoint, file)
+        streaming.save(checkpoint, file, late)
         if is_sharded(path):  # a file cannot replace a directory in one step
             file.flush()
             os.fsync(file.fileno())
@@ -93,7 +100,7 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 @contextmanager
-def writing_shards(checkpoint: Mapping[str, Any], path: Path) -> Iterator[Path]:
+def writing_shards(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | None = None) -> Iterator[Path]:
     """Yield an empty directory for the shards of a checkpoint; at the end, make them the checkpoint at ``path``.
 
     One process calls this. The body writes a checkpoint of ``torch.distributed.checkpoint`` to the directory, with the
@@ -102,6 +109,7 @@ def writing_shards(checkpoint: Mapping[str, Any], path: Path) -> Iterator[Path]:
     Args:
         checkpoint: The checkpoint. Of the tensors in its sharded entries only shapes and dtypes are used.
         path: The directory of the checkpoint. A file or another checkpoint there is replaced.
+        late: Reads the values of tensors of its other entries that are elsewhere.
     """
     with _directory_of(path) as directory:
         shards = directory / f"{_SHARDS}{uuid4().hex}"
@@ -114,7 +122,7 @@ def writing_shards(checkpoint: Mapping[str, Any], path: Path) -> Iterator[Path]:
             raise
         relay = {**checkpoint.get("relay", {}), "shards": shards.name}
         with replacing(directory / _META) as file:
-            torch.save({**without_values(checkpoint), "relay": relay}, file)
+            streaming.save({**without_values(checkpoint), "relay": relay}, file, late)
         for old in directory.glob(f"{_SHARDS}*"):
             if old != shards:
                 remove(old)
@@ -169,9 +177,14 @@ def load_sharded(
 def read_tensors(shards: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Read those tensors of ``wanted`` that are on the ``meta`` device, with the keys, shapes and dtypes given."""
     tensors = {name: torch.empty(like.shape, dtype=like.dtype) for name, like in wanted.items() if like.is_meta}
+    load_tensors(tensors, shards)
+    return tensors
+
+
+def load_tensors(tensors: Mapping[str, Tensor], shards: Path) -> None:
+    """Read the values of tensors, by key, in place; of a ``DTensor``, this process reads its own part."""
     with _without_warning():
         dcp.load(dict(tensors), storage_reader=ShardReader(shards), no_dist=True)
-    return tensors
 
 
 def _check_complete(shards: Path, wanted: Mapping[str, Tensor]) -> None:
@@ -180,13 +193,13 @@ def _check_complete(shards: Path, wanted: Mapping[str, Tensor]) -> None:
     missing = [name for name in wanted if name not in metadata.state_dict_metadata]
     unexpected = [name for name in metadata.state_dict_metadata if name not in wanted]
     ends: dict[str, int] = {}
-    stored = {index.fqn: place for index, place in (metadata.storage_data or {}).items()}
-    for place in stored.values():
+    stored = [(index.fqn, place) for index, place in (metadata.storage_data or {}).items()]  # one entry for each part
+    for _, place in stored:
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     broken = [
         file for file, end in ends.items() if not (shards / file).is_file() or (shards / file).stat().st_size < end
     ]
-    missing += [name for name, place in stored.items() if place.relative_path in broken]
+    missing += dict.fromkeys(name for name, place in stored if place.relative_path in broken)
     if missing or unexpected:
         writers = [f"{file}, written by process {file.lstrip('_').partition('_')[0]}" for file in sorted(broken)]
         files = f" (absent or too short: {'; '.join(writers)})" if writers else ""

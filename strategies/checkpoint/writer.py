@@ -8,6 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from strategies.common.torch_compat import tree_leaves
+from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
+from strategies.pipeline.state.shelved import is_shelved
 
 
 def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict[str, Any]:
@@ -21,9 +23,10 @@ def snapshot(checkpoint: dict[str, Any], private: Iterable[Tensor] = ()) -> dict
     for leaf in tree_leaves(checkpoint):
         if not isinstance(leaf, Tensor) or id(leaf) in memo:
             continue
-        if leaf.is_meta:  # no values to copy
+        if leaf.is_meta and (is_shelved(leaf) or not isinstance(leaf, RemoteParameter | RemoteBuffer)):
+            # No values to copy, or they are copied by the stage that has them.
             memo[id(leaf)] = leaf
-        elif leaf.device.type != "cpu" or leaf.grad_fn is not None:
+        elif not leaf.is_meta and (leaf.device.type != "cpu" or leaf.grad_fn is not None):
             memo[id(leaf)] = leaf.detach().to("cpu", copy=True)
     return copy.deepcopy(checkpoint, memo)
 

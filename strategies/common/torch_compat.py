@@ -81,7 +81,38 @@ def num_changes(tensor: Tensor) -> int:
 
 def storage_key(tensor: Tensor) -> int:
     """Return a number that two tensors have in common if and only if they share a storage."""
-    return cast(int, tensor.untyped_storage()._cdata)
+    return number_of_storage(tensor.untyped_storage())
+
+
+def number_of_storage(storage: torch.UntypedStorage) -> int:
+    """Return a number that no other storage has, as long as this one exists."""
+    return storage._cdata
+
+
+def fake_tensors() -> Any:
+    """Return a context in which tensors have no memory, such as those that ``torch.load`` returns."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # 0.3 s of imports, which no worker needs
+
+    return FakeTensorMode()
+
+
+def offset_in_file(tensor: Tensor) -> int | None:
+    """Return the offset in bytes of the storage of a tensor that was loaded within :func:`fake_tensors`."""
+    return tensor.untyped_storage()._checkpoint_offset
+
+
+def storage_of(pickled: Any) -> tuple[torch.UntypedStorage, torch.dtype | None] | None:
+    """Return the storage that an object is when a tensor is pickled, and its dtype; ``None`` for any other object."""
+    if isinstance(pickled, torch.storage.TypedStorage):
+        return pickled._untyped_storage, pickled.dtype
+    return (pickled, None) if isinstance(pickled, torch.UntypedStorage) else None
+
+
+def storage_for_pickle(storage: torch.UntypedStorage, dtype: torch.dtype | None) -> Any:
+    """Return a storage as a tensor expects it that is unpickled; the arguments are those of :func:`storage_of`."""
+    if dtype is None:
+        return storage
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
 without_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -101,6 +132,11 @@ def norms_of(tensors: list[Tensor], norm_type: float) -> tuple[Tensor, ...]:
 def operator_name(operator: Any) -> tuple[str, str, str]:
     """Return namespace, name and overload of an operator, by which another process can look it up."""
     return operator.namespace, operator._schema.name.rpartition("::")[2], operator._overloadname
+
+
+def named_operator(namespace: str, name: str, overload: str) -> Any:
+    """Return the operator of which :func:`operator_name` returned this."""
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
 def declared_arguments(operator: Any) -> Any:
@@ -168,6 +204,31 @@ def convert_tensors(module: nn.Module, function: Callable[[Tensor], Tensor], rec
 def replacing_conversion(convert: Callable[..., nn.Module]) -> dict[str, Callable[..., nn.Module]]:
     """Return the instance attribute that makes ``to``, ``float``, ``cuda``, ... of a module call ``convert``."""
     return {"_apply": convert}
+
+
+def undo_fully_shard(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Give a module its class back, and remove what ``fully_shard`` has added to it, except for parameters.
+
+    torch has no function for this. Its hooks would gather parameters that are whole again.
+    """
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed._composable_state import _module_state_mapping as states
+
+    module.__class__ = cls
+    own = vars(module)
+    for name in (STATE_KEY, REGISTRY_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+        own.pop(name, None)
+    cast(Any, states).pop(module, None)
+    tables = [table for name, table in own.items() if name.endswith("_hooks") and isinstance(table, dict)]
+    added = [
+        key
+        for table in tables
+        for key, hook in table.items()
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+    ]
+    for table in (table for table in own.values() if isinstance(table, dict)):
+        for key in added:
+            table.pop(key, None)
 
 
 # Autograd

@@ -5,11 +5,14 @@ activations.
 """
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,15 @@ from strategies.common.torch_compat import forward_hooks
 
 _BLOCK_CLASSES = "_no_split_modules"
 """Attribute of a ``PreTrainedModel``: the names of the classes of its blocks."""
+
+_INITIALISES = "_init_weights"
+"""Method of a ``PreTrainedModel`` that sets the initial values of the parameters and buffers of one of its modules."""
+
+_OPENS_FILES = "safe_open"
+"""What ``transformers.modeling_utils`` calls to open a file of ``safetensors``."""
+
+_READS_IN_ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Environment variable: ``from_pretrained`` reads tensors in the thread that has called it."""
 
 _RECOMPUTES = "gradient_checkpointing"
 """Flag of a module that recomputes its activations, set by ``PreTrainedModel.gradient_checkpointing_enable``."""
@@ -39,6 +51,100 @@ def lists_of_blocks(model: nn.Module) -> list[str]:
         if not is_inside and isinstance(module, nn.ModuleList) and {type(block).__name__ for block in module} & names:
             found.append(path)
     return found
+
+
+def initialiser_of(model: nn.Module, name: str) -> Callable[[], Any] | None:
+    """Return what initialises a module as the model of Hugging Face around it does; ``None`` if there is none.
+
+    Args:
+        model: The whole model.
+        name: Dotted name of the module in it.
+    """
+    parts = name.split(".") if name else []
+    for end in range(len(parts), -1, -1):
+        around = model.get_submodule(".".join(parts[:end]))
+        if callable(function := getattr(around, _INITIALISES, None)) and hasattr(around, _BLOCK_CLASSES):
+            return partial(function, model.get_submodule(name))
+    return None
+
+
+@contextmanager
+def lazy_safetensors(make: Callable[[str, str, Tensor], Tensor]) -> Iterator[None]:
+    """Within this, ``from_pretrained`` reads no values of files of ``safetensors``.
+
+    Has no effect if ``transformers`` has not been imported.
+
+    Args:
+        make: Returns the tensor to use instead, given the path of a file, the name of a tensor in it, and an empty
+            tensor on the ``meta`` device of the same shape and dtype.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not hasattr(modeling, _OPENS_FILES):
+        yield
+        return
+    opens = getattr(modeling, _OPENS_FILES)
+    setattr(modeling, _OPENS_FILES, partial(_LazyFile, opens, make))
+    before = os.environ.get(_READS_IN_ONE_THREAD)
+    os.environ[_READS_IN_ONE_THREAD] = "1"  # ``make`` works in the thread that has called it
+    try:
+        yield
+    finally:
+        setattr(modeling, _OPENS_FILES, opens)
+        if before is None:
+            del os.environ[_READS_IN_ONE_THREAD]
+        else:
+            os.environ[_READS_IN_ONE_THREAD] = before
+
+
+def read_safetensors(path: Path, key: str) -> Tensor:
+    """Return a tensor of a file of ``safetensors``, a package that comes with ``transformers``."""
+    with import_module("safetensors").safe_open(str(path), framework="pt", backend="pread") as file:
+        tensor: Tensor = file.get_tensor(key)
+    return tensor
+
+
+class _LazyFile:
+    """A file of ``safetensors``, opened by ``from_pretrained``."""
+
+    def __init__(
+        self,
+        opens: Callable[..., Any],
+        make: Callable[[str, str, Tensor], Tensor],
+        path: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._file, self._make, self._path = opens(path, *args, **kwargs), make, str(path)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def __enter__(self) -> Any:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._file.__exit__(*error)
+
+    def get_slice(self, key: str) -> Any:
+        return _LazySlice(self._file.get_slice(key), partial(self._make, self._path, key))
+
+
+class _LazySlice:
+    """A tensor in a :class:`_LazyFile`."""
+
+    def __init__(self, real: Any, make: Callable[[Tensor], Tensor]) -> None:
+        self._real, self._make = real, make
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        shape = self._real.get_shape()
+        if not shape:
+            scalar: Tensor = self._real[index]
+            return scalar
+        return self._make(torch.empty(shape, dtype=self._real[0:0].dtype, device="meta"))[index]
 
 
 def switch_off_cache(model: nn.Module) -> list[Callable[[], None]]:

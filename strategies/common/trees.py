@@ -19,12 +19,12 @@ def tensors_in(tree: Any) -> list[Tensor]:
 def flat(tree: Any, prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors in a nested structure, keyed by flattened path, such as ``states.0.exp_avg``."""
     leaves, _ = tree_flatten_with_path(tree)
-    return {_name(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+    return {name_of(path, prefix): leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def with_tensors(tree: Any, tensors: Mapping[str, Tensor], prefix: str = "") -> Any:
     """Return the structure with ``tensors``, keyed as by :func:`flat`, in place of its own tensors of these keys."""
-    result = tree_map_with_path(lambda path, leaf: tensors.get(_name(path, prefix), leaf), tree)
+    result = tree_map_with_path(lambda path, leaf: tensors.get(name_of(path, prefix), leaf), tree)
     if isinstance(tree, OrderedDict):
         result.__dict__.update(tree.__dict__)  # a state dict's versions of modules
     return result
@@ -51,7 +51,8 @@ def on_cpu(tree: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), tree)
 
 
-def _name(path: Sequence[Any], prefix: str) -> str:
+def name_of(path: Sequence[Any], prefix: str = "") -> str:
+    """Return the flattened path of a leaf, such as ``states.0.exp_avg``, of its path in a pytree."""
     return ".".join(
         [*([prefix] if prefix else []), *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
     )

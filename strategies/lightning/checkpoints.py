@@ -1,9 +1,11 @@
 """Checkpoints in Lightning's terms: the ``CheckpointIO``, saving callbacks, and loading for every strategy."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
+from zipfile import is_zipfile
 
 import torch
 
@@ -28,6 +30,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     (``s3://``, ...) are left to Lightning.
     """
 
+    _maps_files = False
+
+    @contextmanager
+    def mapping_files(self) -> Iterator[None]:
+        """Within this, tensors of a local checkpoint stay in the file until they are read."""
+        self._maps_files = True
+        try:
+            yield
+        finally:
+            self._maps_files = False
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Any, storage_options: Any | None = None) -> None:
         """Write ``checkpoint`` to ``path``, and return when the file is on the disk."""
         local = local_path(path)
@@ -43,6 +56,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read a checkpoint; tensors and plain types only, unless ``weights_only`` is ``False``."""
+        if self._maps_files and (local := local_path(path)) is not None and is_zipfile(local):
+            return cast(dict[str, Any], torch.load(local, map_location="cpu", weights_only=weights_only, mmap=True))
         return super().load_checkpoint(path, map_location, _weights_only(path, weights_only))
 
 

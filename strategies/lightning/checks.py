@@ -20,6 +20,7 @@ from strategies.lightning.compat import (
     ModelPruning,
     StochasticWeightAveraging,
     TensorBoardLogger,
+    WeightAveraging,
     logs_graph,
     rank_zero_warn,
     searches_without_training,
@@ -362,6 +363,25 @@ def warn_of_compiled_model(path: str) -> None:
             "their stages, nor the code that calls them. Compile the blocks instead: "
             "blocks[i] = torch.compile(blocks[i])."
         )
+
+
+def check_divided_run(trainer: Any, model: LightningModule) -> None:
+    """Check that a run can be made with a model whose parameters are divided by rows (ZeRO stage 3).
+
+    Raises:
+        MisconfigurationException: If optimization is manual, or if a callback copies or prunes the model.
+    """
+    if not model.automatic_optimization:
+        raise MisconfigurationException(
+            "stage=3 needs automatic optimization: it gathers parameters for training_step as a whole, in which manual "
+            "optimization would change them. Use stage=2."
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelPruning | StochasticWeightAveraging | WeightAveraging):
+            raise MisconfigurationException(
+                f"stage=3 does not support {type(callback).__name__}, which works on whole parameters, but each rank "
+                "has some rows of each. Leave it out, or use stage=2."
+            )
 
 
 def check_dense_gradients(model: nn.Module) -> None:

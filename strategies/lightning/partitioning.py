@@ -21,6 +21,7 @@ from strategies.lightning.compat import (
     rank_zero_info,
     rank_zero_warn,
 )
+from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.model_costs import (
@@ -99,12 +100,13 @@ def _described(model: nn.Module, path: str) -> str:
     return f"{len(list(module.children()))} {' and '.join(kinds)}"
 
 
-def find_module(model: nn.Module, path: str) -> Pipelined:
+def find_module(model: nn.Module, path: str, construction: Construction | None = None) -> Pipelined:
     """Return the part of the model that is pipelined.
 
     Args:
         model: The model.
         path: Its dotted path in the model.
+        construction: What knows how to build parameters that have no values yet.
 
     Raises:
         MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, if its parameters
@@ -141,12 +143,15 @@ def find_module(model: nn.Module, path: str) -> Pipelined:
             f"{kind}.{path} has parameters without a shape, such as {lazy[0]} (of a lazy layer): run a batch through "
             "the model before fit, or give the layer its sizes."
         )
-    lost = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    lacks = construction.lacks_values if construction is not None else attrgetter("is_meta")
+    lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if lacks(tensor)]
     if lost:
         raise MisconfigurationException(
-            f"{len(lost)} parameters of {kind}.{path} have no values (they are on the meta device), such as {lost[0]}: "
-            "a worker of an earlier run may have ended before it returned them. Build a new model and load a "
-            "checkpoint."
+            f"{len(lost)} parameters or buffers of {kind} have no values (they are on the meta device), such as "
+            f"{lost[0]}: they stayed on the workers of an earlier run (gather_on_end=False, or a model that was built "
+            "in configure_model), or such a worker has ended before it returned them, or their module was built on the "
+            "meta device and has no reset_parameters. Give a checkpoint: trainer.fit(model, ckpt_path=...), or "
+            "ckpt_path of validate, test and predict."
         )
     with as_misconfiguration():
         verify_skippables(module)

@@ -4,6 +4,8 @@ The callbacks run unchanged on the driver. Their copy of the model is divided ov
 model, and each operation between model and copy (average, swap, copy) runs on the stage that holds both.
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -59,18 +61,21 @@ def find_copies(trainer: Any, module: Pipelined, path: str) -> list[ModelCopy]:
     return copies
 
 
-def average_on_stages(trainer: Any) -> list[Undo]:
+def average_on_stages(trainer: Any, reading_late: Callable[[], AbstractContextManager[Any]]) -> list[Undo]:
     """Run what averaging callbacks compute in their hooks on the stages.
+
+    Args:
+        trainer: The Trainer with the callbacks.
+        reading_late: Returns a context in which values in state dicts of the copies are fetched when they are read.
 
     Returns:
         Functions that make the callbacks compute on the driver again.
     """
-    return [undo for callback in _averaging(trainer) for undo in run_hooks_within(callback, _HOOKS, OnStages)]
-
-
-def averages_weights(trainer: Any) -> bool:
-    """Return whether a checkpoint has two sets of weights: ``WeightAveraging`` saves the average as ``state_dict``."""
-    return any(isinstance(own, WeightAveraging) and averaged_model(own) is not None for own in trainer.callbacks)
+    callbacks = _averaging(trainer)
+    undo = [undo for callback in callbacks for undo in run_hooks_within(callback, _HOOKS, OnStages)]
+    # WeightAveraging saves the average as ``state_dict``.
+    saving = [undo for own in callbacks for undo in run_hooks_within(own, ["on_save_checkpoint"], reading_late)]
+    return [*undo, *saving]
 
 
 def _averaging(trainer: Any) -> list[WeightAveraging | StochasticWeightAveraging]:

@@ -73,6 +73,16 @@ def part_of(states: Mapping[Any, Any], numbers: Collection[int]) -> dict[Any, An
     return {key: state for key, state in states.items() if key in wanted or not isinstance(key, int)}
 
 
+def is_by_element(value: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a state of an optimizer has one entry for each element of a parameter, in its shape or flattened.
+
+    Args:
+        value: The state: of a whole parameter, or of some of its rows.
+        shape: The shape of the whole parameter or of these rows.
+    """
+    return value.ndim > 0 and (tuple(value.shape) == tuple(shape) or tuple(value.shape) == (math.prod(shape),))
+
+
 def in_order(states: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return states sorted by the number of the parameter; entries that belong to no parameter come last."""
     return dict(sorted(states.items(), key=lambda item: item[0] if isinstance(item[0], int) else math.inf))

@@ -3,7 +3,9 @@
     one process          step of all parameters ──────────────┐
     several processes    step of part 0, step of part 1 ──────┴─▶ same parameters, states and hyperparameters?
 
-The copies have a few parameters of a few elements each, with random values. The original is not changed.
+A part is some of the parameters, or, under ZeRO stage 3, some rows of every parameter. The copies have a few parameters
+of a few elements each, with random values. The original is not changed. A step of a copy also shows how large the
+states of each parameter are.
 """
 
 import copy
@@ -14,6 +16,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -21,12 +25,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.trees import tensors_in
 from strategies.optim.calls import hyperparameters, set_hyperparameters
-from strategies.optim.restricted import parameters_of, put_together, taken_apart
+from strategies.optim.restricted import is_by_element, parameters_of, put_together, taken_apart
 
 _STEPS = 10
 _ELEMENTS = 3
 """How many elements a copy of a parameter has along each dimension."""
+
+_ELEMENTS_FOR_SIZES = 2**16
+"""How many elements a copy has whose states are measured: optimizers with 8-bit states use 32 bits for small ones."""
+
+_ROWS = 2
+"""How many of these the first of two copies has, if each copy has some rows of every parameter."""
 
 _PER_PART = 2
 """How many parameters of each group and part have a copy; one, if there are many groups."""
@@ -84,6 +95,86 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
                 f"{where} differed). If an option of {name} does that, turn it off; to clip by the norm of all "
                 f"gradients, set the Trainer's gradient_clip_val, which counts every process. Otherwise use {_INSTEAD}"
             )
+
+
+def check_by_element(optimizer: Optimizer) -> None:
+    """Check that processes that each step some rows of every parameter get the result of one process.
+
+    Args:
+        optimizer: The optimizer of the whole model, which has passed :func:`check_divisible`.
+
+    Raises:
+        ValueError: If the results differ.
+    """
+    name = type(optimizer).__name__
+    sample = [p for share in _shares(optimizer, None) for p in share]
+    with _undisturbed(sample):
+        whole, attempt = _tried_as_a_whole(optimizer, sample, always_closure=False)
+        try:
+            by_rows = _Trial(optimizer, [sample, sample], attempt, by_rows=True).run(len(whole))
+        except Exception as error:
+            where = f"the step of some rows fails ({type(error).__name__}: {error})"
+        else:
+            where = next(
+                (f"{found} differed" for pair in zip(whole, by_rows, strict=True) if (found := _difference(*pair))), ""
+            )
+    if where:
+        raise ValueError(
+            f"{name} cannot be used under stage=3, where each process steps some rows of every parameter: what it does "
+            f"to one element depends on others, for example by a norm or by a product of matrices (in a trial on small "
+            f"copies, {where}). Use stage=2, which leaves parameters whole, or an optimizer that updates each element "
+            "by itself, such as AdamW."
+        )
+
+
+def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
+    """Return how large the states of each trained parameter are, in bytes.
+
+    Only states with an element for each element of the parameter count, so the states of an optimizer that keeps a
+    matrix in parts, such as Adafactor, are larger than this in fact, and none is smaller.
+
+    Returns:
+        The bytes by parameter; for all of them 0 if a small copy of the optimizer cannot be stepped.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p.requires_grad:
+                alike.setdefault((number, p.ndim, p.dtype, p.device), []).append(p)
+    largest = [max(parameters, key=Tensor.numel) for parameters in alike.values()]
+    sizes = dict.fromkeys(chain.from_iterable(alike.values()), 0)
+    with _undisturbed(largest):
+        for attempt in (_Attempt(False, False), _Attempt(False, True)):
+            try:
+                per_element = _state_bytes_per_element(optimizer, largest, attempt)
+            except Exception:  # optimizers raise errors of any type, and need not be tried here to be used
+                continue
+            for parameters, number_bytes in zip(alike.values(), per_element, strict=True):
+                sizes.update({p: number_bytes * p.numel() for p in parameters})
+            break
+    return sizes
+
+
+def _state_bytes_per_element(optimizer: Optimizer, sample: Sequence[Tensor], attempt: "_Attempt") -> list[int]:
+    """Step a copy over copies of ``sample``; return the bytes of state for each element of each of them."""
+    small = _small_parameters(sample, _shape_for_sizes)
+    own = _small_copy(optimizer, dict(zip(map(id, sample), small, strict=True)), sample, attempt)
+    for p in small:
+        grad = torch.ones_like(p)
+        p.grad = grad.to_sparse(1) if attempt.sparse and p.ndim else grad
+    if (switch := _switch(own, "train")) is not None:
+        switch()
+    own.step()
+    return [
+        sum(value.element_size() for value in tensors_in(dict(own.state.get(p, {}))) if value.numel() == p.numel())
+        for p in small
+    ]
+
+
+def _shape_for_sizes(shape: Sequence[int]) -> list[int]:
+    """Return a shape of few elements with a different size for each dimension, so that no two parts look alike."""
+    side = int(_ELEMENTS_FOR_SIZES ** (1 / max(1, len(shape))))
+    return [min(size, max(1, side - place)) for place, size in enumerate(shape)]
 
 
 class _Refused(ValueError):
@@ -174,6 +265,7 @@ class _Trial:
         attempt: How copies are made.
         leads: Whether the last copy sends its hyperparameters to the others before they step.
         always_closure: Whether a step without a closure fails.
+        by_rows: Whether all shares are the same, and each copy steps other rows of these parameters.
     """
 
     def __init__(
@@ -184,22 +276,31 @@ class _Trial:
         *,
         leads: bool = False,
         always_closure: bool = False,
+        by_rows: bool = False,
     ) -> None:
         self._name, self._attempt = type(optimizer).__name__, attempt
         self._leads, self._always_closure = leads, always_closure
         copied = {id(p) for share in shares for p in share}
         sample = [p for p in dict.fromkeys(parameters_of(optimizer)) if id(p) in copied]
-        self._copies, stepped = [], {}
-        for share in shares:
+        self._copies = []
+        pieces: dict[int, list[Tensor]] = {id(p): [] for p in sample}
+        for number, share in enumerate(shares):
             small = dict(zip(map(id, sample), _small_parameters(sample), strict=True))
-            self._copies.append(_small_copy(optimizer, small, share, attempt))
-            stepped.update({id(p): small[id(p)] for p in share})
+            if by_rows:
+                rows = slice(_ROWS) if number == 0 else slice(_ROWS, None)
+                small = {key: _rows_of(p, rows) for key, p in small.items() if len(p[rows])}
+            stepped = [p for p in share if id(p) in small]
+            self._copies.append(_small_copy(optimizer, small, stepped, attempt, rows if by_rows else slice(None)))
+            for p in stepped:
+                pieces[id(p)].append(small[id(p)])
         self._leader = self._copies[-1]
-        self._parameters = [stepped[id(p)] for p in sample]
+        self._pieces = [pieces[id(p)] for p in sample]
+        """For each parameter the one that is stepped in its place, or those with its rows."""
+        self._parameters = [piece for parts in self._pieces for piece in parts]
         self._gpus = [p.device for p in self._parameters if p.is_cuda]
-        self._start = [p.detach().clone() for p in self._parameters]
+        self._start = self._values()
         self._generator = torch.Generator().manual_seed(1)
-        self._directions = [torch.randn(p.shape, generator=self._generator) for p in self._parameters]
+        self._directions = [torch.randn(value.shape, generator=self._generator) for value in self._start]
 
     def run(self, num_results: int | None = None) -> list[_Result]:
         """Return the results at several moments: in the middle, after the last step, and after an infinite gradient."""
@@ -281,32 +382,36 @@ class _Trial:
     def _call(self, method: str) -> None:
         """Switch the copies to a mode, if the optimizer has modes."""
         for own in self._copies:  # the last copy is the leader
-            function = getattr(type(own), method, None)
-            if inspect.isfunction(function) and _takes_nothing(function):
+            if (switch := _switch(own, method)) is not None:
                 if own is not self._leader:
                     self._lead(own)
-                function(own)
+                switch()
 
     def _lead(self, own: Optimizer) -> None:
         if self._leads:
             set_hyperparameters(own, hyperparameters(self._leader))
 
     def _set_gradients(self, number: int, infinite: bool) -> None:
-        for k, (p, direction) in enumerate(zip(self._parameters, self._directions, strict=True)):
+        for k, (pieces, direction) in enumerate(zip(self._pieces, self._directions, strict=True)):
             size = 10.0 ** (((3 * k + 2 * number) % 7 - 3) / 1.5)  # 0.01 to 100, different for each parameter
-            noise = torch.randn(p.shape, generator=self._generator)
+            noise = torch.randn(direction.shape, generator=self._generator)
             if number == _STEPS - 1:
                 size *= 1e4
             grad = ((direction + 0.5 * noise) * size).clamp(-1e4, 1e4)
             if infinite and k == 0:
                 grad = torch.full_like(grad, math.inf)
-            grad = grad.to(p)
-            p.grad = grad.to_sparse(1) if self._attempt.sparse and p.ndim else grad
+            parts = grad.split([len(p) for p in pieces]) if len(pieces) > 1 else [grad]
+            for p, part in zip(pieces, parts, strict=True):
+                own = part.to(p)
+                p.grad = own.to_sparse(1) if self._attempt.sparse and p.ndim else own
 
     def _result(self) -> _Result:
-        values = [p.detach().clone() for p in self._parameters]
+        values = self._values()
         of = {id(p): own for own in self._copies for p in parameters_of(own)}
-        states = [copy.deepcopy(dict(of[id(p)].state.get(p, {}))) for p in self._parameters]
+        states = [
+            _merged([copy.deepcopy(dict(of[id(p)].state.get(p, {}))) for p in pieces], pieces)
+            for pieces in self._pieces
+        ]
         heard = [self._leader] if self._leads else self._copies
         common = [
             (hyperparameters(own), {k: s for k, s in own.state.items() if not isinstance(k, Tensor)}) for own in heard
@@ -314,14 +419,43 @@ class _Trial:
         changes = [v - s for v, s in zip(values, self._start, strict=True)]
         return _Result(changes, values, states, copy.deepcopy(common))
 
+    def _values(self) -> list[Tensor]:
+        return [torch.cat([p.detach() for p in p_]) if len(p_) > 1 else p_[0].detach().clone() for p_ in self._pieces]
 
-def _small_parameters(sample: Sequence[Tensor]) -> list[Tensor]:
+
+def _rows_of(small: Tensor, rows: slice) -> Tensor:
+    """Return a parameter that has some rows of a small one."""
+    own = nn.Parameter(small.detach()[rows].clone())
+    vars(own).update(vars(small))
+    return own
+
+
+def _merged(states: Sequence[dict[Any, Any]], pieces: Sequence[Tensor]) -> dict[Any, Any]:
+    """Return the state of a whole parameter, given those of its rows."""
+    if len(states) == 1:
+        return states[0]
+    merged: dict[Any, Any] = {}
+    for key in dict.fromkeys(key for state in states for key in state):
+        own = [state.get(key) for state in states]
+        if all(isinstance(v, Tensor) and is_by_element(v, p.shape) for v, p in zip(own, pieces, strict=True)):
+            merged[key] = torch.cat([v for v in own if isinstance(v, Tensor)])
+        else:  # a number that is the same for all rows; if it is not, this differs from the state of one process
+            merged[key] = own[0] if all(_alike(own[0], other) for other in own) else own
+    return merged
+
+
+def _few_elements(shape: Sequence[int]) -> list[int]:
+    return [min(size, _ELEMENTS) for size in shape]
+
+
+def _small_parameters(
+    sample: Sequence[Tensor], shape_of: Callable[[Sequence[int]], list[int]] = _few_elements
+) -> list[Tensor]:
     """Return random parameters with the same number of dimensions, dtype and device; equal at each call."""
     generator = torch.Generator().manual_seed(0)
     made: list[Tensor] = []
     for p in sample:
-        shape = [min(size, _ELEMENTS) for size in p.shape]
-        value = torch.randn(shape, generator=generator).to(p.dtype).to("cpu" if p.is_meta else p.device)
+        value = torch.randn(shape_of(p.shape), generator=generator).to(p.dtype).to("cpu" if p.is_meta else p.device)
         small = nn.Parameter(value)
         vars(small).update({name: own for name, own in vars(p).items() if not isinstance(own, Tensor)})
         made.append(small)
@@ -329,9 +463,13 @@ def _small_parameters(sample: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _small_copy(
-    optimizer: Optimizer, small: Mapping[int, Tensor], share: Sequence[Tensor], attempt: _Attempt
+    optimizer: Optimizer,
+    small: Mapping[int, Tensor],
+    share: Sequence[Tensor],
+    attempt: _Attempt,
+    rows: slice = slice(None),
 ) -> Optimizer:
-    """Return a copy of the optimizer over some of the small parameters."""
+    """Return a copy of the optimizer over some of the small parameters, or over some rows of them."""
     cls, attributes = taken_apart(optimizer)
     kept = {id(p) for p in share}
     # References to a parameter become references to the small one, or to one that is never stepped.
@@ -352,7 +490,7 @@ def _small_copy(
                 state[key] = _copied(value, memo)
             elif id(key) in kept:
                 like = small[id(key)]
-                state[like] = {name: _small_state(own, key, like, memo) for name, own in value.items()}
+                state[like] = {name: _small_state(own, key, like, memo, rows) for name, own in value.items()}
     new["state"] = state
     return put_together(cls, new)
 
@@ -369,17 +507,25 @@ def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
         return value
 
 
-def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any]) -> Any:
-    """Return the part of a state that belongs to the first elements of its parameter."""
+def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any], rows: slice) -> Any:
+    """Return the part of a state that belongs to the first elements of its parameter, or to some rows of these."""
     if isinstance(value, list | tuple):
-        return type(value)([_small_state(item, original, small, memo) for item in value])
+        return type(value)([_small_state(item, original, small, memo, rows) for item in value])
     if not isinstance(value, Tensor):
         return _copied(value, memo)
     if value.is_meta:
         value = torch.zeros_like(value, device="cpu")
+    value = value.detach()
     if value.ndim == 1 and original.ndim != 1 and value.numel() == original.numel():  # flattened
-        return value.detach()[: small.numel()].clone()
-    return value.detach()[tuple(slice(_ELEMENTS) for _ in value.shape)].clone()
+        return value[: small.numel()].clone()
+    first = value[tuple(slice(_ELEMENTS) for _ in value.shape)]
+    return (first[rows] if value.shape == original.shape and value.ndim else first).clone()
+
+
+def _switch(optimizer: Optimizer, mode: str) -> Callable[[], Any] | None:
+    """Return the method that switches an optimizer to a mode; ``None`` if it has no modes."""
+    function = getattr(type(optimizer), mode, None)
+    return partial(function, optimizer) if inspect.isfunction(function) and _takes_nothing(function) else None
 
 
 def _takes_nothing(method: Callable[..., Any]) -> bool:

@@ -6,8 +6,9 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 ``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.blocks`).
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -29,8 +30,11 @@ from strategies.optim.restricted import numbers_of, parameters_of, restricted, t
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.blocks.calls import Value, call_blocks
 from strategies.pipeline.blocks.recorder import DeferredBlocks, FindRows
+from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.control.client import Failures, InterruptibleWait, NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import Part, PartKind
+from strategies.pipeline.control.shelf import ShelvedPart, in_rescue
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Connections, Executor, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
@@ -44,10 +48,11 @@ from strategies.pipeline.stage.layers import Layers, PassContext, Seeds, call_in
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage
 from strategies.pipeline.state.remote_operations import Holder
-from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, without_layers
+from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
+from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
-from strategies.pipeline.worker.payload import Payload, pickled
+from strategies.pipeline.worker.payload import Parcel, Payload, pickled
 from strategies.pipeline.worker.process import host
 
 _END_SECONDS = 5.0
@@ -76,6 +81,8 @@ class _Running:
     per_microbatch: PerMicrobatch | None
     """``None`` if the schedule runs whole batches only."""
     state: StateOfStages
+    copies: list[StateOfStages]
+    """The state of each copy of the model."""
     workers: Workers | Ranks | None
     ending: ExitStack
     """Ends the pipeline, last started first."""
@@ -110,6 +117,8 @@ class Pipeline(NotCopyable):
             :class:`~strategies.pipeline.optim.optimizers.PipelineOptimizers`.
         is_reversed: Whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
         path: Dotted path of ``module`` in ``model``, for messages.
+        construction: What knows how to build tensors of ``module`` that have no values yet.
+        gathers_on_end: Whether :meth:`finish` brings back what the workers hold.
     """
 
     def __init__(
@@ -128,6 +137,8 @@ class Pipeline(NotCopyable):
         skips_infinite_steps: bool = False,
         path: str = "",
         is_reversed: bool = False,
+        construction: Construction | None = None,
+        gathers_on_end: bool = True,
     ) -> None:
         self.module, self.balance = module, list(balance)
         self.stages = cut(module, balance, is_reversed=is_reversed)
@@ -144,11 +155,13 @@ class Pipeline(NotCopyable):
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
+        self._construction = construction
         self._copies = [(copy, cut(copy.module, balance, is_reversed=is_reversed)) for copy in copies]
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
             order = [name for stage in self.stages for name in stage._modules]
             self._blocks = DeferredBlocks(module, self._run_blocks, path, model, order)
+        self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
 
     # The pipeline while it runs
@@ -243,6 +256,14 @@ class Pipeline(NotCopyable):
         """What gathers and loads the state of all stages; ``None`` if the pipeline does not run."""
         return self._running.state if self._running is not None else None
 
+    @contextmanager
+    def reading_late(self) -> Iterator[None]:
+        """Within this, values of other stages in state dicts of the model and its copies are fetched when read."""
+        with ExitStack() as late:
+            for state in [self._running.state, *self._running.copies] if self._running is not None else ():
+                late.enter_context(state.reading_late())
+            yield
+
     @property
     def workers(self) -> Workers | Ranks | None:
         """The processes of the other stages; ``None`` if there are none."""
@@ -282,20 +303,45 @@ class Pipeline(NotCopyable):
             here = [p for p in parameters_of(optimizer) if id(p) not in elsewhere]
             check_divisible(optimizer, [*owned, here])
         payloads = [self._payload(i) for i in range(len(self.stages) - 1)]
-        blobs = [pickled(payload, payload.layers, self._model) for payload in payloads]
+        parcels = [pickled(payload, payload.layers, self._model, self._construction) for payload in payloads]
+        numbers = [payload.numbers for payload in payloads]
+        self._warn_of_held_tensors({number for parcel in parcels for number in parcel.built})
         self.failures = Failures()
+        holders: list[Holder] = []
         with ExitStack() as ending:
-            self._running = self._start(blobs, [payload.numbers for payload in payloads], ending)
+            try:
+                self._running = self._start(parcels, numbers, holders, ending)
+            except BaseException:
+                self._bring_back([holder.stage for holder in holders])
+                raise
 
-    def _start(self, blobs: Sequence[bytes], numbers: list[list[list[int]]], ending: ExitStack) -> _Running:
-        """Start everything; what has been started is ended by ``ending`` if an error occurs."""
+    def _warn_of_held_tensors(self, built: set[int]) -> None:
+        held = self._construction.held_elsewhere(built) if self._construction is not None else []
+        if held:
+            warnings.warn(
+                f"{len(held)} large tensors that were made in configure_model or init_module, such as one of shape "
+                f"{list(held[0].shape)}, are held by objects of the driver that are not modules, lists, tuples or "
+                "dicts. They have no values. Register them as buffers of a module, or make them before.",
+                stacklevel=2,
+            )
+
+    def _start(
+        self, parcels: Sequence[Parcel], numbers: list[list[list[int]]], holders: list[Holder], ending: ExitStack
+    ) -> _Running:
+        """Start everything; what has been started is ended by ``ending`` if an error occurs.
+
+        ``holders`` gets an entry for each stage whose layers have left this process.
+        """
         last, first_layer = len(self.stages) - 1, sum(self.balance[:-1])
         ending.callback(torch.set_num_threads, torch.get_num_threads())
         num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
-        workers = self._launch(blobs, threads, ending) if blobs else _Workers([], Connections.of_one_stage())
+        workers = _Workers([], Connections.of_one_stage())
+        if parcels:
+            workers = self._launch(parcels, threads, holders, ending)
+        self.optimizers.drop_shipped_states()
         layers = Layers(
             self.stages[last],
             first_layer,
@@ -305,7 +351,6 @@ class Pipeline(NotCopyable):
         )
         stage = Stage(layers, workers.connections.ports, side_outputs=SideOutputs.of(last, self.stages[last]))
         ending.callback(stage.close)
-        holders = self._move_to_workers(workers.remotes, ending)
         averaging = None
         if self._replicas is not None:
             averaging = self._join_replicas(self._replicas, workers.wait)
@@ -338,25 +383,29 @@ class Pipeline(NotCopyable):
             ending.callback(self._blocks.end)
         state = StateOfStages(self.module, self.stages, workers.remotes)
         ending.callback(state.end)
+        copies: list[StateOfStages] = []
         for number, (copy, stages) in enumerate(self._copies, start=1):
             ending.enter_context(_copy_on_stages(copy.module, stages[:-1]))
-            ending.callback(StateOfStages(copy.module, stages, workers.remotes, number).end)
-        return _Running(executor, whole_batch, per_microbatch, state, workers.processes, ending.pop_all())
+            copies.append(StateOfStages(copy.module, stages, workers.remotes, number))
+            ending.callback(copies[-1].end)
+        return _Running(executor, whole_batch, per_microbatch, state, copies, workers.processes, ending.pop_all())
 
-    def _move_to_workers(self, remotes: Sequence[RemoteStage], ending: ExitStack) -> list[Holder]:
-        """Replace the tensors of the other stages, which the workers have, by stand-ins."""
-        holders = [Holder(remote) for remote in remotes]
-        last = len(self.stages) - 1
-        for holder in holders:
-            ending.callback(holder.end)
+    def _move_to_worker(self, i: int, remote: RemoteStage) -> Holder:
+        """Replace the tensors of a stage, which its worker has, by stand-ins."""
+        holder, last = Holder(remote), len(self.stages) - 1
         for number, (model, module, stages, optimizers) in enumerate(self._all()):
             named = dict(module.named_parameters(remove_duplicate=False))
             own = [named[tie.names[min(tie.names)][0]] for tie in self._ties if tie.owner == last]
-            for layers, remote, holder in zip(stages, remotes, holders, strict=False):
-                move_to_meta(layers, model, optimizers, keep=own, stage=remote, module=number, device=self.device)
-                holder.take(number, layers)
-        self.optimizers.drop_shipped_states()
-        return holders
+            move_to_meta(stages[i], model, optimizers, keep=own, stage=remote, module=number, device=self.device)
+            holder.take(number, stages[i])
+        return holder
+
+    def _bring_back(self, remotes: Sequence[RemoteStage]) -> None:
+        """After an error in :meth:`start`: return the layers that have left to this process, as far as possible."""
+        for i, remote in enumerate(remotes):
+            for number, (model, _, stages, optimizers) in enumerate(self._all()):
+                with suppress(Exception):  # of any kind: the error in start is raised, and this worker has failed too
+                    move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
 
     def _join_replicas(self, replicas: Replicas, wait: Wait) -> Averaging:
         """Meet the drivers of the other replicas, and take over the values of the first one."""
@@ -396,27 +445,33 @@ class Pipeline(NotCopyable):
             copies=[stages[i] for _, stages in self._copies],
         )
 
-    def _launch(self, blobs: Sequence[bytes], threads: int, ending: ExitStack) -> _Workers:
-        """Start the workers, ship their stages, and connect the data plane."""
+    def _launch(self, parcels: Sequence[Parcel], threads: int, holders: list[Holder], ending: ExitStack) -> _Workers:
+        """Start the workers, connect the data plane, and ship the stages, each of which leaves this process then."""
         stages = [describe(i, layers, sum(self.balance[:i])) for i, layers in enumerate(self.stages[:-1])]
         remotes: list[RemoteStage] = []
         ending.callback(_close, remotes)
         processes = Workers(stages) if self._world is None else Ranks(self._world)
         ending.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if remotes else 0.0))
         session = processes.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
-        for i, blob in enumerate(blobs):
-            remotes.append(self._ship(i, stages[i], blob, session, processes))
+        for i, parcel in enumerate(parcels):
+            remotes.append(self._ship(i, stages[i], parcel.blob, session, processes))
+            parcel.blob = b""
         watch = Watch(remotes, session.timeout_seconds)
         ending.callback(watch.end)
         wait = InterruptibleWait(self.failures)
         ending.callback(wait.end)
         unpacked = [remote.start(StageCommands.num_kept) for remote in remotes]
         with self.failures.explained():
-            group = join_data_plane(session, len(blobs), self.failures.raise_untold)
-        for remote, answer in zip(remotes, unpacked, strict=True):
-            remote.result(answer)
+            group = join_data_plane(session, len(parcels), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         connections = Connections.to_workers(group, self.device, self._ties, named, wait)
+        del named
+        for i, (parcel, remote, answer) in enumerate(zip(parcels, remotes, unpacked, strict=True)):
+            with self.failures.explained():
+                send_storages(parcel.storages, group, i, wait)
+            remote.result(answer)
+            holders.append(self._move_to_worker(i, remote))
+            ending.callback(holders[-1].end)
         return _Workers(remotes, connections, processes, wait)
 
     def _ship(self, i: int, stage: str, blob: bytes, session: Session, processes: Workers | Ranks) -> RemoteStage:
@@ -435,7 +490,8 @@ class Pipeline(NotCopyable):
     def finish(self) -> None:
         """Make the module whole again and end the workers; safe at any stage of set-up, and twice.
 
-        The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device.
+        The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device. So do all layers of
+        workers without ``gathers_on_end``.
 
         Raises:
             Exception: What went wrong on a worker and has not been raised before, such as in the last step; or, if
@@ -444,7 +500,10 @@ class Pipeline(NotCopyable):
         try:
             if self._running is not None:
                 with self.failures.explained():  # what is lost follows from the failure
-                    self._fetch(self._running)
+                    if self._gathers_on_end:
+                        self._fetch(self._running)
+                    else:
+                        self._leave(self._running)
         finally:
             self.abandon()
         self.failures.raise_untold()
@@ -458,7 +517,7 @@ class Pipeline(NotCopyable):
             try:
                 executor.mirrors[i].carry_buffers(remote)
                 for number, (model, _, stages, optimizers) in enumerate(self._all()):
-                    move_from_meta(stages[i], model, optimizers, remote.rescue(StageCommands.tensors, number))
+                    move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
                 executor.mirrors[i].take_back(remote.rescue(StageCommands.attributes))
                 if extra := remote.rescue(StageCommands.extra_state):
                     layers.load_state_dict(extra, strict=False)
@@ -468,11 +527,26 @@ class Pipeline(NotCopyable):
         if lost is not None:
             raise lost
 
+    def _leave(self, running: _Running) -> None:
+        """Wait for the workers, but leave what they hold; reading it raises an error from now on."""
+        running.executor.side_outputs.end()
+        self.wait()
+        for remote in running.executor.remotes:
+            remote.is_gathered = False
+        for _, module, _, _ in self._all():
+            module.register_state_dict_pre_hook(refuse_lost_values)
+
     def abandon(self) -> None:
         """End the workers without asking for what they hold, so that their layers stay without values."""
         running, self._running = self._running, None
         if running is not None:
             running.ending.close()
+
+
+def _rescued_tensors(remote: RemoteStage, module: int) -> dict[str, Tensor]:
+    """Fetch the parameters and buffers of a module of a stage, even if another stage has failed."""
+    tensors: dict[str, Tensor] = ShelvedPart.rescued(remote, Part(PartKind.TENSORS, module)).values(in_rescue)
+    return tensors
 
 
 def _close(remotes: Sequence[RemoteStage]) -> None:

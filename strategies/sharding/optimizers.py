@@ -88,6 +88,10 @@ class ShardedOptimizers:
         for bucket in self._buckets:
             bucket.release()
 
+    def follow(self, loss: Tensor, *, communicate: bool) -> None:
+        """Reduce gradients in the backward pass of ``loss``; or only accumulate them, if ``communicate`` is false."""
+        self.reducer.follow(loss, communicate=communicate)
+
     def after_step(self, optimizer: Optimizer) -> None:
         """Send the new values to all ranks; called on every rank after each step."""
         if runs_own_code(optimizer) or not self.ownership.is_narrowed(optimizer):

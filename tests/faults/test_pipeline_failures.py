@@ -244,7 +244,7 @@ def test_a_killed_worker(reports: dict[str, Any]) -> None:
 
 def test_a_model_that_lost_weights_is_refused(reports: dict[str, Any]) -> None:
     assert reports["killed again"]["type"] == "MisconfigurationException"
-    assert "2 parameters of Model.sequential_module have no values" in reports["killed again"]["message"]
+    assert "2 parameters or buffers of Model have no values" in reports["killed again"]["message"]
 
 
 def test_after_all_of_them(reports: dict[str, Any]) -> None:

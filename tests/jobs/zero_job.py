@@ -18,9 +18,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import zero_blocks as blocks
 import zero_nets as nets
 import zero_odd_nets as odd
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, EMAWeightAveraging
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
@@ -44,10 +45,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stage 2": {"stage": 2, "bucket_cap_mb": 1e-4},
     "stage 2, overlap": {"stage": 2, "overlap_with_ddp": True, "bucket_cap_mb": 0.2},
     "stage 2, overlap, views": {"stage": 2, "overlap_with_ddp": True, "parameters_as_bucket_view": True},
+    "stage 3": {"stage": 3},
 }
 IN_PARTS: dict[str, dict[str, Any]] = {
     "in parts": {"state_dict_type": "sharded"},
     "in parts, async": {"state_dict_type": "sharded", "async_save": True, "stage": 2},
+    "stage 3, in parts, async": {"state_dict_type": "sharded", "async_save": True, "stage": 3},
 }
 
 
@@ -85,10 +88,19 @@ CASES = {
     "own step": Case(odd.OwnStep),
     "added group": Case(odd.AddedGroup),
     "thawed": Case(nets.Thawed, lambda: {"callbacks": [nets.Thaws()]}),
+    "blocks": Case(blocks.Blocks),
+    "blocks, accumulated and clipped": Case(
+        blocks.Blocks, lambda: {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01}
+    ),
+    "blocks left out": Case(blocks.LeavesOutBlock, strategy={"find_unused_parameters": True}),
 }
-SOME = {name: list(OPTIONS)[1::4] for name in ("groups and schedulers", "accumulated", "manual")}
+NOT_BY_ROWS = ("manual", "unused", "types", "no optimizer", "own step")
+"""Cases that stage 3 refuses."""
+SOME = {name: list(OPTIONS)[1:6:4] for name in ("groups and schedulers", "accumulated", "manual")}
 SOME["modes"] = ["stage 2, overlap"]
-ALL = {name: list(OPTIONS) for name in CASES}
+SOME["blocks"] = ["stage 3"]
+ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
+ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
 
 
 def fit(case: Case, strategy: Any, ranks: int, ckpt_path: Path | None = None, **more: Any) -> tuple[Any, Trainer]:
@@ -106,7 +118,7 @@ def outcome(model: Any, trainer: Trainer, folder: Path) -> dict[str, Any]:
     """What every rank can say about a training, and the checkpoint that it came to."""
     trainer.save_checkpoint(folder / "one.ckpt")
     checkpoint = torch.load(folder / "one.ckpt", weights_only=True)
-    strategy, values = trainer.strategy, torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    strategy, values = trainer.strategy, torch.cat([whole(p).double().flatten() for p in model.parameters()])
     sizes = [torch.tensor(sum(tensor_bytes(optimizer.state))) for optimizer in trainer.optimizers]
     own_memory = all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
     return {
@@ -119,6 +131,10 @@ def outcome(model: Any, trainer: Trainer, folder: Path) -> dict[str, Any]:
         "own_memory": own_memory,
         "steps": model.steps,
     }
+
+
+def whole(parameter: Any) -> torch.Tensor:
+    return getattr(parameter.detach(), "full_tensor", parameter.detach)()
 
 
 def tensor_bytes(state: Any) -> list[int]:
@@ -170,6 +186,60 @@ def refused(ranks: int) -> dict[str, str]:
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
     return said
+
+
+def refused_by_rows(ranks: int) -> dict[str, Any]:
+    """The messages of what stage 3 refuses; the model is whole after those of the set-up."""
+    cases: dict[str, tuple[Callable[[], pl.LightningModule], dict[str, Any]]] = {
+        "manual": (nets.Manual, {}),
+        "copies": (nets.Net, {"callbacks": [EMAWeightAveraging()]}),
+        "scalar": (partial(blocks.Changed, blocks.scalar), {}),
+        "types": (partial(blocks.Changed, blocks.two_types), {}),
+        "compiled": (partial(blocks.Changed, blocks.compiled), {}),
+        "not by element": (partial(blocks.Changed, optimizer=blocks.adafactor), {}),
+        "kept": (partial(blocks.Changed, optimizer=blocks.of_kept), {}),
+        "no gradient": (blocks.OneLeftOut, {}),
+        "other blocks": (blocks.OtherBlocks, {}),
+    }
+    said: dict[str, Any] = {}
+    for name, (make, arguments) in cases.items():
+        model, trained = make(), name in ("no gradient", "other blocks")
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        trainer = Trainer(devices=ranks, strategy=ZeROStrategy(stage=3), **{**QUIET, **arguments})
+        try:
+            trainer.fit(model)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        if trained:
+            assert all(parameter.is_meta for parameter in model.parameters()), name
+        else:
+            assert all(map(torch.equal, before, model.parameters())), name
+    return said
+
+
+def built_late(ranks: int, folder: Path) -> dict[str, Any]:
+    """Models built in ``configure_model``, which stay divided; on ``meta`` from a checkpoint, and from their seeds."""
+    start, seen = folder / "start.ckpt", {}
+    on = {device: Case(partial(blocks.BuiltLate, device)) for device in ("cpu", "meta")}
+    seen["ddp"] = outcome(*fit(on["cpu"], DDPStrategy(), ranks), folder)
+    fit(on["cpu"], DDPStrategy(), ranks, max_epochs=1)[1].save_checkpoint(start)
+    seen["ddp, start"] = outcome(*fit(on["cpu"], DDPStrategy(), ranks, start), folder)
+    runs = [("cpu", None, "full"), ("meta", start, "full"), ("meta", start, "sharded"), ("meta", None, "full")]
+    for device, path, form in runs:
+        strategy = ZeROStrategy(stage=3, state_dict_type=form)
+        model, trainer = fit(on[device], strategy, ranks, path)
+        if form == "sharded":
+            trainer.save_checkpoint(folder / "parts")
+            trainer = Trainer(devices=ranks, strategy=ZeROStrategy(stage=3), **QUIET)
+            trainer.validate(on["meta"].make(), ckpt_path=folder / "parts", verbose=False)
+            seen["validated anew"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+            continue
+        assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        name = f"{device}, {path and path.stem}"
+        seen[name] = outcome(model, trainer, folder)
+        trainer.validate(model, verbose=False)
+        seen[f"{name}, validated"] = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    return seen
 
 
 def unsaved(ranks: int, folder: Path) -> dict[str, Any]:
@@ -230,6 +300,10 @@ if __name__ == "__main__":
         seen = watched(ranks)
     elif what == "refused":
         seen = refused(ranks)
+    elif what == "refused by rows":
+        seen = refused_by_rows(ranks)
+    elif what == "built late":
+        seen = built_late(ranks, results.parent)
     elif what == "unsaved":
         seen = unsaved(ranks, results.parent)
     elif what == "doomed":

@@ -26,6 +26,8 @@ _LIGHTNING_CLI = Path("trainer/cli/lightning_cli.py")
 _IN_TORCH_COMPAT = {
     "torch.Tensor._version": "notice whether a layer has changed its input in place",
     "torch.UntypedStorage._cdata": "tell whether two tensors share a storage",
+    "torch.storage.TypedStorage._untyped_storage": "leave the values of large tensors out of a pickle",
+    "torch.storage.TypedStorage(_internal)": "put the values of large tensors into what was pickled without them",
     "torch._C.DisableTorchFunctionSubclass": "read facts of stand-ins without calling their operators",
     "torch._foreach_norm": "compute the norms of gradients as clip_grad_norm_ does",
     "torch._ops.OpOverload._schema": "name an operator for another process",
@@ -43,6 +45,9 @@ _IN_TORCH_COMPAT = {
     "torch.nn.Module._call_impl": "run a block whose calls are taken over",
     "torch.Tensor._make_wrapper_subclass": "make a placeholder for the output of a block that has not run",
     "torch.nn.Module._apply": "move a copy of the model whose layers are on workers",
+    "torch.distributed._composable.contract.REGISTRY_KEY": "make a model whole again after ZeRO stage 3",
+    "torch.distributed._composable.contract.STATE_KEY": "make a model whole again after ZeRO stage 3",
+    "torch.distributed._composable_state._module_state_mapping": "make a model whole again after ZeRO stage 3",
     "torch._C._will_engine_execute_node": "refuse torch.autograd.grad through a pipeline",
     "torch._C._current_graph_task_id": "tell one backward pass from the next under ZeRO",
     "torch.autograd.Variable._execution_engine": "run code at the end of a backward pass under ZeRO",
@@ -50,6 +55,8 @@ _IN_TORCH_COMPAT = {
     "torch.distributed.autograd._init": "join RPC without init_rpc",
     "torch.autograd._profiler_enabled": "label layers in a trace",
     "torch.autograd._enable_record_function": "keep communication out of a trace",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "find the places of tensors in a checkpoint without reading them",
+    "torch.UntypedStorage._checkpoint_offset": "find the places of tensors in a checkpoint without reading them",
     "torch.amp.GradScaler._unscale_grads_": "divide the gradients of all stages by the loss scale",
     "torch.distributed.distributed_c10d._world": "start anew after a rank has failed",
     "torch.distributed.distributed_c10d._get_default_group": "use the default process group",
@@ -203,7 +210,9 @@ _EXTENDED = {
     f"{_DDP}._ddp_comm_state": "register communication hooks of DDP on CPU",
     f"{_DDP}._ddp_comm_wrapper": "register communication hooks of DDP on CPU",
     f"{_DDP}._register_ddp_hooks": "register communication hooks of DDP on CPU",
+    f"{_DDP}._setup_model": "divide a model under ZeRO stage 3",
     f"{_DDP}._timeout": "set the time-out of ZeRO's groups",
+    f"{_LIGHTNING}.strategies.parallel.ParallelStrategy._layer_sync": "convert BatchNorm layers in time",
     f"{_LAUNCHERS}.subprocess_script._SubprocessScriptLauncher._call_children_scripts": "start ranks",
     f"{_STRATEGY}._checkpoint_io": "write files atomically",
     f"{_STRATEGY}._configure_launcher": "check settings when the Trainer is built, and start ranks",
@@ -226,6 +235,10 @@ _EXTENDED = {
     f"{_MODULE}._apply": "refuse to convert layers in other processes",
     f"{_MODULE}._load_from_state_dict": "load layers in other processes",
     f"{_MODULE}._save_to_state_dict": "save layers in other processes",
+    **{
+        f"torch.storage.TypedStorage.{name}": "write a checkpoint whose values are fetched one after another"
+        for name in ("_fake_device", "_pickle_storage_type", "_size", "_untyped_storage")
+    },
 }
 """What a class of Relay overrides, or reads from ``self``, of a base class in another package."""
 

@@ -259,10 +259,6 @@ def shared_norm(model: Model) -> None:
     model.sequential_module[0] = model.sequential_module[2] = nn.BatchNorm1d(4)
 
 
-def on_meta(model: Model) -> None:
-    model.sequential_module[0].to("meta")
-
-
 def lazy(model: Model) -> None:
     model.sequential_module[0] = nn.LazyLinear(4)
 
@@ -327,11 +323,6 @@ def layer_with_the_model(model: Model) -> None:
             "inputs, or give the balance, one number of layers for each of the 2 devices.",
         ),
         (shared_norm, "layer 2, a BatchNorm1d, is used by stage 0 and by stage 1, .*Use two layers, or choose"),
-        (
-            on_meta,
-            "2 parameters of Model.sequential_module have no values (they are on the meta device), such as 0.weight: .*"
-            "Build a new model and load a checkpoint.",
-        ),
         (
             lazy,
             "Model.sequential_module has parameters without a shape, such as 0.weight (of a lazy layer): run a batch",

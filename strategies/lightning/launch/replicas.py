@@ -155,6 +155,14 @@ class ReplicatedStrategy(ParallelStrategy):
             rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
         return Replicas(self.global_rank, self.world_size, rendezvous, timeout_seconds, address, divide_states)
 
+    def stages_on_host(self) -> list[int]:
+        """Returns the number of the stage of each process on this host: of all replicas, drivers included."""
+        if self.world is None:
+            return [*range(len(self.devices))] * self._num_replicas
+        num_stages, num_local = self.world.num_stages, self.world.num_local
+        first = self.world.rank // num_local * num_local
+        return [(rank - 1) % num_stages for rank in range(first, first + num_local)]
+
     def barrier(self, name: str | None = None) -> None:
         """Waits for all replicas."""
         if distributed_is_initialized() and self.is_distributed:

@@ -183,7 +183,7 @@ class RemoteStage(NotCopyable):
         remote.queue(StageCommands.discard, number)      send it with the next call
         remote.call(StageCommands.grads)                 send it and wait for the result
         remote.read(StageCommands.value, "0.weight")     the same for user code; refused while a pass runs
-        remote.rescue(StageCommands.tensors)             the same, even if another stage has failed
+        remote.rescue(StageCommands.attributes)          the same, even if another stage has failed
 
     Each call is one RPC, whatever the number of commands it carries, and has no time limit: how long a stage computes
     depends on the model. :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs.
@@ -209,6 +209,8 @@ class RemoteStage(NotCopyable):
         """Whether micro-batches go through the pipeline, so that the stage may wait for the driver."""
         self.has_closed = False
         """Whether the pipeline has ended."""
+        self.is_gathered = True
+        """Whether the driver has the values of the stage when the pipeline has ended."""
 
     def close(self) -> None:
         """Refuse reading from now on, because the pipeline has ended.
@@ -329,6 +331,7 @@ class RemoteStage(NotCopyable):
         Raises:
             RuntimeError: If the stage cannot answer now.
         """
+        self.check_gathered()
         if self.has_closed:
             raise RuntimeError(
                 f"the pipeline has ended, and {self.description} with it: read parameters, buffers and gradients from "
@@ -343,6 +346,20 @@ class RemoteStage(NotCopyable):
                 "__init__: self.tied = self.sequential_module[0].weight; this process then holds it"
             )
         return self.call(command, *args, **kwargs)
+
+    def check_gathered(self) -> None:
+        """Check that the values of the stage can still be read, or have been brought back.
+
+        Raises:
+            RuntimeError: If they were left when the pipeline ended.
+        """
+        if self.has_closed and not self.is_gathered:
+            raise RuntimeError(
+                f"the values of {self.description} were not brought back when the run ended, because gather_on_end is "
+                "False or the model was built without memory (in configure_model). Load a checkpoint that was saved "
+                "during the run (load_from_checkpoint, load_state_dict, or ckpt_path of the next run), or pass "
+                "RPCSequentialStrategy(gather_on_end=True) if the model fits into this process"
+            )
 
     def rescue(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run a command and wait for its result, even if another stage has failed.

@@ -15,6 +15,7 @@ from torch import Tensor
 from strategies.commands.declaration import command
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, Reference
+from strategies.pipeline.control.parts import Part, Piece
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.stage import Pass
@@ -85,21 +86,9 @@ class StageCommands(Protocol):
     def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Replace buffers, by name."""
 
-    @command(changes_values=False, doing="teardown, handing over weights")
-    def tensors(self, module: int = 0) -> dict[str, Tensor]:
-        """Return every parameter and buffer by name, including those that ``state_dict`` leaves out."""
-
-    @command(changes_values=False, doing="save, handing over weights")
-    def module_state(self, module: int = 0) -> dict[str, Any]:
-        """Return the ``state_dict`` of a module."""
-
-    @command(changes_values=False, doing="save")
-    def module_layout(self, module: int = 0) -> dict[str, Any]:
-        """Return the ``state_dict`` of a module with layouts in place of tensors."""
-
     @command(doing="load, taking over weights")
     def load_module_state(self, state: Mapping[str, Any], module: int = 0) -> None:
-        """Load what :meth:`module_state` returned. Missing keys are no error; the driver reports them."""
+        """Load a part of a state dict. Missing keys are no error; the driver reports them."""
 
     @command(changes_values=False, doing="teardown, handing over extra states")
     def extra_state(self) -> dict[str, Any]:
@@ -220,40 +209,39 @@ class StageCommands(Protocol):
     def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
         """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
 
-    @command(changes_values=False, doing="teardown, handing over optimizer states")
-    def optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        """Return the optimizer states in this process, by the number of the parameter in the whole optimizer."""
-
-    @command(changes_values=False, doing="save, handing over optimizer states")
-    def whole_optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        """Return the optimizer states of this stage, also where its replicas have divided them.
-
-        All replicas call this; the result is complete on the first one.
-        """
-
-    @command(changes_values=False, doing="save")
-    def optimizer_layouts(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        """Return what :meth:`whole_optimizer_states` returns, with layouts in place of tensors."""
-
     @command(doing="load, taking over optimizer states")
     def load_optimizer_states(self, optimizer: int, states: Mapping[Any, Any]) -> None:
         """Load the states of this stage's parameters out of the states of a whole optimizer."""
 
-    # Sharded checkpoints
+    # The shelf: parts of the state that are set aside, see strategies.pipeline.control.shelf
 
-    @command(changes_values=False, doing="save")
-    def shelve(self, number: int, names: Mapping[str, str], copies: bool) -> None:
-        """Set tensors aside, to be written with the values that they have now.
+    @command(changes_values=False)
+    def shelve(self, part: Part) -> tuple[int, Any]:
+        """Put a part of the state on the shelf, without copying its tensors.
 
-        Args:
-            number: Where to put them on the shelf.
-            names: The name in the checkpoint and the name on this stage, of each tensor.
-            copies: Whether later commands may change the tensors before they are written.
+        All replicas call this for :attr:`~strategies.pipeline.control.parts.PartKind.WHOLE_OPTIMIZER`.
+
+        Returns:
+            The number of the part on the shelf, and the part with layouts in place of its tensors.
         """
 
+    @command(changes_values=False)
+    def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
+        """Return bytes of tensors of the part with this number, one piece after the other."""
+
+    @command(changes_values=False)
+    def copy_shelved(self, number: int) -> None:
+        """Replace the tensors on the shelf by copies, which later commands do not change."""
+
+    @command(changes_values=False)
+    def drop_shelved(self, number: int) -> None:
+        """Take a part off the shelf."""
+
+    # Sharded checkpoints
+
     @command()
-    def load_shelved_optimizer_states(self, number: int) -> None:
-        """Load the states of all optimizers that have been put on the shelf."""
+    def load_optimizer_states_read(self) -> None:
+        """Load the states of all optimizers that have been read from a sharded checkpoint."""
 
     # Profiling
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
-from strategies.common.trees import with_meta_tensors
+from strategies.common.torch_compat import tree_map_only
 from strategies.optim.calls import MethodCall, follow_methods, follow_steps, hyperparameters, own_code, same_result
 from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
@@ -25,8 +25,11 @@ from strategies.optim.restricted import (
     parameters_of,
     part_of,
 )
+from strategies.pipeline.construction.stored import References
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import Part, PartKind
+from strategies.pipeline.control.shelf import ShelvedPart, in_rescue
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.stage.layers import PassContext
 
@@ -62,6 +65,7 @@ class PipelineOptimizers:
         self._remotes: Sequence[RemoteStage] = ()
         self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
         self._shared_steps: SharedSteps | None = None
+        self.references = References()
 
     def connect(
         self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]], *, dividing: Averaging | None = None
@@ -116,8 +120,9 @@ class PipelineOptimizers:
             )
         self._complete()
         values = hyperparameters(optimizer)
-        scaled = [name for name in ("grad_scale", "found_inf") if name in vars(optimizer)]
-        scaling: dict[str, Tensor] = {name: vars(optimizer)[name].cpu() for name in scaled}
+        set_by_scaler = {name: vars(optimizer).get(name) for name in ("grad_scale", "found_inf")}
+        # A scaler sets grad_scale to None after unscale_().
+        scaling = {name: value.cpu() for name, value in set_by_scaler.items() if value is not None}
         self.num_steps += 1
         for remote in self._remotes:
             remote.start(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
@@ -227,26 +232,27 @@ class PipelineOptimizers:
         for remote in self._remotes:
             remote.queue(StageCommands.clip_grad_values, self._number_of(optimizer), limit)
 
-    def state_dict(self, optimizer: Optimizer, *, values: bool = True) -> dict[str, Any]:
+    def state_dict(
+        self, optimizer: Optimizer, taken: Callable[[ShelvedPart], Any] = ShelvedPart.values
+    ) -> dict[str, Any]:
         """Return the state dict that the optimizer would have in one process, gathered stage by stage.
 
         Args:
             optimizer: The optimizer.
-            values: Whether to fetch tensors of other stages; otherwise they are on the ``meta`` device.
+            taken: Returns the states of another stage, of the part of its state that they are. By default with values.
         """
         k = self._number_of(optimizer)
         state = type(optimizer).state_dict(optimizer)  # ``state_dict`` of the object is this method
         if self._shared_steps is not None:
             state["state"] = self._shared_steps.gathered(state["state"])
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
-            gather = StageCommands.whole_optimizer_states if values else StageCommands.optimizer_layouts
-            given = with_meta_tensors(remote.call(gather, k))
-            if foreign := sorted(given.keys() - set(numbers[k])):
+            part = ShelvedPart.of(remote, Part(PartKind.WHOLE_OPTIMIZER, k))
+            if foreign := sorted(part.tree.keys() - set(numbers[k])):
                 raise RuntimeError(
                     f"{remote.description} gave a state of optimizer {k} that is not that of its parameters: "
                     f"unexpected {foreign}. No checkpoint can be made of it."
                 )
-            state["state"].update(given)
+            state["state"].update(taken(part))
         state["state"] = in_order(state["state"])
         return state
 
@@ -261,7 +267,9 @@ class PipelineOptimizers:
         here = [number for number, p in enumerate(parameters_of(optimizer)) if not p.is_meta]
         self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
-            remote.call(StageCommands.load_optimizer_states, k, part_of(state["state"], numbers[k]))
+            own = part_of(state["state"], numbers[k])
+            states = tree_map_only(Tensor, lambda tensor: self.references.stored(tensor) or tensor, own)
+            remote.call(StageCommands.load_optimizer_states, k, states)
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the states of parameters on the driver."""
@@ -273,7 +281,7 @@ class PipelineOptimizers:
         """Copy a worker's states into the user's optimizers; its parameters must have values here again."""
         for k, optimizer in enumerate(self.optimizers):
             parameters = parameters_of(optimizer)
-            states = remote.rescue(StageCommands.optimizer_states, k)
+            states = ShelvedPart.rescued(remote, Part(PartKind.OPTIMIZER, k)).values(in_rescue)
             optimizer.state.update({parameters[number]: state for number, state in states.items()})
             for parameter in [p for p in parameters if p in optimizer.state]:  # sort as in one process
                 optimizer.state[parameter] = optimizer.state.pop(parameter)

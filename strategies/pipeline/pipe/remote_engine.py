@@ -346,7 +346,7 @@ def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
         deferred_batch_norm=deferred_batch_norm,
         call=call_partition,
     )
-    return pickled(payload, partition.layers, None)
+    return pickled(payload, partition.layers, None, streams=False).blob
 
 
 def _routes(

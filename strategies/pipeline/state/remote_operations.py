@@ -18,9 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from strategies.common.operators import changed_arguments
 from strategies.common.torch_compat import (
     TorchDispatchMode,
-    declared_arguments,
+    named_operator,
     operator_name,
     storage_key,
     tree_map_only,
@@ -171,7 +172,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        written = _written(func, args, kwargs)
+        written = changed_arguments(func, args, kwargs)
         known = [t for t in tensors_in((args, kwargs)) if self._value(t) is not None]
         self.writes |= any(t.is_meta for t in written)
         if known and any(not t.is_meta for t in written):
@@ -275,9 +276,9 @@ class HeldValues:
     def compute(self, operation: Operation) -> None:
         """Carry out an operation and keep its new values."""
         namespace, name, overload = operation.name
-        func = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        func = named_operator(namespace, name, overload)
         args, kwargs = tree_map_only(Reference, self.tensor, (operation.args, operation.kwargs))
-        written, tensors = _written(func, args, kwargs), tensors_in((args, kwargs))
+        written, tensors = changed_arguments(func, args, kwargs), tensors_in((args, kwargs))
         if len({tensor.device for tensor in tensors}) > 1:
             device = next((t.device for t in (*written, *tensors) if t.dim()), torch.device("cpu"))
 
@@ -325,10 +326,3 @@ def _is_left_alone(func: Any) -> bool:
 
 def _listed(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the arguments that an operator changes in place."""
-    declared = declared_arguments(func)
-    given = [*zip(declared, args, strict=False), *((d, kwargs[d.name]) for d in declared if d.name in kwargs)]
-    return tensors_in([value for d, value in given if d.alias_info is not None and d.alias_info.is_write])

@@ -158,7 +158,7 @@ class _Remote:
                 return args[0].relay_source.device  # on which values are after reading
             if (changed := _changed(func, args, kwargs)) is not None:
                 changed._refuse(getattr(descriptor, "__name__", name))
-            if any(type(t) in _WITHOUT_VALUES for t in _remotes_in((args, kwargs))):
+            if any(isinstance(t, _WITHOUT_VALUES) for t in _remotes_in((args, kwargs))):
                 known, result = _without_values(func, args, kwargs)
                 if known:
                     return result
@@ -337,7 +337,7 @@ def _without_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     except Exception:  # the values may help; if not, the error is that of the values
         return False, None
     tensors = tensors_in(result)
-    origins = {_storage(t): t for t in remotes if type(t) in _WITHOUT_VALUES}
+    origins = {_storage(t): t for t in remotes if isinstance(t, _WITHOUT_VALUES)}
     if not all(_storage(t) in origins for t in tensors):
         return False, None
     places = iter(range(len(tensors)))

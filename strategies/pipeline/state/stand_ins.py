@@ -12,8 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.torch_compat import without_torch_function
 from strategies.pipeline.control.client import RemoteStage
-from strategies.pipeline.state.remote_tensor import Source, remote_buffer, remote_parameter
+from strategies.pipeline.state.remote_tensor import (
+    RemoteBuffer,
+    RemoteParameter,
+    Source,
+    remote_buffer,
+    remote_parameter,
+)
 
 
 @contextmanager
@@ -76,8 +83,8 @@ def move_to_meta(
 
     kept = {id(parameter) for parameter in keep}
     for name, parameter in list(layers.named_parameters()):
-        if id(parameter) not in kept and not parameter.is_meta:
-            _replace(whole, optimizers, parameter, remote_parameter(name, parameter, source(name)))
+        if id(parameter) not in kept and not isinstance(parameter, RemoteParameter):
+            replace_parameter(whole, optimizers, parameter, remote_parameter(name, parameter, source(name)))
     named = dict(layers.named_buffers(remove_duplicate=False))
     replace_buffers(layers, {name: remote_buffer(name, buffer, source(name)) for name, buffer in named.items()})
 
@@ -89,11 +96,37 @@ def move_from_meta(
     for name, parameter in list(layers.named_parameters()):
         if parameter.is_meta:
             value = nn.Parameter(tensors[name].detach(), requires_grad=parameter.requires_grad)
-            _replace(whole, optimizers, parameter, value)
+            replace_parameter(whole, optimizers, parameter, value)
     replace_buffers(layers, tensors)
 
 
-def _replace(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
+def without_stand_ins(model: nn.Module) -> None:
+    """Put plain tensors on the ``meta`` device in the place of stand-ins of a run that has ended."""
+    for parameter in [own for own in model.parameters() if isinstance(own, RemoteParameter)]:
+        with without_torch_function():
+            plain = nn.Parameter(
+                torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta"),
+                parameter.requires_grad,
+            )
+        replace_parameter(model, (), parameter, plain)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, RemoteBuffer):
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+
+
+def refuse_lost_values(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """A ``state_dict`` pre-hook of a module whose layers may have stayed on workers that have ended.
+
+    Raises:
+        RuntimeError: If they have.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        if isinstance(tensor, RemoteParameter | RemoteBuffer) and tensor.relay_source is not None:
+            tensor.relay_source.stage.check_gathered()
+
+
+def replace_parameter(whole: nn.Module, optimizers: Sequence[Optimizer], old: nn.Parameter, new: nn.Parameter) -> None:
     """Turn ``old`` into ``new``; if that is impossible, put ``new`` in place of ``old`` in modules and optimizers."""
     attributes = {name: value for name, value in vars(old).items() if not name.startswith("relay_")}
     try:

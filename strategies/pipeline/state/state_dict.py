@@ -10,10 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import set_state_dict_hooks, state_dict_hooks
-from strategies.common.trees import with_meta_tensors
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import Part, PartKind
+from strategies.pipeline.control.shelf import ShelvedPart
 from strategies.pipeline.state.mirror import set_attributes
+from strategies.pipeline.state.shelved import shelved_tensors
 from strategies.pipeline.state.stand_ins import replace_buffers
 
 
@@ -37,7 +39,7 @@ class StateOfStages:
         self._module, self._stages, self._number = module, stages, number
         self._remotes = [*remotes, *[None] * (len(stages) - len(remotes))]
         self._is_reversed = list(stages[0]._modules)[:1] != list(module._modules)[:1]
-        self._has_values, self._scatters = True, True
+        self._reads_late, self._scatters = False, True
         self._handles: list[Any] = [
             module.register_state_dict_post_hook(partial(self._gather)),  # torch sets an attribute on it
             module.register_load_state_dict_pre_hook(partial(self._scatter)),
@@ -64,7 +66,7 @@ class StateOfStages:
         for layers, remote in zip(self._stages, self._remotes, strict=True):
             if remote is None:
                 continue
-            tensors = remote.call(StageCommands.tensors)
+            tensors = ShelvedPart.of(remote, Part(PartKind.TENSORS)).values()
             for name, p in layers.named_parameters():
                 memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
             memo.update({id(buffer): buffer for buffer in layers.buffers()})  # shared until they are replaced
@@ -87,13 +89,13 @@ class StateOfStages:
             self._scatters = True
 
     @contextmanager
-    def without_values(self) -> Iterator[None]:
-        """While active, a state dict has ``meta`` tensors for layers on other stages."""
-        self._has_values = False
+    def reading_late(self) -> Iterator[None]:
+        """While active, values of other stages in a state dict are fetched when they are read."""
+        self._reads_late = True
         try:
             yield
         finally:
-            self._has_values = True
+            self._reads_late = False
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Replace entries for layers on workers by the workers' entries, stage by stage; tied parameters stay tied.
@@ -128,8 +130,8 @@ class StateOfStages:
         Raises:
             RuntimeError: If a wanted entry is missing, or an entry belongs to other layers.
         """
-        gather = StageCommands.module_state if self._has_values else StageCommands.module_layout
-        given: dict[str, Any] = with_meta_tensors(remote.call(gather, self._number))
+        part = ShelvedPart.of(remote, Part(PartKind.STATE_DICT, self._number))
+        given: dict[str, Any] = part.tree
         missing = [name for name in wanted if name not in given]
         foreign = [name for name in given if name.partition(".")[0] not in self._stages[i]._modules]
         if missing or foreign:
@@ -137,7 +139,7 @@ class StateOfStages:
                 f"{remote.description} gave a state that is not that of its layers: missing {missing}, "
                 f"unexpected {foreign}. No checkpoint can be made of it."
             )
-        return given
+        return dict(shelved_tensors(part) if self._reads_late else part.values())
 
     def _scatter(self, module: nn.Module, state: dict[str, Any], prefix: str, *strictness_and_errors: Any) -> None:
         """Send each worker its part of the state dict that is being loaded."""

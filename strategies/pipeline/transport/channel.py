@@ -60,8 +60,8 @@ the header's message is posted in advance, and may be larger than that message."
 _ALIGNMENT = 16
 """Tensors in a message start at multiples of this number of bytes, the size of the largest dtype."""
 
-_NO_LIMIT = timedelta(days=365)
-"""Time-out of a stage that waits for its next pass; gloo cannot wait without a time-out."""
+NO_LIMIT = timedelta(days=365)
+"""Time-out of a stage that waits for its next pass or for its values; gloo cannot wait without a time-out."""
 
 _NOTHING_ANNOUNCED = 0, 0
 
@@ -292,7 +292,7 @@ class Receiver:
             PeerFailed: If the sender has failed.
             RuntimeError: If the sender's process has ended.
         """
-        kind, number, _, _, *announced = self._next_header(_NO_LIMIT, wait_here)
+        kind, number, _, _, *announced = self._next_header(NO_LIMIT, wait_here)
         if kind == _END:
             self._header = self._posted = None
             self.post()

@@ -1,5 +1,6 @@
 """A stage on a worker: its layers and its part of the optimizers. It implements the commands of the driver."""
 
+import itertools
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
 from strategies.common.formatting import describe
-from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, unscale_grads
-from strategies.common.trees import flat, layouts, on_cpu
+from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only, unscale_grads
 from strategies.optim.calls import MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
@@ -23,8 +23,10 @@ from strategies.optim.restricted import (
     part_of,
     put_together,
 )
+from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
+from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import Layers, PassContext
@@ -33,8 +35,16 @@ from strategies.pipeline.stage.stage import Pass, Ports, Stage
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.transport.ties import TiedParameters
-from strategies.pipeline.worker.payload import Payload
+from strategies.pipeline.worker.payload import Payload, unpickled
 from strategies.pipeline.worker.wiring import Wiring
+
+_SHELVING = {
+    PartKind.TENSORS: "teardown, handing over weights",
+    PartKind.STATE_DICT: "save, handing over weights",
+    PartKind.OPTIMIZER: "teardown, handing over optimizer states",
+    PartKind.WHOLE_OPTIMIZER: "save, handing over optimizer states",
+}
+"""What a stage does while it puts a part of its state on the shelf."""
 
 
 class HostedStage(StageCommands):
@@ -81,15 +91,15 @@ class HostedStage(StageCommands):
         """Passes that wait for their backward part, by number, with its actions."""
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of interleaved passes that have not been released, by the number of the pass."""
-        self.shelf: dict[int, Any] = {}
-        """Tensors set aside for a sharded checkpoint, by number.
+        self._shelf_numbers = itertools.count()
+        self.shelf: dict[int, dict[str, Tensor]] = {}
+        """Tensors set aside, by number and flattened path.
 
-        Commands put in and take out tensors, in turn with passes. Files are written and read on RPC threads
-        (``RemoteStage.beside``), so that the stage runs passes meanwhile: one function writes what a command has put
-        in, the other puts in what it has read, for the next command. The driver starts each when the one before has
-        ended, so an entry has one user at a time.
+        Commands put in and take out tensors, in turn with passes. RPC threads read them (``RemoteStage.beside``), so
+        that the stage runs passes meanwhile.
         """
-        """Tensors set aside for a sharded checkpoint, or read from one."""
+        self.states_read: dict[int, Any] = {}
+        """Optimizer states that an RPC thread has read from a checkpoint, for the next command."""
         self._trace: torch.profiler.profile | None = None
         for parameter in self._layers.parameters():
             parameter.grad = None
@@ -184,17 +194,6 @@ class HostedStage(StageCommands):
         for name, buffer in buffers.items():
             path, _, own = name.rpartition(".")
             self._layers.get_submodule(path)._buffers[own] = buffer.to(self._stage.device)
-
-    def tensors(self, module: int = 0) -> dict[str, Tensor]:
-        layers = self._modules[module]
-        named = [*layers.named_parameters(), *layers.named_buffers(remove_duplicate=False)]
-        return {name: tensor.detach().cpu() for name, tensor in named}
-
-    def module_state(self, module: int = 0) -> dict[str, Any]:
-        return dict(on_cpu(self._modules[module].state_dict()))
-
-    def module_layout(self, module: int = 0) -> dict[str, Any]:
-        return dict(layouts(self._modules[module].state_dict()))
 
     def load_module_state(self, state: Mapping[str, Any], module: int = 0) -> None:
         self._modules[module].load_state_dict(state, strict=False)  # the driver reports what is missing
@@ -317,36 +316,50 @@ class HostedStage(StageCommands):
         pairs = zip(self._numbers[optimizer], norms, strict=True)
         return {number: norm.cpu() for number, norm in pairs if norm is not None}
 
-    def optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        own = self._optimizers[optimizer]
-        pairs = zip(self._numbers[optimizer], parameters_of(own), strict=True)
-        return {number: on_cpu(own.state[p]) for number, p in pairs if own.state.get(p)}
-
-    def whole_optimizer_states(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        return self._whole(self.optimizer_states(optimizer))
-
-    def optimizer_layouts(self, optimizer: int) -> dict[int, dict[str, Any]]:
-        return self._whole(layouts(self.optimizer_states(optimizer)))
-
-    def _whole(self, states: dict[int, Any]) -> dict[int, Any]:
-        return states if self._shared_steps is None else self._shared_steps.gathered(states)
-
     def load_optimizer_states(self, optimizer: int, states: Mapping[Any, Any]) -> None:
+        states = tree_map_only(Stored, lambda stored: stored.read(), states)
         places = {number: place for place, number in enumerate(self._numbers[optimizer])}
         own = {places.get(key, key): state for key, state in part_of(states, self._numbers[optimizer]).items()}
         if self._shared_steps is not None:
             own = self._shared_steps.own_part(self._optimizers[optimizer], own)
         load_states(self._optimizers[optimizer], own)
 
+    # The shelf
+
+    def shelve(self, part: Part) -> tuple[int, Any]:
+        self._activity.doing = _SHELVING[part.kind]
+        number = next(self._shelf_numbers)
+        self.shelf[number], tree = on_shelf(self._part(part))
+        return number, tree
+
+    def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
+        tensors = self.shelf[number]
+        return torch.cat([bytes_of(tensors[path])[start:stop].cpu() for path, start, stop in pieces])
+
+    def copy_shelved(self, number: int) -> None:
+        self.shelf[number] = {path: tensor.to("cpu", copy=True) for path, tensor in self.shelf[number].items()}
+
+    def drop_shelved(self, number: int) -> None:
+        self.shelf.pop(number, None)
+
+    def _part(self, part: Part) -> dict[Any, Any]:
+        kind, number = part
+        if kind is PartKind.TENSORS:
+            layers = self._modules[number]
+            return dict([*layers.named_parameters(), *layers.named_buffers(remove_duplicate=False)])
+        if kind is PartKind.STATE_DICT:
+            return self._modules[number].state_dict()
+        own = self._optimizers[number]
+        pairs = zip(self._numbers[number], parameters_of(own), strict=True)
+        states = {number: own.state[p] for number, p in pairs if own.state.get(p)}
+        is_divided = kind is PartKind.WHOLE_OPTIMIZER and self._shared_steps is not None
+        return self._shared_steps.gathered(states) if is_divided and self._shared_steps is not None else states
+
     # Sharded checkpoints
 
-    def shelve(self, number: int, names: Mapping[str, str], copies: bool) -> None:
-        states = {k: {"state": self.whole_optimizer_states(k)} for k in range(len(self._optimizers))}
-        own = flat({"state_dict": self.module_state(), "optimizer_states": states})
-        self.shelf[number] = {name: own[here].clone() if copies else own[here] for name, here in names.items()}
-
-    def load_shelved_optimizer_states(self, number: int) -> None:
-        for k, state in self.shelf.pop(number).items():
+    def load_optimizer_states_read(self) -> None:
+        states, self.states_read = self.states_read, {}
+        for k, state in states.items():
             self.load_optimizer_states(k, state["state"])
 
     # Profiling
@@ -384,15 +397,22 @@ def _moved(copy: nn.Sequential, device: torch.device) -> nn.Sequential:
     return copy if all(tensor.device.type == "cpu" for tensor in tensors) else copy.to(device)
 
 
-def unpack(blob: bytes, wire: Callable[[Payload], Wiring], activity: Activity) -> HostedStage:
+def unpack(
+    blob: bytes,
+    wire: Callable[[Payload], Wiring],
+    activity: Activity,
+    receive: Callable[[Sequence[UntypedStorage]], None] = lambda storages: None,
+) -> HostedStage:
     """Create a stage.
 
     Args:
         blob: The pickled :class:`~strategies.pipeline.worker.payload.Payload`.
         wire: Connects the stage.
         activity: Where the stage records what it does.
+        receive: Receives the values of storages that are not in the blob.
     """
     activity.doing = "unpacking its layers"
-    payload = pickle.loads(blob)
+    payload, storages = unpickled(blob)
     assert isinstance(payload, Payload)
+    receive(storages)
     return HostedStage(payload, wire(payload), activity)

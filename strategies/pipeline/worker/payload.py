@@ -1,16 +1,30 @@
-"""The payload of a worker: the layers of a stage and its part of the optimizers, and how the driver pickles them."""
+"""The payload of a worker: the layers of a stage and its part of the optimizers, and how the driver pickles them.
+
+The values of large tensors are not part of the pickle: they follow over the data plane, one storage after another
+(:mod:`strategies.pipeline.transport.storages`), so that no process holds a second copy of a stage. In place of tensors
+that have been recorded and not built, their recipes travel (:mod:`strategies.pipeline.construction`).
+"""
 
 import io
+import pickle
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
-from torch import nn
+from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
-from strategies.common.torch_compat import has_gradient_hooks, is_compiled_in_place
+from strategies.common.torch_compat import (
+    has_gradient_hooks,
+    is_compiled_in_place,
+    number_of_storage,
+    storage_for_pickle,
+    storage_of,
+)
 from strategies.common.transformers_compat import is_capturing_hook
+from strategies.pipeline.construction.recipe import Recipe, View
+from strategies.pipeline.construction.recording import SMALL_BYTES, Construction
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.stage.layers import CallLayers, call_in_turn
 from strategies.pipeline.transport.ties import Tie
@@ -49,12 +63,49 @@ class Payload:
     copies: list[nn.Sequential] = field(default_factory=list)
 
 
-class _Pickler(cloudpickle.Pickler):
-    """Refuses to pickle the whole model with a layer that refers to it."""
+@dataclass
+class Parcel:
+    """A pickled payload.
 
-    def __init__(self, file: io.BytesIO, forbidden: Any) -> None:
+    Attributes:
+        blob: The pickle, with a number in place of each large storage.
+        storages: These storages, in the order of their numbers. Tensors that share one share it on arrival too.
+        built: The numbers of the recorded storages that the receiver builds.
+    """
+
+    blob: bytes
+    storages: list[UntypedStorage]
+    built: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Built:
+    """Stands for the storage that a recipe computes."""
+
+    number: int
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Leaves out large storages, and refuses to pickle the whole model with a layer that refers to it."""
+
+    def __init__(self, file: io.BytesIO, forbidden: Any, construction: Construction | None, *, streams: bool) -> None:
         super().__init__(file)
-        self._forbidden = forbidden
+        self._forbidden, self._construction, self._streams = forbidden, construction, streams
+        self.storages: dict[int, UntypedStorage] = {}
+        self.recipes: dict[int, Recipe] = {}
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, _Built):
+            return obj
+        found = storage_of(obj) if self._streams else None
+        if found is None or found[0].nbytes() <= SMALL_BYTES:
+            return None
+        storage, dtype = found
+        key = number_of_storage(storage)
+        self.storages.setdefault(key, storage)
+        number = self._numbers.setdefault(key, len(self._numbers))
+        return number, storage.nbytes(), dtype
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is self._forbidden:
@@ -63,9 +114,27 @@ class _Pickler(cloudpickle.Pickler):
                 "bound method or an attribute, so it cannot be sent to another process without the model; let the "
                 "layer hold only what it needs"
             )
+        is_tensor = isinstance(obj, Tensor) and not isinstance(obj, nn.Parameter)  # which contains its tensor
+        if is_tensor and self._construction is not None and self._construction.knows(obj):
+            if type(obj) is not Tensor:
+                raise ValueError(
+                    f"a tensor of class {type(obj).__name__} and shape {list(obj.shape)} was made without memory, in "
+                    "configure_model or init_module, and only its values would arrive in another process. Make it in "
+                    "__init__, or use a plain torch.Tensor"
+                )
+            view = self._construction.view(obj)
+            if view.storage not in self.recipes:
+                self.recipes[view.storage] = self._construction.recipe(obj)
+            return _on_storage, (view, _Built(view.storage), obj.requires_grad, vars(obj))
         if is_capturing_hook(obj):  # captures run on stages without it, see strategies.common.transformers_compat
             return _no_hook, ()
         return super().reducer_override(obj)
+
+
+def _on_storage(view: View, storage: UntypedStorage, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:
+    tensor = view.on(storage).requires_grad_(requires_grad)
+    vars(tensor).update(attributes)
+    return tensor
 
 
 def _no_hook() -> Any:
@@ -75,13 +144,48 @@ def _no_hook() -> Any:
 def _does_nothing(*_: Any) -> None: ...
 
 
-def pickled(payload: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, recipes: dict[int, Recipe]) -> None:
+        super().__init__(file)
+        self._recipes = recipes
+        self.storages: dict[int, UntypedStorage] = {}
+        self._built: dict[int, UntypedStorage] = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        if isinstance(pid, _Built):
+            if pid.number not in self._built:
+                self._built[pid.number] = self._recipes[pid.number].replay()
+            return self._built[pid.number]
+        number, num_bytes, dtype = pid
+        if number not in self.storages:
+            self.storages[number] = UntypedStorage(num_bytes)
+        return storage_for_pickle(self.storages[number], dtype)
+
+
+def unpickled(blob: bytes) -> tuple[Any, list[UntypedStorage]]:
+    """Return a payload, and the storages in it whose values are still to be received, in the order of their numbers."""
+    pickle_of_payload, recipes = pickle.loads(blob)
+    unpickler = _Unpickler(io.BytesIO(pickle_of_payload), recipes)
+    payload = unpickler.load()
+    return payload, [storage for _, storage in sorted(unpickler.storages.items())]
+
+
+def pickled(
+    payload: Any,
+    layers: nn.Sequential,
+    forbidden: Any,
+    construction: Construction | None = None,
+    *,
+    streams: bool = True,
+) -> Parcel:
     """Pickle the payload of a worker, including classes and functions that a script or notebook defines.
 
     Args:
         payload: The object to pickle.
         layers: The layers in it; the error message names the one that cannot be pickled.
         forbidden: The whole model, which must not become part of the payload.
+        construction: What knows the recipes of tensors that have been recorded and not built.
+        streams: Leave out the values of large tensors. Otherwise they are part of the pickle.
 
     Raises:
         ValueError: If an object cannot be pickled, or refers to ``forbidden``.
@@ -101,8 +205,9 @@ def pickled(payload: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
                 stacklevel=2,
             )
     file = io.BytesIO()
+    pickler = _Pickler(file, forbidden, construction, streams=streams)
     try:
-        _Pickler(file, forbidden).dump(payload)
+        pickler.dump(payload)
     except ValueError:
         raise
     except Exception as error:  # pickling raises whatever the objects' own methods raise
@@ -113,7 +218,9 @@ def pickled(payload: Any, layers: nn.Sequential, forbidden: Any) -> bytes:
             f"{' and '.join(culprits) or 'an optimizer'} cannot be sent to another process "
             f"({type(error).__name__}: {error})"
         ) from error
-    return file.getvalue()
+    return Parcel(
+        pickle.dumps((file.getvalue(), pickler.recipes)), [*pickler.storages.values()], frozenset(pickler.recipes)
+    )
 
 
 def _fails(layer: nn.Module) -> bool:

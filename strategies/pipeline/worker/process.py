@@ -13,6 +13,7 @@ from strategies.commands.host import Host
 from strategies.common.activity import Activity
 from strategies.launch.session import Session, join_data_plane, join_rpc
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.transport.storages import receive_storages
 from strategies.pipeline.worker.hosted import HostedStage, unpack
 from strategies.pipeline.worker.wiring import to_neighbours
 
@@ -26,8 +27,10 @@ def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
         session: The session of the driver.
     """
     activity = Activity(session.note(rank))
-    wire = partial(to_neighbours, group=join_data_plane(session, rank), wait=activity.wait)
-    create = partial(unpack, blob, wire, activity)
+    group = join_data_plane(session, rank)
+    wire = partial(to_neighbours, group=group, wait=activity.wait)
+    receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
+    create = partial(unpack, blob, wire, activity, receive)
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
 
 

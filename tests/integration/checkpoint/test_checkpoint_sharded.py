@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import procfs
 import pytest
 import torch
 from checkpoint_job import Resumed, Saves, fit, pipeline, single
@@ -16,6 +17,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from strategies import DDPStrategy
 from strategies.checkpoint import store
+from strategies.consolidate import consolidate
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 from trainer import Trainer
 
@@ -84,6 +86,26 @@ def test_in_parts() -> None:
         alike(seen[name], {**whole, "losses": whole["losses"][6:]})
     assert seen["kept"] == (["last.ckpt", "step=3.ckpt"], "last.ckpt", True)
     assert "sequential_module.0.weight" in seen["dropped"] and "sequential_module.0.bias" not in seen["dropped"]
+
+
+def consolidated() -> tuple[float, bool]:
+    """What consolidating 128 MiB takes on top, in MiB, and whether the file is right."""
+    for path, numel in (Path("small"), 4), (Path("large"), 2**21):
+        tensors = {str(k): torch.full((numel,), float(k), dtype=torch.float64) for k in range(8)}
+        store.save_sharded({"state_dict": tensors}, path)
+        del tensors
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is what there is now
+        before = procfs.own_memory_bytes("VmRSS")
+        consolidate(path, Path(f"{path}.ckpt"))
+        grown = (procfs.own_memory_bytes("VmHWM") - before) / procfs.MEBI
+    read = torch.load("large.ckpt", weights_only=True, mmap=True)["state_dict"]
+    return grown, all(bool((tensor == float(name)).all()) for name, tensor in read.items())
+
+
+@pytest.mark.slow
+def test_consolidating_takes_little_memory() -> None:
+    grown, is_right = run(consolidated)
+    assert is_right and grown < 64
 
 
 def found_rates() -> list[float]:

@@ -42,18 +42,37 @@ class Fused(Scaled):
         return torch.optim.AdamW(self.parameters(), lr=0.01, fused=True)
 
 
+class FusedUnscaledByHand(Fused):
+    """Unscales the gradients of every other step ahead of the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        optimizer: Any = self.optimizers()
+        if batch_idx % 2:
+            precision: Any = self.trainer.precision_plugin
+            precision.scaler.unscale_(optimizer.optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def exactly() -> list[list[float]]:
     plugins = {"precision": None, "plugins": Fresh(lambda: [Exact()])}
     rows: list[tuple[Callable[[], Small], dict[str, Any]]] = [
         (Scaled, {"gradient_clip_val": 0.5}),
         (Fused, {}),
         (ExplodesLate, {}),
+        (FusedUnscaledByHand, {"stages": [2]}),
     ]
     return [check(model, **plugins, **arguments)[0].losses for model, arguments in rows]
 
 
 def test_one_decision_over_all_stages() -> None:
-    automatic, fused, _ = run(exactly)
+    automatic, fused, *_ = run(exactly)
     scales = [1024.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0, 1024.0]
     assert automatic[1::2] == fused[1::2] == scales  # halved where a step is left out, doubled after two others
 

@@ -37,7 +37,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     done = bench(tmp_path)
     assert done.returncode == 0, done.stdout[-5000:]
     report = (tmp_path / "results.md").read_text()
-    assert done.stdout.count("\ntook ") == report.count("\n## ") == report.count("TINY") == 9
+    assert done.stdout.count("\ntook ") == report.count("\n## ") == report.count("TINY") == 10
     steps = Section.of(json.loads((tmp_path / "results.json").read_text())["pipeline_step"]["section"])
     names = [row[0] for row in steps.tables[0].rows]
     pipelines = [name for name in names if name.startswith(("Relay", "torch,"))]
@@ -45,12 +45,16 @@ def test_every_section_runs(tmp_path: Path) -> None:
     measured = [float(row[-1].rstrip("%")) for row in steps.tables[0].rows if row[0] in pipelines]
     assert all(0 < idle < 100 for idle in measured)
     assert "The number of calls per step does not grow" in report
-    state = {row[0]: float(row[-1].rstrip("%")) for row in _section(tmp_path, "zero").tables[0].rows}
+    zero = _section(tmp_path, "zero").tables[0]
+    share = zero.columns.index("share")
+    state = {row[0]: float(row[share].rstrip("%")) for row in zero.rows}
     assert state["DDP + AdamW"] == 100.0
     relay = [share for name, share in state.items() if name.startswith("Relay, stage")]
-    assert len(relay) == 6 and max(relay) <= 55.0
+    assert len(relay) == 7 and max(relay) <= 55.0
     saved = [row[0] for row in _section(tmp_path, "checkpoint").tables[0].rows]
     assert "sharded, asynchronous" in saved
+    phases = [row[0] for row in _section(tmp_path, "memory").tables[1].rows]
+    assert "fit, sharded: save" in phases and "resumed fit, sharded" in phases
 
 
 def _section(folder: Path, name: str) -> Section:

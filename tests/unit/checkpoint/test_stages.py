@@ -3,6 +3,7 @@
 The stage of a worker is in this process, behind a remote stage that calls it at once.
 """
 
+import itertools
 from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path
@@ -17,7 +18,13 @@ from torch.optim import AdamW, Optimizer
 
 from strategies.checkpoint.stages import StageStates
 from strategies.checkpoint.store import load_sharded, sharded_tensors
+from strategies.checkpoint.writer import snapshot
+from strategies.common.activity import Activity
+from strategies.pipeline.control import shelf
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import Piece
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
+from strategies.pipeline.state.shelved import ShelvedTensor
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.worker.hosted import HostedStage
 
@@ -26,20 +33,25 @@ class Stage(HostedStage):
     """A worker's stage without a data plane."""
 
     def __init__(self, layers: nn.Sequential, optimizer: Optimizer, numbers: list[int]) -> None:
-        self._layers, self._modules, self.shelf = layers, [layers], {}
+        self._layers, self._modules, self.shelf, self.states_read = layers, [layers], {}, {}
         self._optimizers, self._numbers, self._shared_steps = [optimizer], [numbers], None
+        self._shelf_numbers, self._activity = itertools.count(), Activity()
 
 
 class Remote:
     """Calls the stage at once, in place of RPC."""
 
     description = "stage 0"
+    version = 0
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
+        self.fetched: list[list[Piece]] = []
 
     def start(self, command: Any, *arguments: Any) -> Future[Any]:
         done: Future[Any] = Future()
+        if command is StageCommands.shelved:
+            self.fetched.append(arguments[1])
         done.set_result(getattr(self.stage, command.__name__)(*arguments))
         return done
 
@@ -48,6 +60,8 @@ class Remote:
 
     def call(self, command: Any, *arguments: Any) -> Any:
         return self.start(command, *arguments).result()
+
+    read = rescue = queue = call
 
     def beside(self, function: Any, *arguments: Any) -> Any:
         reference = SimpleNamespace(local_value=lambda: SimpleNamespace(hosted=self.stage))
@@ -92,7 +106,8 @@ class TwoStages:
         for number, parameter in enumerate(there.parameters()):
             of_stage.state[parameter] = states[number]
         self.stage = Stage(there, of_stage, [0, 1, 2, 3])
-        remotes: Any = [Remote(self.stage)]
+        self.remote = Remote(self.stage)
+        remotes: Any = [self.remote]
         stages = [self.model.layers[:2], self.model.layers[2:]]
         optimizers = PipelineOptimizers([self.optimizer], lambda parameter: "", lambda: None)
         optimizers.connect(remotes, [[[0, 1, 2, 3]]])
@@ -102,9 +117,14 @@ class TwoStages:
         )
         self.states = StageStates(self.pipeline, self.model, "layers")
 
-    def checkpoint(self, *, values: bool) -> dict[str, Any]:
-        states = self.states.optimizer_state(self.optimizer, values=values)
-        return {"state_dict": self.states.weights(values=values), "optimizer_states": [states], "epoch": 3}
+    def checkpoint(self) -> dict[str, Any]:
+        states = self.states.optimizer_state(self.optimizer)
+        return {"state_dict": self.states.weights(), "optimizer_states": [states], "epoch": 3}
+
+    def gathered(self) -> dict[str, Any]:
+        checkpoint = self.checkpoint()
+        self.states.gather(checkpoint)
+        return checkpoint
 
 
 def expected() -> dict[str, Any]:
@@ -114,31 +134,83 @@ def expected() -> dict[str, Any]:
 
 def test_gathered() -> None:
     two = TwoStages()
-    checkpoint = two.checkpoint(values=True)
+    checkpoint = two.checkpoint()
+    elsewhere = [key for key, tensor in sharded_tensors(checkpoint).items() if isinstance(tensor, ShelvedTensor)]
+    assert len(elsewhere) == 7 + 4 * 3  # parameters and buffers of two layers, and what Adam has for four parameters
+    assert two.remote.fetched == [] and len(two.stage.shelf) == 2
+    two.states.gather(checkpoint)
+    assert not any(tensor.is_meta for tensor in sharded_tensors(checkpoint).values())
+    assert checkpoint["state_dict"]._metadata == expected()["state_dict"]._metadata
     alike(checkpoint, expected(), tolerance=0.0)
     received = {id(tensor) for tensor in two.states.gathered_tensors()}
-    elsewhere = [key for key, tensor in sharded_tensors(checkpoint).items() if id(tensor) in received]
-    assert len(elsewhere) == 7 + 4 * 3  # parameters and buffers of two layers, and what Adam has for four parameters
+    assert elsewhere == [key for key, tensor in sharded_tensors(checkpoint).items() if id(tensor) in received]
     two.states.forget()
-    assert two.states.gathered_tensors() == []
+    assert two.states.gathered_tensors() == [] and two.stage.shelf == {}
+
+
+def test_what_hooks_see_of_other_stages() -> None:
+    two = TwoStages()
+    weight, moments = two.stage._layers[0].weight, two.stage._optimizers[0].state
+    state = two.checkpoint()["state_dict"]
+    late = state["layers.0.weight"]
+    assert late.shape == (4, 3) and late.dtype == torch.float32 and late.device.type == "cpu"
+    assert torch.equal(late, weight) and late.norm() == weight.norm() and torch.equal(late.detach()[1], weight[1])
+    assert torch.equal(deepcopy(late), weight) and (late.cpu().numpy() == weight.detach().numpy()).all()
+    assert torch.equal({**state}["layers.1.running_mean"].half(), two.stage._layers[1].running_mean.half())
+    with pytest.raises(RuntimeError, match=r"`mul_` on 0.weight \[4, 3\] of a checkpoint.*lives on stage 0"):
+        late.mul_(2)
+    with torch.no_grad():
+        weight.add_(1)
+    assert torch.equal(late, weight), "as in one process, it follows the model"
+    assert moments
 
 
 def test_what_was_gathered_follows_the_stages() -> None:
     two = TwoStages()
     weight, moments = two.stage._layers[0].weight, two.stage._optimizers[0].state
-    checkpoint = two.checkpoint(values=True)
+    checkpoint = two.checkpoint()
     before = checkpoint["state_dict"]["layers.0.weight"], checkpoint["optimizer_states"][0]["state"][0]["exp_avg"]
     weight.data = torch.zeros(4, 3)
     moments[weight] = {**moments[weight], "exp_avg": torch.zeros(4, 3)}
     assert all(tensor.any() for tensor in before)
     two.states.refresh()
-    assert not any(tensor.any() for tensor in before)
+    assert not any(tensor.any() for tensor in before) and len(two.stage.shelf) == 2
+
+
+@pytest.mark.parametrize("needs_copy", [False, True])
+def test_one_file_that_is_written_as_it_arrives(tmp_path: Path, needs_copy: bool, monkeypatch: Any) -> None:
+    two, path, whole = TwoStages(), tmp_path / "a.ckpt", tmp_path / "whole.ckpt"
+    monkeypatch.setattr(shelf, "_MESSAGE_BYTES", 20)
+    checkpoint = two.checkpoint()
+    checkpoint["mine"] = checkpoint["state_dict"]["layers.1.bias"] = torch.full((4,), 7.0)
+    state = checkpoint["state_dict"]
+    checkpoint["again"] = [(state["layers.1.weight"],), state["layers.0.weight"][0]]
+    in_one = expected()
+    in_one["mine"] = in_one["state_dict"]["layers.1.bias"] = torch.full((4,), 7.0)
+    in_one["again"] = [(in_one["state_dict"]["layers.1.weight"],), in_one["state_dict"]["layers.0.weight"][0].clone()]
+    write = two.states.prepare_file(snapshot(checkpoint) if needs_copy else checkpoint, path, needs_copy=needs_copy)
+    if needs_copy:
+        with torch.no_grad():
+            two.stage._layers[0].weight.zero_()  # as the next step does
+    write()
+    with open(whole, "wb") as file:
+        torch.save(in_one, file)
+    read = torch.load(path, weights_only=True)
+    alike(read, torch.load(whole, weights_only=True), tolerance=0.0)
+    assert read["again"][0][0] is read["state_dict"]["layers.1.weight"]
+    if not needs_copy:
+        assert path.read_bytes() == whole.read_bytes() and {
+            sum(p.stop - p.start for p in sent) for sent in two.remote.fetched
+        } <= set(range(21))
+    del checkpoint, state, write
+    two.states.forget()
+    assert two.stage.shelf == {}
 
 
 @pytest.mark.parametrize("needs_copy", [False, True])
 def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> None:
     two, path = TwoStages(), tmp_path / "a.ckpt"
-    checkpoint = two.checkpoint(values=False)
+    checkpoint = two.checkpoint()
     assert checkpoint["state_dict"]["layers.0.weight"].is_meta and not checkpoint["state_dict"]["outside.bias"].is_meta
     write = two.states.prepare_sharded(checkpoint, path, needs_copy=needs_copy)
     if needs_copy:
@@ -147,6 +219,8 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
     write()
     assert sorted(file.name for file in path.rglob("*.distcp")) == ["__0_0.distcp", "__1_0.distcp"]
     alike(load_sharded(path)[0], expected(), tolerance=0.0)
+    del checkpoint, write
+    two.states.forget()
     assert not two.stage.shelf
 
     other = TwoStages()
@@ -155,14 +229,14 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
             state["exp_avg"].zero_()
     bare, shards = load_sharded(path, ["state_dict"])
     other.states.load_optimizer_states(bare["optimizer_states"], shards)
-    alike(other.checkpoint(values=True)["optimizer_states"], expected()["optimizer_states"], tolerance=0.0)
-    assert not other.stage.shelf
+    alike(other.gathered()["optimizer_states"], expected()["optimizer_states"], tolerance=0.0)
+    assert not other.stage.states_read
 
 
 def test_a_stage_that_cannot_write(tmp_path: Path) -> None:
     two, path = TwoStages(), tmp_path / "a.ckpt"
-    two.states.prepare_sharded(two.checkpoint(values=False), path, needs_copy=False)()
-    write = two.states.prepare_sharded({**two.checkpoint(values=False), "epoch": 4}, path, needs_copy=False)
+    two.states.prepare_sharded(two.checkpoint(), path, needs_copy=False)()
+    write = two.states.prepare_sharded({**two.checkpoint(), "epoch": 4}, path, needs_copy=False)
     two.stage.shelf.clear()
     with pytest.raises(KeyError):
         write()
@@ -176,9 +250,9 @@ def test_what_does_not_fit_reaches_no_stage() -> None:
     weight = state.pop("layers.2.weight")
     with pytest.raises(RuntimeError, match=r"missing in stage 1 \(layers 2 to 2: Linear\): layers.2.weight"):
         two.model.load_state_dict(state)
-    alike(dict(two.states.weights(values=True)), dict(expected()["state_dict"]), tolerance=0.0)
+    alike(two.gathered()["state_dict"], dict(expected()["state_dict"]), tolerance=0.0)
     two.model.load_state_dict({**state, "layers.2.weight": weight})
-    alike(dict(two.states.weights(values=True)), {**state, "layers.2.weight": weight}, tolerance=0.0)
+    alike(two.gathered()["state_dict"], {**state, "layers.2.weight": weight}, tolerance=0.0)
     for function in undo:
         function()
     assert "load_state_dict" not in vars(two.model)

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import UninitializedBuffer, is_lazy
 from torchmetrics import MeanMetric
 
 from strategies.checkpoint.validate import check_fit, stages_by_name
@@ -104,6 +105,21 @@ def test_layers_without_a_shape_yet() -> None:
     with pytest.raises(RuntimeError, match=r"missing keys: 0\.bias"):
         check_fit(module := lazy(), {name: value for name, value in state.items() if name != "0.bias"})
     assert is_lazy(module[0].weight)
+
+
+def test_a_lazy_buffer_of_integers() -> None:
+    """A layer without values, which tries the name of old, has such a buffer too; integers require no gradients."""
+
+    class Counts(LazyModuleMixin, Renames):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("counts", UninitializedBuffer(dtype=torch.int64))
+
+    module, state = Counts(), {"w": torch.ones(2), "counts": torch.tensor([3, 4]), "_extra_state": "something"}
+    check_fit(module, dict(state))
+    assert is_lazy(module.counts)
+    module.load_state_dict(state)
+    assert module.counts.tolist() == [3, 4]
 
 
 def test_what_a_layer_keeps_among_its_attributes() -> None:

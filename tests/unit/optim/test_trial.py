@@ -15,7 +15,7 @@ from parity_parts import Lamb
 from torch import Tensor, nn, optim
 from torch.optim import SGD, Optimizer
 
-from strategies.optim.trial import check_divisible
+from strategies.optim.trial import check_by_element, check_divisible
 
 COUPLES = "cannot be divided over processes: what it does to one parameter depends on parameters in other processes"
 
@@ -81,6 +81,16 @@ class CountsTogether(SGD):
         super().step(closure)
         for group in self.param_groups:
             group["largest"] = max([p.abs().max().item() for p in group["params"]], default=0.0)
+
+
+class MeasuresVectors(SGD):
+    """Keeps the mean norm of its vectors of several elements, which is not a number in a process that has none."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            norms = [p.norm().item() for p in group["params"] if p.dim() == 1 and len(p) > 1]
+            group["norm"] = sum(norms) / len(norms) if norms else float("nan")
 
 
 class Noisy(SGD):
@@ -194,6 +204,7 @@ def two_stages(optimizer: Optimizer) -> list[list[Tensor]]:
         (in_groups(SharesBetweenGroups, 1, 2), f"SharesBetweenGroups {COUPLES}"),
         (LeavesOutAll, f"LeavesOutAll {COUPLES}"),
         (CountsTogether, f"CountsTogether {COUPLES}.* 'largest' of parameter group 0 differed"),
+        (MeasuresVectors, f"MeasuresVectors {COUPLES}.* 'norm' of parameter group 0 differed"),
         (Lamb, f"Lamb {COUPLES}.*set the Trainer's gradient_clip_val"),
         (partial(Lamb, max_grad_norm=1e3), f"Lamb {COUPLES}"),
         (partial(prodigyopt.Prodigy, lr=1.0), f"Prodigy {COUPLES}"),
@@ -297,6 +308,24 @@ def test_divisible_and_left_as_it_was(name: str, dtype: torch.dtype) -> None:
     assert all(p.grad is not None and torch.equal(p.grad, torch.ones_like(p)) for p in own)
     assert torch.equal(torch.get_rng_state(), state[0])
     assert (random.getstate(), str(np.random.get_state())) == state[1:]
+
+
+NOT_BY_ELEMENT = ("Adafactor", "Adafactor, foreach", "Muon", "Lars", "Lamb, no clipping")
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_divisible_by_rows(name: str) -> None:
+    own = [p for p in parameters() if p.ndim]  # a scalar has no rows
+    optimizer = DIVISIBLE[name](own)
+    check_divisible(optimizer)
+    before, values = str(optimizer.state_dict()), [p.detach().clone() for p in own]
+    if name in NOT_BY_ELEMENT:
+        with pytest.raises(ValueError, match=rf"{type(optimizer).__name__} cannot be used under stage=3.*in a trial"):
+            check_by_element(optimizer)
+    else:
+        check_by_element(optimizer)
+    assert str(optimizer.state_dict()) == before
+    assert all(torch.equal(p, value) for p, value in zip(own, values, strict=True))
 
 
 def test_sparse_gradients() -> None:

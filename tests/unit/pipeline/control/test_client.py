@@ -52,10 +52,10 @@ def test_queued_commands_travel_ahead_of_the_next_call(wire: Wire) -> None:
     remote.queue_zero_grad("0.weight", False)
     assert remote.has_queued and not wire.sent
     remote.start(StageCommands.backward, 4)
-    remote.start(StageCommands.module_state, module=1)
+    remote.start(StageCommands.gradient, "0.weight", module=1)
     cleared = ["zero_grads", (["0.weight", "0.bias"], True, 0), {}], ["zero_grads", (["0.weight"], False, 0), {}]
     first = [("discard", (3,), {}), *map(tuple, cleared), ("backward", (4,), {})]
-    assert wire.sent == [(first, 0), ([("module_state", (), {"module": 1})], 1)] and not remote.has_queued
+    assert wire.sent == [(first, 0), ([("gradient", ("0.weight",), {"module": 1})], 1)] and not remote.has_queued
 
 
 def test_a_command_without_an_end_is_ended_before_the_next_one(wire: Wire) -> None:

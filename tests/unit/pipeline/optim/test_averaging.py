@@ -1,7 +1,7 @@
 """Averaging over replicas, by two threads that stand for the same stage of two pipelines."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,21 @@ def test_every_kind_of_gradient(tmp_path: Path) -> None:
     for parameters in replicas:
         for parameter, mean in zip(parameters, expected, strict=True):
             torch.testing.assert_close(parameter.grad, mean)
+
+
+def test_small_gradients_share_a_message(tmp_path: Path) -> None:
+    """One message agrees on which gradients there are, then one for each dtype of small ones and each large one."""
+    num_messages: list[int] = []
+
+    def count(wait: Callable[[], Any]) -> Any:
+        done = wait()
+        num_messages.append(len(done))
+        return done
+
+    small = [torch.ones(3, dtype=dtype) for dtype in (torch.float32, torch.float64) for _ in range(5)]
+    parameters = with_grads([*small, torch.ones(LARGE), torch.ones(LARGE)])
+    Averaging(join_group(f"{tmp_path.as_uri()}/one", 0, 1, 30), lambda: parameters, list, wait=count).average()
+    assert num_messages == [1, 4]
 
 
 def test_a_sum_that_float16_cannot_hold(tmp_path: Path) -> None:

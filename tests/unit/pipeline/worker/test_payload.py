@@ -1,6 +1,5 @@
 """What is shipped to a worker."""
 
-import pickle
 import threading
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.pipeline.worker.payload import pickled
+from strategies.pipeline.worker.payload import Parcel, pickled, unpickled
 
 
 class Scaled(nn.Module):
@@ -29,11 +28,11 @@ class Model(nn.Module):
 
 def test_layers_go_with_functions_of_scripts() -> None:
     layers, factor = nn.Sequential(Scaled(lambda x: factor * x)), 3
-    arrived = pickle.loads(pickled(layers, layers, Model()))
+    arrived = unpickled(pickled(layers, layers, Model()).blob)[0]
     assert arrived(torch.ones(2)).tolist() == [3, 3]
 
 
-def pickle_layer(layer: nn.Module, model: nn.Module) -> bytes:
+def pickle_layer(layer: nn.Module, model: nn.Module) -> Parcel:
     layers = nn.Sequential(nn.ReLU(), layer)
     return pickled({"layers": layers}, layers, model)
 
@@ -78,3 +77,22 @@ def test_hooks_of_parameters_cannot_follow() -> None:
         getattr(linear.weight, register)(lambda *args: None)
         with pytest.raises(ValueError, match=message):
             pickle_layer(linear, Model())
+
+
+def test_large_values_are_not_in_the_pickle() -> None:
+    layers = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    layers[1].weight = layers[0].weight  # tied
+    layers[0].register_buffer("rows", layers[0].weight.detach()[2:4])  # a view of the parameter
+    parcel = pickled(layers, layers, Model())
+    assert len(parcel.blob) < 20_000 and [storage.nbytes() for storage in parcel.storages] == [300 * 300 * 4]
+    arrived, (storage,) = unpickled(parcel.blob)
+    storage.copy_(parcel.storages[0])
+    assert arrived[1].weight is arrived[0].weight and torch.equal(arrived[0].weight, layers[0].weight)
+    assert torch.equal(arrived[1].bias, layers[1].bias)
+    with torch.no_grad():
+        arrived[0].weight[2] = 7
+    assert arrived[0].rows[0].tolist() == [7] * 300
+
+    in_one = pickled(layers, layers, Model(), streams=False)
+    assert not in_one.storages
+    assert torch.equal(unpickled(in_one.blob)[0][0].weight, layers[0].weight)

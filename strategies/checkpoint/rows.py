@@ -1,0 +1,119 @@
+"""Checkpoints of ranks that have divided every parameter and its optimizer states by rows: ZeRO stage 3.
+
+full      every rank ──rows, tensor by tensor──▶ rank 0, which has the checkpoint of one process in host memory
+sharded   every rank: its rows ──▶ torch.distributed.checkpoint.save ──▶ its own file;  rank 0: meta.pt
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from strategies.checkpoint.ranks import DividedStates
+from strategies.checkpoint.store import load_tensors, read_tensors
+from strategies.common.trees import flat, with_tensors
+from strategies.optim.restricted import is_by_element, parameters_of
+from strategies.sharding.model import divided_by_rows
+from strategies.sharding.rows import gather_rows, own_rows, rows_of, whole_shape
+
+
+def read_rows(
+    shards: Path, state: Mapping[str, Any], parameters: Mapping[str, DTensor], group: ProcessGroup
+) -> dict[str, Any]:
+    """Read weights of a sharded checkpoint, of divided parameters only this rank's rows.
+
+    Args:
+        shards: The directory with the values.
+        state: The state dict in the checkpoint, with tensors on the ``meta`` device.
+        parameters: The divided parameters, by name.
+        group: The ranks, on gloo.
+    """
+    mesh, rows = DeviceMesh.from_group(group, "cpu"), dict[str, DTensor]()
+    for name, p in parameters.items():
+        value = state.get(name)
+        if isinstance(value, Tensor) and value.is_meta and value.shape == p.shape:
+            rows[name] = divided_by_rows(torch.empty(p.to_local().shape, dtype=value.dtype), p.shape, mesh)
+    load_tensors({f"state_dict.{name}": own for name, own in rows.items() if own.to_local().numel()}, shards)
+    others = {name: value for name, value in state.items() if name not in rows}
+    whole = with_tensors(others, read_tensors(shards, flat(others, "state_dict")), "state_dict")
+    return {name: rows.get(name, whole.get(name)) for name in state}
+
+
+class RowStates(DividedStates):
+    """States of which every rank has some rows.
+
+    Args:
+        group: The ranks, on gloo.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        super().__init__(group)
+        self._mesh = DeviceMesh.from_group(group, "cpu")
+
+    def _whole(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = self._converted(optimizer, self._gathered_rows)
+        return state if self._group.rank() == 0 else {}
+
+    def _parts(self, optimizer: Optimizer) -> dict[str, Any]:
+        state = self._converted(optimizer, self._divided_rows)
+        if self._group.rank() > 0:  # rank 0 writes what is not divided
+            state["state"] = {
+                number: {name: value for name, value in own.items() if isinstance(value, DTensor)}
+                for number, own in state["state"].items()
+                if isinstance(number, int)
+            }
+        return state
+
+    def _converted(
+        self, optimizer: Optimizer, convert: Callable[[Tensor, Tensor, torch.Size], Tensor | None]
+    ) -> dict[str, Any]:
+        """Return the state dict with ``convert(rows, parameter, shape of the whole)`` in place of rows."""
+        state = optimizer.state_dict()
+        rank, size = self._group.rank(), self._group.size()
+        whole: dict[Any, Any] = {}
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            num_rows = len(rows_of(parameter.shape[0], rank, size))
+            own_shape = (num_rows, *parameter.shape[1:])
+            if number in state["state"]:
+                whole[number] = {
+                    name: convert(value, parameter, whole_shape(value, parameter.shape, num_rows))
+                    if isinstance(value, Tensor) and is_by_element(value, own_shape)
+                    else value
+                    for name, value in state["state"][number].items()
+                }
+        return {**state, "state": {**whole, **{key: own for key, own in state["state"].items() if key not in whole}}}
+
+    def _gathered_rows(self, rows: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor | None:
+        return gather_rows(rows, shape, parameter.shape, self._group)
+
+    def _divided_rows(self, rows: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor:
+        return divided_by_rows(rows.detach().cpu(), shape, self._mesh)
+
+    def _own_part(
+        self, optimizer: Optimizer, states: Mapping[Any, Any], shards: Path | None, prefix: str
+    ) -> dict[Any, Any]:
+        part: dict[Any, Any] = {key: value for key, value in states.items() if not isinstance(key, int)}
+        for number, parameter in enumerate(parameters_of(optimizer)):
+            rows = rows_of(parameter.shape[0], self._group.rank(), self._group.size())
+            if len(rows) and parameter.numel() and number in states:
+                part[number] = self._rows(states[number], parameter, shards, f"{prefix}.{number}")
+        return part
+
+    def _rows(self, state: Mapping[str, Any], parameter: Tensor, shards: Path | None, prefix: str) -> dict[str, Any]:
+        """This rank's rows of the state of one parameter, which is read by itself."""
+        rank, size = self._group.rank(), self._group.size()
+        whole: Any = dict(state)
+        if shards is not None:
+            whole = with_tensors(whole, read_tensors(shards, flat(whole, prefix)), prefix)
+        return {
+            name: own_rows(value, parameter.shape, rank, size).clone()
+            if isinstance(value, Tensor) and is_by_element(value, parameter.shape)
+            else value
+            for name, value in whole.items()
+        }

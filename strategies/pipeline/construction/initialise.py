@@ -1,0 +1,58 @@
+"""Initial values of models that were built on the ``meta`` device, where the initialisation has no effect."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.initialisation import initialiser, seeded_by_name
+from strategies.pipeline.construction.recording import Construction
+
+
+def initialise(model: nn.Module, construction: Construction) -> list[str]:
+    """Record the initialisation of modules whose own parameters or buffers lack values.
+
+    A module is initialised by ``_init_weights`` of the model of Hugging Face that it is a part of, else by its own
+    ``reset_parameters``. Each has a seed of its own, made of the process's seed and the module's name, so its values do
+    not depend on other modules. Tensors that have values keep them.
+
+    Args:
+        model: The model.
+        construction: Records operations on the tensors that lack values.
+
+    Returns:
+        The names of these modules. Where there is no such method, tensors still lack values.
+    """
+    names: list[str] = []
+    for name, module in model.named_modules():
+        lacking = [own for own in _own_tensors(module) if construction.lacks_values(own)]
+        function = initialiser(model, name) if lacking else None
+        if function is None:
+            continue
+        names.append(name)
+        with torch.no_grad(), seeded_by_name(name), _values_kept(module, construction), construction.recording():
+            function()
+    return names
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    return [own for own in (*module._parameters.values(), *module._buffers.values()) if own is not None]
+
+
+@contextmanager
+def _values_kept(module: nn.Module, construction: Construction) -> Iterator[None]:
+    """Within this, tensors of a module that have values are replaced by others."""
+    holders: list[dict[str, Any]] = [module._parameters, module._buffers]
+    kept = [dict(tensors) for tensors in holders]
+    for tensors in holders:
+        for name, own in tensors.items():
+            if own is not None and not construction.lacks_values(own):
+                other = torch.empty(own.shape, dtype=own.dtype)
+                tensors[name] = nn.Parameter(other) if isinstance(own, nn.Parameter) else other
+    try:
+        yield
+    finally:
+        for tensors, before in zip(holders, kept, strict=True):
+            tensors.update({n: own for n, own in before.items() if own is None or not construction.lacks_values(own)})

@@ -1,0 +1,83 @@
+"""Parts of the state of a stage: what the driver can have set aside, and how the stage describes it."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.torch_compat import tree_map_only
+from strategies.common.trees import flat
+
+
+class PartKind(Enum):
+    """The parts of the state of a stage."""
+
+    TENSORS = "all parameters and buffers, by name"
+    STATE_DICT = "what state_dict returns"
+    OPTIMIZER = "the optimizer states in this process, by the number of the parameter in the whole optimizer"
+    WHOLE_OPTIMIZER = "the same, with the states of all replicas that have divided them, on the first replica"
+
+
+class Part(NamedTuple):
+    """A part of the state of a stage: its kind, and the number of the module or of the optimizer."""
+
+    kind: PartKind
+    number: int = 0
+
+
+class Piece(NamedTuple):
+    """Some bytes of a tensor on the shelf: its flattened path, and the range of bytes of its storage."""
+
+    path: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ShelvedLayout:
+    """Shape, strides and dtype of a tensor on the shelf, which fills its storage without gaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "ShelvedLayout":
+        """Return the layout of a tensor, or that of a copy without gaps."""
+        stride = torch.empty_like(tensor, device="meta").stride()
+        return cls(tuple(tensor.shape), stride, tensor.dtype)
+
+    def empty(self, device: str = "cpu") -> Tensor:
+        """Return a new tensor of this layout."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor without gaps, in the order of its storage: a view."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def on_shelf(tree: Any) -> tuple[dict[str, Tensor], Any]:
+    """Return the tensors of a tree that can be on a shelf, by flattened path, and the tree with their layouts.
+
+    Other tensors, such as sparse ones, stay in the tree, on the CPU.
+    """
+
+    def described(tensor: Tensor) -> Any:
+        return ShelvedLayout.of(tensor) if _is_plain(tensor) else tensor.detach().cpu()
+
+    tensors = {path: _without_gaps(tensor.detach()) for path, tensor in flat(tree).items() if _is_plain(tensor)}
+    return tensors, tree_map_only(Tensor, described, tree)
+
+
+def _without_gaps(tensor: Tensor) -> Tensor:
+    like = ShelvedLayout.of(tensor)
+    return tensor if tensor.stride() == like.stride else torch.empty_like(tensor).copy_(tensor)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
+        return False
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer) and not (tensor.is_conj() or tensor.is_neg())

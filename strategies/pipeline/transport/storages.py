@@ -1,0 +1,47 @@
+"""The values of a stage, on their way from the driver to its worker: one storage after another, into its final place.
+
+Neither process holds a second copy: the driver sends a tensor's own memory, and gloo writes into that of the worker.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.distributed import ProcessGroup
+
+from strategies.common.torch_compat import timeout_of
+from strategies.common.waiting import Wait
+from strategies.pipeline.transport.channel import NO_LIMIT, unrecorded
+
+_TAG = 8
+
+
+def send_storages(storages: list[UntypedStorage], group: ProcessGroup, peer: int, wait: Wait) -> None:
+    """Send the values of storages. The list is emptied on the way, so that nothing here keeps their memory.
+
+    Args:
+        storages: The storages, on any device.
+        group: The data plane.
+        peer: The receiver's rank.
+        wait: Runs a function that blocks until values have arrived.
+    """
+    while storages:
+        message = as_bytes(storages.pop(0)).cpu()
+        work = unrecorded(group.send, [message], peer, _TAG)
+        wait(partial(work.wait, timeout_of(group)))
+
+
+def receive_storages(storages: Sequence[UntypedStorage], group: ProcessGroup, peer: int, wait: Wait) -> None:
+    """Receive the values of storages of the same sizes, on the CPU; see :func:`send_storages`.
+
+    There is no time-out, because the sender serves other stages first. Its end is noticed.
+    """
+    for storage in storages:
+        work = unrecorded(group.recv, [as_bytes(storage)], peer, _TAG)
+        wait(partial(work.wait, NO_LIMIT))
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """Return the bytes of a storage as a tensor on the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

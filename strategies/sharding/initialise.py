@@ -1,0 +1,73 @@
+"""Initial values of models built on the ``meta`` device, given unit by unit, so that no process holds all of them."""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.initialisation import initialiser, seeded_by_name
+
+
+def check_initial_values(model: nn.Module, *, has_checkpoint: bool) -> None:
+    """Check that every module on the ``meta`` device can be given values.
+
+    Args:
+        model: The model.
+        has_checkpoint: Whether parameters and persistent buffers are loaded afterwards.
+
+    Raises:
+        ValueError: If one cannot.
+    """
+    loaded = set(model.state_dict(keep_vars=True).values()) if has_checkpoint else set()
+    for path, module in model.named_modules():
+        lacking = [name for name, tensor in _own_tensors(module).items() if tensor.is_meta and tensor not in loaded]
+        if lacking and initialiser(model, path) is None:
+            kind = type(module).__name__
+            raise ValueError(
+                f"{lacking[0]} of {path or kind} is on the meta device, but {kind} has no method reset_parameters that "
+                "would give it a value. Add one, or build the module on a real device."
+            )
+
+
+def give_values(model: nn.Module, modules: Collection[nn.Module], device: torch.device) -> None:
+    """Give some modules of a model memory and initial values, where they are on the ``meta`` device.
+
+    A module is initialised by ``_init_weights`` of the model of Hugging Face that it is a part of, else by its own
+    ``reset_parameters``, from a seed made of the process's seed and its name. What has values keeps them. What has no
+    such method becomes NaN until a checkpoint is loaded.
+    """
+    wanted, made = set(modules), dict[Tensor, Tensor]()
+    for path, module in model.named_modules():
+        if module not in wanted or not any(tensor.is_meta for tensor in _own_tensors(module).values()):
+            continue
+        kept = [(tensor, tensor.detach().clone()) for tensor in _own_tensors(module).values() if not tensor.is_meta]
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    if tensor in made:  # tied to a tensor that has its value
+                        kept.append((made[tensor], made[tensor].detach().clone()))
+                    else:
+                        made[tensor] = _with_memory(tensor, device)
+                    table[name] = made[tensor]
+        function = initialiser(model, path)
+        if function is not None:
+            with torch.no_grad(), seeded_by_name(path):
+                function()
+            with torch.no_grad():
+                for tensor, value in kept:
+                    tensor.copy_(value)
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    filling = float("nan") if tensor.is_floating_point() else 0
+    value = torch.full_like(tensor, filling, device=device, requires_grad=False)
+    if not isinstance(tensor, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    vars(parameter).update(vars(tensor))
+    return parameter

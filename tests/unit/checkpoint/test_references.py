@@ -1,0 +1,28 @@
+"""References to tensors in checkpoints, which other processes read by themselves."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from strategies.checkpoint.references import references_in_file
+from strategies.common.torch_compat import storage_key
+
+
+def test_tensors_in_a_file(tmp_path: Path) -> None:
+    whole = torch.randn(40, 30)
+    state = {"whole": whole, "view": whole.t()[3:5], "whole.numbers": torch.arange(7), "half": torch.ones(3).half()}
+    torch.save({"state_dict": state, "epoch": 3}, path := tmp_path / "x.ckpt")
+    checkpoint = torch.load(path, mmap=True)
+    references = references_in_file(path, checkpoint, None)
+    for name, tensor in checkpoint["state_dict"].items():
+        reference = references[storage_key(tensor)].refer(tensor)
+        assert len(pickle.dumps(reference)) < 1000
+        read = pickle.loads(pickle.dumps(reference)).read()
+        assert read.dtype == state[name].dtype and torch.equal(read, state[name]), name
+
+    reference = references[storage_key(checkpoint["state_dict"]["whole"])].refer(whole)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(RuntimeError, match=r"x\.ckpt has been replaced since its tensors were found in it"):
+        reference.read()

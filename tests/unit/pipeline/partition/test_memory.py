@@ -1,0 +1,139 @@
+"""What stages need, the smallest number of stages that would do, and real limits of a process that refuse them."""
+
+import re
+import resource
+
+import pytest
+import torch
+from harness import run
+from torch import nn, optim
+
+from strategies.launch.limits import limits_of_process, room_on_host
+from strategies.pipeline.partition.memory import Need, Placement, Sizes, check_memory, nbytes_of, smallest_number
+from strategies.pipeline.partition.sequential import cut
+
+MEBI = 2**20
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """Square layers with an embedding and a head around them; shapes only, unless ``device`` says otherwise.
+
+    Args:
+        mebi: The size of each layer.
+        layers: How many.
+    """
+
+    def __init__(self, mebi: int, layers: int, device: str = "meta") -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[nn.Linear(mebi * 256, 1024, bias=False, device=device) for _ in range(layers)])
+        self.embed = nn.Embedding(256, 1024, device=device)
+        self.register_buffer("table", torch.empty(MEBI // 4, device=device))
+
+    def placed(self, balance: list[int]) -> Placement:
+        return Placement.of(self, cut(self.blocks, balance), [CPU] * len(balance), [*range(len(balance))])
+
+
+def test_a_stage_needs_parameters_gradients_and_states() -> None:
+    model = Model(8, 4)
+    sizes = Sizes([optim.AdamW(model.parameters())])
+    assert sizes.need(model.blocks[:3].modules()) == Need(24 * MEBI, 24 * MEBI, 48 * MEBI)
+    assert sizes.need([model, model.embed]) == Need(2 * MEBI, MEBI, 2 * MEBI)  # the buffer is not trained
+    assert Sizes([]).need(model.modules()) == Need(34 * MEBI, 0, 0)
+    assert Sizes([optim.AdamW(model.parameters())], num_shares=2).need(model.embed.modules()).states == MEBI
+
+
+def test_what_need_not_be_there_at_once_does_not_count() -> None:
+    model = Model(8, 4)
+    model.blocks[0].requires_grad_(False)
+    both = [optim.SGD(model.blocks[:2].parameters(), 0.1), optim.Adam(model.blocks[2:].parameters())]
+    assert Sizes(both).need(model.blocks.modules()) == Need(32 * MEBI, 16 * MEBI, 32 * MEBI)
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    assert Sizes([]).need([first, second]).parameters == 64  # shared within one process
+
+
+def test_a_tensor_made_of_others_has_their_size() -> None:
+    class Packed(torch.Tensor):
+        def __tensor_flatten__(self) -> tuple[list[str], None]:
+            return ["codes", "scales"], None
+
+    packed = torch.empty(100, 100).as_subclass(Packed)
+    vars(packed).update(codes=torch.empty(5000, dtype=torch.uint8), scales=torch.empty(100))
+    assert nbytes_of(packed) == 5400
+
+
+@pytest.mark.parametrize(
+    ("costs", "limit", "last", "balance"),
+    [
+        ([1] * 12, 12, 0, [12]),
+        ([1] * 12, 4, 0, [4, 4, 4]),
+        ([1] * 12, 4, 3, [4, 4, 3, 1]),
+        ([1] * 12, 4, 4, None),
+        ([5, 1, 1], 4, 0, None),
+        ([3, 1, 1, 3], 4, 0, [2, 2]),
+    ],
+)
+def test_the_smallest_number_of_stages(costs: list[int], limit: int, last: int, balance: list[int] | None) -> None:
+    assert smallest_number(costs, limit, last=last) == balance
+
+
+def test_what_no_host_has_is_refused_and_what_fits_is_not() -> None:
+    room = room_on_host().size_bytes // MEBI
+    huge = Model(room // 5, 8)  # 1.6 times what there is, which other programs change
+    with pytest.raises(ValueError, match=r"The 2 stages on this host need at least [\d,]+ MiB of parameters") as raised:
+        check_memory(huge.placed([4, 4]))
+    assert "use several hosts, by torchrun or SLURM" in str(raised.value)
+    assert re.search(r"With [\d,]+ MiB for a stage per host, 2 stages would do \(balance=\[4, 4\]\)", str(raised.value))
+    elsewhere = huge.placed([4, 2, 2])
+    check_memory(Placement(elsewhere.stages, elsewhere.outside, elsewhere.devices, on_host=[2]))
+    half = Model(room // 16, 8)
+    check_memory(half.placed([4, 4]))
+    with pytest.raises(ValueError, match=r"of gradients, [\d,]+ MiB of optimizer states"):
+        check_memory(half.placed([4, 4]), [optim.AdamW(half.parameters())])
+
+
+def test_what_this_process_already_holds_counts_as_room() -> None:
+    model = Model(64, 4, device="cpu")
+    check_memory(model.placed([2, 2]), [optim.SGD(model.parameters(), lr=0.1)])
+
+
+def refused(balance: list[int], mebi: int, kind: int, *, states: bool) -> str:
+    """What the check says of 8 layers of 100 MiB, if each process may use some MiB more than this one does."""
+    limit = {resource.RLIMIT_DATA: "DATA", resource.RLIMIT_AS: "AS"}[kind]
+    for each in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
+        resource.setrlimit(each, (2**40, -1))
+    (used,) = [own.used_bytes for own in limits_of_process() if limit in own.words]
+    resource.setrlimit(kind, (used + mebi * MEBI, -1))
+    model = Model(100, 8)
+    optimizers = [optim.AdamW(model.parameters())] if states else [optim.SGD(model.parameters(), lr=0.1)]
+    try:
+        check_memory(model.placed(balance), optimizers)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def all_rows() -> list[str]:
+    data, space = resource.RLIMIT_DATA, resource.RLIMIT_AS
+    return [
+        refused([4, 4], 850, data, states=False),
+        refused([4, 4], 700, data, states=False),
+        refused([2, 2, 2, 2], 850, data, states=True),
+        refused([1, 7], 1000, space, states=False),
+        refused([2] * 4, 300, data, states=True),
+    ]
+
+
+def test_real_limits_of_a_process_refuse_a_stage() -> None:
+    fits, sgd, adamw, space, layer = run(all_rows)
+    assert fits == adamw == ""
+    assert sgd.startswith("Stage 1 (layers 4 to 7: Linear, Linear, Linear, Linear) needs at least 803 MiB (402 MiB of ")
+    assert "MiB of gradients), and " in sgd and " for what else is in this process, but a process may use " in sgd
+    assert "(RLIMIT_DATA, `ulimit -d`). " in sgd
+    # What the process uses may have changed a little since the limit was set.
+    assert re.search(r"With (69\d|70\d) MiB for a stage per process, 3 stages are needed at least \(balance=\[3", sgd)
+    assert re.search(
+        r"\(RLIMIT_AS, `ulimit -v`\)\. With (99\d|1,00\d) MiB for a stage per process, 2 stages would", space
+    )
+    assert "No number of stages would do: a single layer, or the last one with what the model has outside" in layer
