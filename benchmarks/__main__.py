@@ -14,6 +14,7 @@ from benchmarks.sections import outcome_of
 
 SECTIONS = (
     "pipeline_step",
+    "microbatch_cost",
     "driver_overhead",
     "stage_memory",
     "balance",

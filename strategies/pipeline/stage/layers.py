@@ -85,11 +85,21 @@ class PassContext:
         )
 
     def apply(self) -> None:
-        """Apply the settings that are global to a process. Only workers call this: their process runs only the pass."""
-        torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
+        """Apply the settings that are global to a process. Only workers call this: their process runs only the pass.
+
+        The call that sets deterministic algorithms imports torch's compiler, which takes more than a second.
+        """
+        if torch.get_float32_matmul_precision() != self.matmul_precision:
+            torch.set_float32_matmul_precision(self.matmul_precision)
+        deterministic = self.deterministic, self.deterministic_warn_only
+        if deterministic != (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ):
+            torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        torch.autograd.set_detect_anomaly(self.anomaly, self.anomaly_check_nan)
+        if (self.anomaly, self.anomaly_check_nan) != (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()):
+            torch.autograd.set_detect_anomaly(self.anomaly, self.anomaly_check_nan)
 
     @contextmanager
     def entered(self, *, grad: bool) -> Iterator[None]:
