@@ -13,7 +13,7 @@ from strategies.lightning.compat import (
     sized_len,
 )
 from trainer.resume.loader import Resumption, TrackedLoader
-from trainer.resume.random_state import plain, random_state, set_random_state
+from trainer.resume.random_state import RandomStateReader, plain, set_random_state
 
 _MOST_AHEAD = 2  # Lightning reads one batch ahead of a loader without a length, and one may be in training
 
@@ -36,6 +36,7 @@ class ResumableLoader(CombinedLoader):
         self._history: deque[dict[str, Any]] = deque(maxlen=_MOST_AHEAD)
         self._saved: dict[str, Any] | None = None
         self.waits = self._reads_ahead = False
+        self._random = RandomStateReader()
         self.random_at_last_batch: dict[str, Any] = {}
 
     def resume(self, saved: dict[str, Any], how: Resumption) -> None:
@@ -99,7 +100,7 @@ class ResumableLoader(CombinedLoader):
     def __next__(self) -> Any:
         if self.waits:
             raise StopIteration
-        self.random_at_last_batch = random_state()
+        self.random_at_last_batch = self._random.read()
         position = self._position() | {"random": self.random_at_last_batch}
         position["stateful"] = self._state_dicts() if self._reads_ahead else None
         batch = super().__next__()

@@ -2,6 +2,7 @@
 
 import io
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from trainer.resume.random_state import (
+    RandomStateReader,
     generator_state,
     plain,
     preserved_random_state,
@@ -66,3 +68,52 @@ def test_what_is_done_in_between_leaves_no_trace() -> None:
     expected = draws()
     set_random_state(before)
     assert draws() == expected
+
+
+def test_the_reader_reads_what_changes() -> None:
+    # Numbers that randn and gauss leave behind are not among the words that are compared.
+    changes: list[Callable[[], Any]] = [
+        lambda: None,
+        lambda: random.random(),
+        lambda: np.random.rand(),
+        lambda: torch.rand(1),
+        lambda: np.random.randn(),
+        lambda: np.random.randn(),
+        lambda: random.gauss(0, 1),
+        lambda: random.gauss(0, 1),
+        lambda: np.random.seed(1),
+        lambda: random.seed(1),
+        lambda: np.random.set_state(np.random.RandomState(5).get_state()),
+    ]
+    reader = RandomStateReader()
+    for change in [*changes, *reversed(changes)]:
+        change()
+        assert plain_lists(reader.read()) == plain_lists(random_state())
+
+
+def plain_lists(state: dict[str, Any]) -> Any:
+    return plain(state | {"torch": state["torch"].tolist()})
+
+
+def test_the_reader_keeps_what_does_not_change() -> None:
+    np.random.seed(0)
+    reader = RandomStateReader()
+    first = reader.read()
+    torch.rand(1)
+    second = reader.read()
+    assert second["python"] is first["python"] and second["numpy"] is first["numpy"]
+    assert not torch.equal(second["torch"], first["torch"])
+
+
+def test_the_reader_reads_any_generator_of_numpy() -> None:
+    before = np.random.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.Philox(1))
+        reader = RandomStateReader()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy's get_state returns no tuple here
+            first = plain_lists(reader.read())
+            np.random.rand()
+            assert plain_lists(reader.read()) == plain_lists(random_state()) != first
+    finally:
+        np.random.set_bit_generator(before)
