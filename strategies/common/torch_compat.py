@@ -298,10 +298,14 @@ def has_excepthook_of_groups(hook: Any) -> bool:
     return hook.__module__ == _world.__module__
 
 
+def cpu_backend(group: ProcessGroup) -> Any:
+    """Return the backend for CPU tensors, whose ``send`` and ``recv`` save a call of torch's dispatcher each."""
+    return group._get_backend(torch.device("cpu"))
+
+
 def timeout_of(group: ProcessGroup) -> timedelta:
     """Return the time-out with which a group's gloo backend connected; its sends and receives know no other one."""
-    backend: Any = group._get_backend(torch.device("cpu"))
-    timeout: timedelta = backend.options._timeout
+    timeout: timedelta = cpu_backend(group).options._timeout
     return timeout
 
 

@@ -8,15 +8,24 @@ A value is a tensor, or tuples, lists and dicts of tensors and other objects. Th
              layout; an empty tensor is not sent
     layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
 
+Headers have one tag and what follows them has another one, so that the receives of the next headers can be posted in
+advance.
+
 The sender numbers layouts and both sides keep them, so each layout is sent once. Sends are asynchronous, because
 gloo's send waits until the peer has posted its receive, which would make two stages run in lock-step. The sender keeps
-a reference to each message until the message has arrived. The receiver posts the receive of the next header in advance.
+a reference to each message until the message has arrived.
+
+For a value of few small tensors, most of the time is that of Python and of operators on tensors. Both sides therefore
+keep, with each layout, the views of their messages that the tensors are copied to or from.
 """
 
 import math
+import os
 import pickle
+import struct
+import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,19 +34,19 @@ from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from strategies.common.errors import PeerFailed, PeerSilent
 from strategies.common.torch_compat import (
+    cpu_backend,
     profiler_is_on,
     record_functions,
     timeout_of,
-    tree_flatten,
     tree_leaves,
     tree_map,
-    tree_unflatten,
 )
-from strategies.common.trees import TensorLayout
+from strategies.common.trees import TensorLayout, tensors_in
 from strategies.common.waiting import Wait, wait_here
 
 Arguments = ParamSpec("Arguments")
@@ -50,7 +59,10 @@ _FAILED, _END = -1, -2
 """Kinds of headers without a value: the sender's process has failed and sends nothing more; the sender announces no
 more passes. Any other kind is the number of a layout."""
 
-_HEADER_BYTES = 6 * 8
+_NOTHING = -3
+"""In place of the kind of a header: nothing has arrived in this buffer yet."""
+
+_HEADER, _KIND = struct.Struct("=6q"), struct.Struct("=q")
 
 _SMALL_BYTES = 2**15
 """Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
@@ -60,12 +72,27 @@ the header's message is posted in advance, and may be larger than that message."
 _ALIGNMENT = 16
 """Tensors in a message start at multiples of this number of bytes, the size of the largest dtype."""
 
+_NUM_POSTED = 2
+"""How many receives of headers are posted. A message without a posted receive stays in the sender's process."""
+
+_MAX_LOOKS = 64
+"""How often a receiver looks whether a message has arrived before it sleeps until then: for about 100 microseconds,
+twice as long as the operating system takes to wake a thread that sleeps."""
+
+_FREE_BYTES = 2**20
+"""Tensors under way of this total size need no other bound; also the size of sent messages that are kept for reuse."""
+
+_MAX_UNDER_WAY = 64
+"""Maximum number of values under way whose tensors have been copied, and for whose arrival nobody has to wait."""
+
 NO_LIMIT = timedelta(days=365)
 """Time-out of a stage that waits for its next pass or for its values; gloo cannot wait without a time-out."""
 
 _NOTHING_ANNOUNCED = 0, 0
 
 _MAX_LAYOUTS = 1024
+
+_let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
 @dataclass(frozen=True)
@@ -80,6 +107,49 @@ class Announcement:
     seed: int
 
 
+_VALUES = frozenset([type(None), bool, int, str, bytes])
+"""Types of which two objects are interchangeable if they are equal and both of that very type."""
+
+
+class _Unusual(Exception):
+    """A value has parts that only its pickled layout describes."""
+
+
+def _structure(value: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Return a description of ``value`` that is equal for two values if and only if their layouts are.
+
+    Args:
+        value: The value.
+        tensors: The tensors of the value are appended to this list, in the order of leaves of a pytree.
+
+    Raises:
+        _Unusual: If the value has parts other than tensors, tuples, lists, dicts and plain values.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.shape, value.dtype
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, *[_structure(part, tensors) for part in value]
+    if kind in _VALUES:
+        return kind, value
+    if kind is float:
+        return kind, struct.pack("d", value)  # -0.0 equals 0.0, and no NaN equals any
+    if kind is dict and all(type(key) in _VALUES for key in value):
+        keys = [(type(key), key) for key in value]
+        return kind, *keys, *[_structure(part, tensors) for part in value.values()]
+    raise _Unusual
+
+
+def _described(value: Any, requires_grad: Iterable[bool]) -> Any:
+    """Return ``value`` with a :class:`TensorLayout` in place of each tensor."""
+    flags = iter(requires_grad)
+    return tree_map(
+        lambda leaf: TensorLayout(tuple(leaf.shape), leaf.dtype, next(flags)) if isinstance(leaf, Tensor) else leaf,
+        value,
+    )
+
+
 def _pickled(layout: Any) -> bytes:
     try:
         return pickle.dumps(layout)
@@ -89,7 +159,7 @@ def _pickled(layout: Any) -> bytes:
 
 def _places(sizes_bytes: Iterable[int]) -> tuple[list[int], int]:
     """Return the offsets of tensors of these sizes in a message with a header, and the end of the last tensor."""
-    starts, end = [], _HEADER_BYTES
+    starts, end = [], _HEADER.size
     for size_bytes in sizes_bytes:
         starts.append(-(-end // _ALIGNMENT) * _ALIGNMENT)
         end = starts[-1] + size_bytes
@@ -100,7 +170,7 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
     """Call a function that starts a send or a receive, without an event of torch's profiler.
 
     torch records such work as an event, and writes the event's end when the work ends, on the thread that detects it.
-    The receive of the next message is posted in advance, so it ends after the profiler has collected and freed its
+    The receives of the next messages are posted in advance, so they end after the profiler has collected and freed its
     events: torch would write the end into freed memory.
     """
     if not profiler_is_on():
@@ -112,6 +182,123 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
         record_functions(True)
 
 
+class _Layout:
+    """A layout, and where its tensors stand in the message of the header.
+
+    Args:
+        tree: A value with a :class:`TensorLayout` in place of each tensor.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree, self._is_plain = tree, _is_plain(tree)
+        self.tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorLayout)]
+        self._sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors]
+        self._starts, end = _places(self._sizes)
+        self.is_small = end <= _HEADER.size + _SMALL_BYTES
+        """Whether the tensors are in the message of the header."""
+        self.message_bytes = end if self.is_small else _HEADER.size
+        """Size of the message of the header."""
+        self.separate_bytes = 0 if self.is_small else end
+        """Size of the tensors that have messages of their own."""
+
+    def places(self, message: Tensor) -> list[Tensor]:
+        """Return the tensors of a value as views of the message of its header, if they are small."""
+        if not self.is_small:
+            return []
+        return [
+            message[start : start + size].view(tensor.dtype).view(tensor.shape)
+            if size
+            else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for start, size, tensor in zip(self._starts, self._sizes, self.tensors, strict=True)
+        ]
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """Return a value of this layout that consists of these tensors."""
+        ahead = iter(tensors)
+        if self._is_plain:
+            return _filled(self.tree, ahead)
+        return tree_map(lambda leaf: next(ahead) if isinstance(leaf, TensorLayout) else leaf, self.tree)
+
+
+def _is_plain(tree: Any) -> bool:
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        return all(map(_is_plain, tree))
+    if kind is dict:
+        return all(map(_is_plain, tree.values()))
+    return kind is TensorLayout or kind is float or kind in _VALUES
+
+
+def _filled(tree: Any, tensors: Iterator[Tensor]) -> Any:
+    """``tree_map`` for tuples, lists and dicts."""
+    kind = type(tree)
+    if kind is TensorLayout:
+        return next(tensors)
+    if kind is tuple:
+        return tuple([_filled(part, tensors) for part in tree])
+    if kind is list:
+        return [_filled(part, tensors) for part in tree]
+    if kind is dict:
+        return {key: _filled(part, tensors) for key, part in tree.items()}
+    return tree
+
+
+class _Message:
+    """Memory for a header and for tensors behind it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        with torch.inference_mode(False):  # it is used again, perhaps in another mode
+            self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        self._bytes = self.tensor.numpy().data
+        self.views: dict[_Layout, list[Tensor]] = {}
+        """For each layout of which a value has been in this memory, its tensors as views."""
+
+    def write_header(self, kind: int, *rest: int) -> None:
+        """Write a header."""
+        _HEADER.pack_into(self._bytes, 0, kind, *rest)
+
+    def header(self) -> tuple[int, ...]:
+        """Return the header."""
+        return _HEADER.unpack_from(self._bytes)
+
+    def clear(self) -> None:
+        """Prepare for :attr:`has_begun`."""
+        _KIND.pack_into(self._bytes, 0, _NOTHING)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a message has arrived since :meth:`clear`, at least its first bytes."""
+        kind: int = _KIND.unpack_from(self._bytes)[0]
+        return kind != _NOTHING
+
+    def places(self, layout: _Layout) -> list[Tensor]:
+        """Return the places of the tensors of a value, as views of this memory."""
+        places = self.views.get(layout)
+        if places is None:
+            with torch.inference_mode(False):
+                places = self.views[layout] = layout.places(self.tensor)
+        return places
+
+
+@dataclass(frozen=True)
+class _Numbered:
+    """A layout that the receiver knows by a number, and memory of messages that have arrived, for the next ones."""
+
+    number: int
+    layout: _Layout
+    free: list[_Message]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A value under way: its sends, the memory that gloo reads, and its layout if its message may be used again."""
+
+    works: list[Work]
+    message: _Message
+    others: Sequence[Tensor] = ()
+    of: _Numbered | None = None
+
+
 class Sender:
     """Sends values to one peer, in order, without waiting until they arrive.
 
@@ -119,19 +306,20 @@ class Sender:
         group: A process group for point-to-point messages of CPU tensors.
         peer: The receiver's rank in ``group``.
         tag: Distinguishes the channel from others between the same two processes. It uses ``tag`` and ``tag + 1``.
-        limit: Maximum number of sent values that have not arrived; beyond it, :meth:`send` waits for the oldest.
-            ``None``: no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller that waits for it, so
-            the sender cannot poll.)
+        limit: Maximum number of sent values that have not arrived; beyond it, :meth:`send` waits for the oldest, as
+            :meth:`flush` does. ``None``: no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller
+            that waits for it, so the sender cannot poll.)
         wait: Runs a function that blocks until values have arrived.
     """
 
     def __init__(
         self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = wait_here
     ) -> None:
-        self._group, self._peer, self._tag, self._limit, self._wait = group, peer, tag, limit, wait
+        self._post, self._peer, self._tag, self._limit, self._wait = cpu_backend(group).send, peer, tag, limit, wait
         self._timeout = timeout_of(group)
-        self._layouts: dict[bytes, int] = {}
-        self._under_way: deque[list[tuple[Work, torch.Tensor]]] = deque()
+        self._known: dict[Any, _Numbered] = {}
+        self._free_bytes = self._bytes_under_way = 0
+        self._under_way: deque[_Sent] = deque()
         self._announced = _NOTHING_ANNOUNCED
         self._has_failed = False
 
@@ -145,40 +333,20 @@ class Sender:
             requires_grad: For each tensor of ``value``, whether the receiver sends a gradient back; by default the
                 tensor's own ``requires_grad``.
         """
-        leaves, spec = tree_flatten(value)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        flags = iter(requires_grad or [tensor.requires_grad for tensor in tensors])
-        layout = tree_unflatten(
-            [
-                TensorLayout(tuple(leaf.shape), leaf.dtype, next(flags)) if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in leaves
-            ],
-            spec,
-        )
-        key = _pickled(layout)
-        number, description = self._layouts.get(key), b""
-        if number is None:
-            if len(self._layouts) == _MAX_LAYOUTS:
-                self._layouts.clear()  # the receiver overwrites its layouts as new ones arrive
-            number = self._layouts[key] = len(self._layouts)
-            description = cloudpickle.dumps(layout)
-        header = [number, pass_number, microbatch, len(description), *self._announced]
+        known, tensors, description = self._look_up(value, requires_grad)
+        layout, post, peer, tag = known.layout, self._post, self._peer, self._tag
+        message = self._message(known)
+        message.write_header(known.number, pass_number, microbatch, len(description), *self._announced)
         self._announced = _NOTHING_ANNOUNCED
-        starts, end = _places([tensor.nbytes for tensor in tensors])
-        is_small = end <= _HEADER_BYTES + _SMALL_BYTES
-        message = torch.empty(end if is_small else _HEADER_BYTES, dtype=torch.uint8)
-        message[:_HEADER_BYTES].view(torch.int64).copy_(torch.tensor(header))
-        if is_small:
-            for start, tensor in zip(starts, tensors, strict=True):
-                if tensor.numel():
-                    place = message[start : start + tensor.nbytes].view(tensor.dtype)
-                    place.view(tensor.shape).copy_(tensor.detach())
-        messages = [self._post(message, self._tag)]
-        if description:
-            messages.append(self._post(torch.frombuffer(bytearray(description), dtype=torch.uint8), self._tag))
-        if not is_small:
-            messages += [self._post(t.detach().contiguous().cpu(), self._tag + 1) for t in tensors if t.numel()]
-        self._under_way.append(messages)
+        for place, tensor in zip(message.places(layout), tensors, strict=layout.is_small):
+            place.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        works = [unrecorded(post, [message.tensor], peer, tag)]
+        others = [torch.frombuffer(bytearray(description), dtype=torch.uint8)] if description else []
+        if not layout.is_small:
+            others += [_in_order(tensor) for tensor in tensors if tensor.numel()]
+        works += [unrecorded(post, [tensor], peer, tag + 1) for tensor in others]
+        self._under_way.append(_Sent(works, message, others, known))
+        self._bytes_under_way += layout.separate_bytes
         if self._limit is not None:
             self.flush(self._limit)
 
@@ -196,19 +364,24 @@ class Sender:
         self._send_last(_FAILED)
 
     def _send_last(self, kind: int) -> None:
+        message = _Message(_HEADER.size)
+        message.write_header(kind, 0, 0, 0, 0, 0)
         with suppress(RuntimeError):
-            self._under_way.append([self._post(torch.tensor([kind, 0, 0, 0, 0, 0]).view(torch.uint8), self._tag)])
+            self._under_way.append(_Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
 
     def release(self) -> None:
         """Drop references to sent messages, when a later message from the peer has shown that all have arrived."""
         self._wait_until(0)
 
     def flush(self, keep: int = 0) -> None:
-        """Wait until all values but the last ``keep`` have arrived; after :meth:`fail`, return at once.
+        """Wait until the caller may change the tensors of all values but the last ``keep``, whose memory is bounded so.
 
-        A receiver may never receive values that were sent before a failure.
+        Small tensors have been copied, so they may be changed at once, and a wait would only cost time. After
+        :meth:`fail`, return at once: a receiver may never receive values that were sent before a failure.
         """
-        if len(self._under_way) > keep and not self._has_failed:
+        if len(self._under_way) <= keep or self._has_failed:
+            return
+        if len(self._under_way) > _MAX_UNDER_WAY or self._bytes_under_way > (_FREE_BYTES if keep else 0):
             self._wait(partial(self._wait_until, keep))
 
     def _wait_until(self, num_under_way: int) -> None:
@@ -216,11 +389,51 @@ class Sender:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        for work, _ in self._under_way.popleft():
+        sent = self._under_way.popleft()
+        for work in sent.works:
             work.wait(self._timeout)
+        if sent.of is None:
+            return
+        layout = sent.of.layout
+        self._bytes_under_way -= layout.separate_bytes
+        self._free_bytes += layout.message_bytes
+        if self._free_bytes > _FREE_BYTES:
+            self._free_bytes = layout.message_bytes
+            for known in self._known.values():
+                known.free.clear()
+        sent.of.free.append(sent.message)
 
-    def _post(self, tensor: torch.Tensor, tag: int) -> tuple[Work, torch.Tensor]:
-        return unrecorded(self._group.send, [tensor], self._peer, tag), tensor
+    def _message(self, known: _Numbered) -> _Message:
+        """Return memory for a value of a layout."""
+        if not known.free:
+            return _Message(known.layout.message_bytes)
+        self._free_bytes -= known.layout.message_bytes
+        return known.free.pop()
+
+    def _look_up(self, value: Any, requires_grad: list[bool] | None) -> tuple[_Numbered, list[Tensor], bytes]:
+        """Return the layout of a value, the tensors, and the pickled layout if the receiver lacks it."""
+        tensors: list[Tensor] = []
+        key: Any
+        try:
+            structure = _structure(value, tensors)
+            key = structure, *(requires_grad or [tensor.requires_grad for tensor in tensors])
+        except _Unusual:
+            tensors = tensors_in(value)
+            key = _pickled(_described(value, requires_grad or [tensor.requires_grad for tensor in tensors]))
+        known = self._known.get(key)
+        if known is not None:
+            return known, tensors, b""
+        if len(self._known) == _MAX_LAYOUTS:
+            self._known.clear()  # the receiver overwrites its layouts as new ones arrive
+            self._free_bytes = 0
+        tree = _described(value, requires_grad or [tensor.requires_grad for tensor in tensors])
+        known = self._known[key] = _Numbered(len(self._known), _Layout(tree), [])
+        return known, tensors, cloudpickle.dumps(tree)
+
+
+def _in_order(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as gloo sends them: one after another, on the CPU."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
 
 
 class Receiver:
@@ -243,17 +456,20 @@ class Receiver:
         tag: int = 0,
         wait: Wait = wait_here,
     ) -> None:
-        self._group, self._peer, self._device, self._tag, self._wait = group, peer, device, tag, wait
+        self._recv, self._peer, self._device, self._tag, self._wait = cpu_backend(group).recv, peer, device, tag, wait
         self._timeout = timeout_of(group)
-        self._layouts: dict[int, _Described] = {}
-        self._message = torch.empty(_HEADER_BYTES + _SMALL_BYTES, dtype=torch.uint8)
-        self._posted: Work | None = None
-        self._header: list[int] | None = None
+        self._layouts: dict[int, _Layout] = {}
+        self._posted: deque[tuple[_Message, Work]] = deque()
+        self._free: list[_Message] = []
+        self._header: tuple[int, ...] | None = None
+        self._num_looks = _MAX_LOOKS
 
     def post(self) -> None:
-        """Post the receive of the next header, if it has not been posted yet."""
-        if self._posted is None:
-            self._posted = unrecorded(self._group.recv, [self._message], self._peer, self._tag)
+        """Post the receives of the next headers that have not been posted yet."""
+        while len(self._posted) < _NUM_POSTED:
+            message = self._free.pop() if self._free else _Message(_HEADER.size + _SMALL_BYTES)
+            message.clear()
+            self._posted.append((message, unrecorded(self._recv, [message.tensor], self._peer, self._tag)))
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         """Wait for the next value, which must have the given pass and micro-batch.
@@ -272,15 +488,14 @@ class Receiver:
             f"expected pass and micro-batch {pass_number, microbatch}, got {place}"
         )
         if size_bytes:
-            description = torch.empty(size_bytes, dtype=torch.uint8)
-            unrecorded(self._group.recv, [description], self._peer, self._tag).wait(self._timeout)
-            self._layouts[kind] = _Described.of(pickle.loads(description.numpy().tobytes()))
-        described = self._layouts[kind]
-        ahead = iter(described.starts)
-        value = tree_map(lambda leaf: self._received(leaf, ahead), described.layout)
-        self._header = self._posted = None
-        self.post()
-        return value
+            self._receive_layout(kind, size_bytes)
+        layout = self._layouts[kind]
+        tensors = self._arrived(layout) if layout.is_small else self._received(layout)
+        for tensor, described in zip(tensors, layout.tensors, strict=True):
+            if described.requires_grad:
+                tensor.requires_grad_()
+        self._end_message()
+        return layout.filled(tensors)
 
     def announcement(self) -> Announcement | None:
         """Wait for the next announced pass, on the calling thread and without a time-out.
@@ -294,50 +509,66 @@ class Receiver:
         """
         kind, number, _, _, *announced = self._next_header(NO_LIMIT, wait_here)
         if kind == _END:
-            self._header = self._posted = None
-            self.post()
+            self._end_message()
             return None
         return Announcement(number, *announced)
 
-    def _next_header(self, timeout: timedelta, wait: Wait) -> list[int]:
+    def _next_header(self, timeout: timedelta, wait: Wait) -> tuple[int, ...]:
         """Return the next header, which stays the next one until the caller has received the value that follows it."""
         if self._header is None:
             self.post()
-            assert self._posted is not None
+            message, work = self._posted[0]
             try:
-                wait(partial(self._posted.wait, timeout))
+                if message.has_begun or self._begins_soon(message):
+                    work.wait(timeout)  # returns at once, for gloo is writing the rest
+                else:
+                    wait(partial(work.wait, timeout))
             except RuntimeError as error:
                 if "imed out" not in str(error):
                     raise
                 raise PeerSilent(f"rank {self._peer} of the pipeline sent nothing within the time-out") from error
-            self._header = self._message[:_HEADER_BYTES].view(torch.int64).tolist()
+            self._header = message.header()
         if self._header[0] == _FAILED:
             raise PeerFailed(f"rank {self._peer} of the pipeline failed")
         return self._header
 
-    def _received(self, leaf: Any, starts: Iterator[int | None]) -> Any:
-        if not isinstance(leaf, TensorLayout):
-            return leaf
-        start = next(starts)
-        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-        if not tensor.numel():
-            pass
-        elif start is None:
-            unrecorded(self._group.recv, [tensor], self._peer, self._tag + 1).wait(self._timeout)
-        else:
-            tensor.copy_(self._message[start : start + tensor.nbytes].view(leaf.dtype).view(leaf.shape))
-        return tensor.to(self._device).requires_grad_(leaf.requires_grad)
+    def _begins_soon(self, message: _Message) -> bool:
+        """Look for a short time whether a message arrives, the longer the more often that was worth it."""
+        for _ in range(self._num_looks):
+            _let_others_run()
+            if message.has_begun:
+                self._num_looks = min(2 * self._num_looks, _MAX_LOOKS)
+                return True
+        self._num_looks = max(self._num_looks // 2, 1)
+        return False
 
+    def _end_message(self) -> None:
+        """Post the memory of the message with the current header again."""
+        self._header = None
+        self._free.append(self._posted.popleft()[0])
+        self.post()
 
-@dataclass(frozen=True)
-class _Described:
-    """A layout, and the offset of each tensor in the header's message; ``None``: the tensor has its own message."""
+    def _receive_layout(self, number: int, size_bytes: int) -> None:
+        description = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        self._post_other(description).wait(self._timeout)
+        replaced = self._layouts.get(number)
+        if replaced is not None:
+            for message in (*self._free, *(message for message, _ in self._posted)):
+                message.views.pop(replaced, None)
+        self._layouts[number] = _Layout(pickle.loads(description.numpy().tobytes()))
 
-    layout: Any
-    starts: list[int | None]
+    def _arrived(self, layout: _Layout) -> list[Tensor]:
+        """Copy the tensors out of the message with the current header."""
+        places = self._posted[0][0].places(layout)
+        return [place.clone() if self._device.type == "cpu" else place.to(self._device) for place in places]
 
-    @classmethod
-    def of(cls, layout: Any) -> "_Described":
-        tensors = [leaf for leaf in tree_leaves(layout) if isinstance(leaf, TensorLayout)]
-        starts, end = _places([math.prod(t.shape) * t.dtype.itemsize for t in tensors])
-        return cls(layout, list(starts) if end <= _HEADER_BYTES + _SMALL_BYTES else [None] * len(tensors))
+    def _received(self, layout: _Layout) -> list[Tensor]:
+        """Receive the tensors, each of which has a message of its own."""
+        tensors = [torch.empty(described.shape, dtype=described.dtype, device="cpu") for described in layout.tensors]
+        works = [self._post_other(tensor) for tensor in tensors if tensor.numel()]
+        for work in works:
+            work.wait(self._timeout)
+        return [tensor.to(self._device) for tensor in tensors]
+
+    def _post_other(self, memory: Tensor) -> Work:
+        return unrecorded(self._recv, [memory], self._peer, self._tag + 1)

@@ -2,8 +2,8 @@
 
 import threading
 import time
-from collections import namedtuple
-from collections.abc import Iterator
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ def test_values_arrive_in_order_as_they_were(ends: tuple[Sender, Receiver]) -> N
         received = receiver.receive(number, m)
         expected = list(VALUES.values())[m]
         assert_equal(received, expected)
-    sender.flush()
+    sender.release()
     assert not sender._under_way
 
 
@@ -95,9 +95,99 @@ def test_a_layout_is_described_once(ends: tuple[Sender, Receiver], width: int, e
     sizes = []
     for m, rows in enumerate([4, 4, 3, 4, 3]):
         sender.send((torch.ones(rows, width), "word"), 0, m)
-        sizes.append(len(sender._under_way[-1]))
+        sizes.append(len(sender._under_way[-1].works))
     assert sizes == expected
     assert [receiver.receive(0, m)[0].shape[0] for m in range(5)] == [4, 4, 3, 4, 3]
+
+
+def test_objects_that_are_not_tensors_arrive_as_they_were(ends: tuple[Sender, Receiver]) -> None:
+    """Values that are equal but not interchangeable have layouts of their own."""
+    sender, receiver = ends
+    x = torch.ones(1)
+    values: list[Any] = [1, True, 1.0, 0, False, 0.0, -0.0, None, "1", b"1", float("nan"), float("nan"), (), [], {}]
+    values += [{1: x}, {True: x}, {"a": x, "b": 1}, {"b": 1, "a": x}, {("a", None): x}, OrderedDict(a=x), torch.float16]
+    values += [Pair(x, 1), Pair(x, True), [x, 1], (x, 1), (x, [1]), (x, (1,)), {1, 2}, 2**70, range(3), slice(1, None)]
+    for number in range(2):
+        for m, value in enumerate(values):
+            sender.send(value, number, m)
+            received = receiver.receive(number, m)
+            assert type(received) is type(value) and repr(received) == repr(value)
+    assert len(sender._known) == len(values) - 1  # the NaNs have the same one
+
+
+def test_each_value_is_new(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
+    tensors = [torch.full((2, 2), float(m), requires_grad=True) for m in range(100)]
+    for m, tensor in enumerate(tensors[:50]):
+        sender.send([tensor, {"m": None}], 0, m)
+    received = [receiver.receive(0, m) for m in range(50)]
+    sender.release()
+    for m, tensor in enumerate(tensors[50:], 50):  # in the memory of those before
+        sender.send([tensor, {"m": None}], 0, m)
+    received += [receiver.receive(0, m) for m in range(50, 100)]
+    for value in received:
+        value[1]["m"] = value[0]
+    for m, value in enumerate(received):
+        assert_equal(value[0], tensors[m])
+        assert value[0].is_leaf and value[1]["m"] is value[0]
+        value[0].sum().backward()
+
+
+def test_memory_is_used_again_in_any_mode(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
+    for m, mode in enumerate([torch.inference_mode(), torch.no_grad(), torch.enable_grad(), torch.inference_mode()]):
+        with mode:
+            sender.send(torch.full((2,), m), 0, m)
+            assert receiver.receive(0, m).tolist() == [m, m]
+            sender.release()
+
+
+def test_memory_of_many_layouts_is_not_kept(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
+    num = channel._MAX_LAYOUTS + 10
+    for turn in range(2):
+        for m in range(num):
+            sender.send(torch.full((4000 + m,), m, dtype=torch.int32), turn, m)
+            assert receiver.receive(turn, m).tolist() == [m] * (4000 + m)
+            sender.release()
+    assert sum(known.layout.message_bytes * len(known.free) for known in sender._known.values()) <= 2**20
+    assert len(sender._known) <= channel._MAX_LAYOUTS
+    messages = [message for message, _ in receiver._posted]
+    assert max(len(message.views) for message in messages) <= channel._MAX_LAYOUTS
+
+
+def test_views_that_gloo_would_misread(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
+    for m, size in enumerate([4, 2**14]):
+        z = torch.randn(size, dtype=torch.complex64)
+        value = [z.conj(), z.imag, z.conj().imag, torch.stack([z, z]).t()]
+        sender.send(value, 0, m)
+        assert_equal(receiver.receive(0, m), value)
+
+
+def test_what_has_arrived_is_not_waited_for(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+    waits: list[float] = []
+
+    def wait(function: Callable[[], Any]) -> None:
+        waits.append(time.monotonic())
+        function()
+
+    sender, receiver = Sender(groups[0], 1, wait=wait), Receiver(groups[1], 0, device=CPU, wait=wait)
+    receiver.post()
+    for m in range(4):
+        sender.send(torch.ones(1), 0, m)
+    while not all(message.has_begun for message, _ in receiver._posted):
+        time.sleep(0.001)
+    for m in range(channel._NUM_POSTED):
+        receiver.receive(0, m)
+    sender.flush()
+    assert not waits
+    sender.send(torch.ones(2**14), 0, 4)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(lambda: [receiver.receive(0, m).sum().item() for m in range(2, 5)])
+        sender.flush()  # the caller may change the tensor now
+        assert received.result(10) == [1, 1, 2**14]
+    assert waits
 
 
 def test_small_and_large_values_take_turns(ends: tuple[Sender, Receiver]) -> None:
@@ -136,11 +226,22 @@ def test_passes_are_announced_along_with_their_first_value(ends: tuple[Sender, R
 def test_no_more_than_the_limit_is_under_way(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
     sender, receiver = Sender(groups[0], 1, limit=2), Receiver(groups[1], 0, device=CPU)
     with ThreadPoolExecutor(1) as pool:
-        received = pool.submit(lambda: [receiver.receive(0, m).item() for m in range(6)])
-        for m in range(6):
-            sender.send(torch.tensor([float(m)]), 0, m)
+        received = pool.submit(lambda: [receiver.receive(0, m)[0].item() for m in range(12)])
+        for m in range(12):
+            sender.send(torch.full((2**18,), float(m)), 0, m)
             assert len(sender._under_way) <= 2
-        assert received.result(10) == [0, 1, 2, 3, 4, 5]
+        assert received.result(10) == list(range(12))
+
+
+def test_small_values_are_under_way_in_a_bounded_number(ends: tuple[Sender, Receiver]) -> None:
+    sender, receiver = ends
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(lambda: [receiver.receive(0, m).item() for m in range(200)])
+        for m in range(200):
+            sender.send(torch.tensor([m]), 0, m)
+            sender.flush(keep=2)
+            assert len(sender._under_way) <= channel._MAX_UNDER_WAY
+        assert received.result(10) == list(range(200))
 
 
 def test_two_channels_between_the_same_ranks(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
