@@ -21,6 +21,7 @@ from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.common.transformers_compat import lazy_safetensors, switch_off_cache, switch_off_recomputation
 from strategies.common.trees import flat, with_tensors
+from strategies.launch.workers import fork_server, share_of_threads
 from strategies.lightning import checks
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 from strategies.lightning.compat import (
@@ -249,7 +250,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
         Raises:
             MisconfigurationException: If model, balance and devices do not fit together, if a stage cannot fit into
-                memory, or if the run needs something that a pipeline cannot do. No process has been started then.
+                memory, or if the run needs something that a pipeline cannot do. No worker has been started then.
         """
         model, accelerator = self.lightning_module, self.accelerator
         assert model is not None and accelerator is not None and self.parallel_devices is not None
@@ -260,6 +261,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         module = self._checked_module(trainer, model, fitting)
         built_here = not any(tensor.is_meta for _, tensor in _tensors_of(module))
         balance = self._prepare_model(model, module)
+        if self.world is None and len(balance) > 1:  # it imports torch while the optimizers are checked
+            fork_server(share_of_threads(len(self.stages_on_host())))
         optimizers = self._prepare_optimizers(trainer, fitting)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
         if fitting and self._restarts is not None:

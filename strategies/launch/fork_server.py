@@ -5,7 +5,10 @@
 
 Importing torch takes a process more than a second of CPU time. The server imports it once, for all workers of all
 sessions of its driver. It has one thread and computes nothing, so its forks are as good as fresh processes. It ends
-when its driver ends, in whatever way, and no worker outlives it: the kernel kills those that are left.
+when its driver ends, in whatever way, and ends those of its forks that do not end by themselves then.
+
+What a worker imports in its first step takes as long again. The first workers do not wait for that: a fork of the
+server, its successor, imports it while they work, and forks the workers of later sessions. Until then the server does.
 
 Each request has a connection of its own, which closes when the process that it started has ended. A driver passes the
 server's end of the connection over a socket that it shares with its server. A server may also listen in a directory,
@@ -25,6 +28,7 @@ import json
 import math
 import os
 import resource
+import select
 import selectors
 import signal
 import socket
@@ -57,6 +61,12 @@ _WAIT_SLICE_SECONDS = 0.05
 _END_SECONDS = 5.0
 """How long the forks of a server may take to end by themselves after its driver has ended."""
 
+_END_SECONDS_WITH_SUCCESSOR = _END_SECONDS + 1.0
+"""The same for a server whose forks include a successor, which waits for its own."""
+
+_READY = b"r"
+"""What a successor sends when it has imported its modules."""
+
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that end a driver, or ask it for something, and that its process group may get: a server ends with it."""
 
@@ -64,6 +74,8 @@ _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 
 _NUM_STREAMS = 4
 """Standard input, output and error, and the working directory."""
+
+_COMMAND = (sys.executable, "-m", "strategies.launch.fork_server")
 
 _PR_SET_PDEATHSIG = 1
 """From ``linux/prctl.h``: the signal that a process gets when its parent ends."""
@@ -81,7 +93,8 @@ class ForkedProcess:
     def __init__(self, pid: int, pidfd: int, connection: socket.socket, stdin: IO[bytes] | None) -> None:
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None
-        self._pidfd, self._connection, self._lock = pidfd, connection, threading.Lock()
+        self._pidfd, self._lock = pidfd, threading.Lock()
+        self._connection: socket.socket | None = connection
 
     def poll(self) -> int | None:
         """Returns the exit status, or ``None`` while the process runs."""
@@ -110,7 +123,7 @@ class ForkedProcess:
 
     def _receive(self, seconds: float) -> int | None:
         with self._lock:
-            if self.returncode is None:
+            if self.returncode is None and self._connection is not None:
                 self._connection.settimeout(seconds)
                 try:
                     message = self._connection.recv(64)
@@ -118,15 +131,20 @@ class ForkedProcess:
                     return None
                 except ConnectionError:
                     message = b""
-                # A server that has been killed reports nothing, and a moment later the kernel kills its forks.
-                self.returncode = int(message) if message else -signal.SIGKILL
-                if not message:
-                    selector = selectors.PollSelector()
-                    selector.register(self._pidfd, selectors.EVENT_READ)
-                    selector.select(_END_SECONDS)
                 self._connection.close()
-                os.close(self._pidfd)
+                self._connection = None
+                if message:
+                    self._ended(int(message))
+            if self.returncode is None:  # the server has been killed: only the kernel knows whether its fork runs
+                selector = selectors.PollSelector()
+                selector.register(self._pidfd, selectors.EVENT_READ)
+                if selector.select(seconds):
+                    self._ended(-signal.SIGKILL)  # whoever has killed the server, most likely
             return self.returncode
+
+    def _ended(self, status: int) -> None:
+        self.returncode = status
+        os.close(self._pidfd)
 
 
 class ForkServer:
@@ -148,9 +166,11 @@ class ForkServer:
         environment: Mapping[str, str],
         paths: Sequence[str],
         name: str = "",
+        command: Sequence[str] = (),
         directory: str | Path = ".",
         stdin: int = subprocess.DEVNULL,
         output: int | None = None,
+        outlives_server: bool = False,
         timeout_seconds: float | None = None,
     ) -> ForkedProcess:
         """Starts a process that calls a function and ends with what that returns as exit status.
@@ -164,9 +184,12 @@ class ForkServer:
             environment: The environment variables.
             paths: ``sys.path``.
             name: What tools such as ``top`` call the process.
+            command: The command that tools such as ``ps`` show, as far as it fits in place of the server's own.
             directory: The working directory.
-            stdin: ``subprocess.PIPE`` or ``subprocess.DEVNULL``.
+            stdin: ``subprocess.PIPE``, ``subprocess.DEVNULL``, or a file descriptor.
             output: The file descriptor of standard output and standard error, if not this process's.
+            outlives_server: Whether the process goes on if the server is killed, because it ends with the driver by
+                itself. Otherwise the kernel kills it then.
             timeout_seconds: How long the server may take to fork; it may still be importing.
 
         Raises:
@@ -174,7 +197,11 @@ class ForkServer:
             OSError: If the server is gone.
         """
         with ExitStack() as open_here:
-            reading, writing = os.pipe() if stdin == subprocess.PIPE else (os.open(os.devnull, os.O_RDONLY), None)
+            writing = None
+            if stdin == subprocess.PIPE:
+                reading, writing = os.pipe()
+            else:
+                reading = os.open(os.devnull, os.O_RDONLY) if stdin == subprocess.DEVNULL else os.dup(stdin)
             folder = os.open(directory, os.O_PATH | os.O_DIRECTORY)
             for descriptor in (reading, folder):
                 open_here.callback(os.close, descriptor)
@@ -183,9 +210,17 @@ class ForkServer:
                 pipe = open_if_it_fails.enter_context(os.fdopen(writing, "wb", 0)) if writing is not None else None
                 connection = open_if_it_fails.enter_context(self._connect())
                 connection.settimeout(timeout_seconds)
-                _Request(function, list(arguments), dict(environment), list(paths), name, streams, _inherited()).send(
-                    connection
-                )
+                _Request(
+                    function=function,
+                    arguments=list(arguments),
+                    environment=dict(environment),
+                    paths=list(paths),
+                    name=name,
+                    command=list(command),
+                    streams=streams,
+                    outlives_server=outlives_server,
+                    state=_inherited(),
+                ).send(connection)
                 message, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
                 if not message:
                     raise ConnectionError("the fork server has ended or could not fork")
@@ -196,6 +231,9 @@ class ForkServer:
         self._running = [*(other for other in self._running if other.poll() is None), process]
         return process
 
+    def import_later(self) -> None:
+        """Has what later forks need imported in the background, if this server has not imported it."""
+
     def _connect(self) -> socket.socket:
         raise NotImplementedError
 
@@ -205,8 +243,7 @@ class OwnForkServer(ForkServer):
 
     Args:
         modules: What it imports.
-        modules_later: What it imports when its first forks have ended: what they import as they go. The first ones do
-            not wait for imports that they can do while other processes compute.
+        modules_later: What its successor imports; see :meth:`import_later`.
         environment: Its environment variables.
         paths: Its ``sys.path``.
         directory: An empty directory of this user only, in which it listens for other processes; none if ``None``.
@@ -225,13 +262,16 @@ class OwnForkServer(ForkServer):
     ) -> None:
         super().__init__(traits_of(environment))
         self._belongs = _belongings()
+        self._modules, self._modules_later = ",".join(modules), ",".join(modules_later)
+        self._environment, self._paths = dict(environment), list(paths)
+        self._successor: _Successor | None = None
         self._control, theirs = socket.socketpair()
         listener = self._listen(directory) if directory is not None else None
         own = os.pidfd_open(os.getpid())
         passed = [theirs.fileno(), own, *([listener.fileno()] if listener is not None else [])]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, ",".join(modules), ",".join(modules_later), *map(str, passed)],
+                [*_COMMAND, self._modules, *map(str, passed)],
                 env={**environment, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))},
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
@@ -251,21 +291,24 @@ class OwnForkServer(ForkServer):
         modules_later: Sequence[str],
         environment: Mapping[str, str],
         paths: Sequence[str],
-    ) -> "OwnForkServer":
-        """Returns the server that this process keeps; starts one if there is none that fits."""
+    ) -> ForkServer:
+        """Returns the server that this process keeps, or its successor; starts one if there is none that fits."""
         server = cls._of_this_process
         if server is None or not server._fits(traits_of(environment)):
             if server is not None:
                 server.end()
             server = cls(modules, modules_later=modules_later, environment=environment, paths=paths)
             cls._of_this_process = server
-        return server
+        successor = server._successor
+        return successor if successor is not None and successor.is_ready() else server
 
     @classmethod
     def discard(cls) -> None:
         """Ends the server that this process keeps, if any, with all its forks: it does not answer."""
         if (server := cls._of_this_process) is not None:
             server._running.clear()
+            if server._successor is not None:
+                server._successor._running.clear()
             server.end()
             cls._of_this_process = None
 
@@ -281,22 +324,45 @@ class OwnForkServer(ForkServer):
             return
         atexit.unregister(self.end)
         self._control.close()
-        if all(process.poll() is not None for process in self._running):
+        is_idle = all(process.poll() is not None for process in self._running)
+        if self._successor is not None:
+            is_idle = self._successor.end(is_idle)
+        if is_idle:
             self._process.kill()
             self._process.wait()
+
+    def import_later(self) -> None:
+        """Has a fork of the server, its successor, import ``modules_later``, and fork from when it has done so.
+
+        No request waits for these imports: until then, and if the successor is lost, this server forks.
+        """
+        if not self._modules_later or (self._successor is not None and not self._successor.has_ended()):
+            return
+        self._successor = None
+        control, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = self.fork(
+                    f"{__spec__.name}:serve_later",
+                    [self._modules_later, os.getpid()],
+                    environment=self._environment,
+                    paths=self._paths,
+                    command=[*_COMMAND, "successor", self._modules],
+                    stdin=theirs.fileno(),
+                    outlives_server=True,
+                    timeout_seconds=_END_SECONDS,
+                )
+        except OSError:  # the next session finds out whether the server has ended
+            control.close()
+            return
+        self._running.remove(process)  # it is no reason to keep the server
+        self._successor = _Successor(self.traits, process, control)
 
     def _fits(self, traits: Mapping[str, Any]) -> bool:
         return self.traits == traits and self._belongs == _belongings() and self._process.poll() is None
 
     def _connect(self) -> socket.socket:
-        connection, theirs = socket.socketpair()
-        with theirs:
-            try:
-                socket.send_fds(self._control, [b"c"], [theirs.fileno()])
-            except OSError:
-                connection.close()
-                raise
-        return connection
+        return _connection_over(self._control)
 
     def _listen(self, directory: Path) -> socket.socket:
         (directory / "traits.json").write_text(json.dumps(self.traits))
@@ -304,6 +370,43 @@ class OwnForkServer(ForkServer):
         listener.bind(str(directory / "socket"))
         listener.listen(64)
         return listener
+
+
+class _Successor(ForkServer):
+    """A fork of a server of this process that imports more modules, and then forks in its place.
+
+    Args:
+        traits: Those of the server.
+        process: The process.
+        control: The socket that is shared with it.
+    """
+
+    def __init__(self, traits: Mapping[str, Any], process: ForkedProcess, control: socket.socket) -> None:
+        super().__init__(traits)
+        self._process, self._control, self._has_imported = process, control, False
+
+    def is_ready(self) -> bool:
+        """Whether it has imported its modules, and runs."""
+        if not self._has_imported:
+            with suppress(OSError):  # it has sent nothing, or has ended
+                self._has_imported = self._control.recv(1, socket.MSG_DONTWAIT) == _READY
+        return self._has_imported and not self.has_ended()
+
+    def has_ended(self) -> bool:
+        """Whether it has ended."""
+        return self._process.poll() is not None
+
+    def end(self, at_once: bool) -> bool:
+        """Ends it, or has it end when its forks have ended; returns whether it has ended."""
+        self._control.close()
+        if at_once := at_once and all(process.poll() is not None for process in self._running):
+            self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # the server, which is its parent, is busy importing
+                self._process.wait(_END_SECONDS)
+        return at_once
+
+    def _connect(self) -> socket.socket:
+        return _connection_over(self._control)
 
 
 class RunningForkServer(ForkServer):
@@ -334,6 +437,18 @@ class RunningForkServer(ForkServer):
             connection.close()
             raise
         return connection
+
+
+def _connection_over(control: socket.socket) -> socket.socket:
+    """A new connection with the server at the other end of a socket."""
+    connection, theirs = socket.socketpair()
+    with theirs:
+        try:
+            socket.send_fds(control, [b"c"], [theirs.fileno()])
+        except OSError:
+            connection.close()
+            raise
+    return connection
 
 
 def server_for(
@@ -424,7 +539,9 @@ class _Request:
         environment: Its environment variables.
         paths: Its ``sys.path``.
         name: What tools such as ``top`` call it.
+        command: The command that tools such as ``ps`` show; the server's if empty.
         streams: Its standard input, output and error, and its working directory: file descriptors.
+        outlives_server: Whether the kernel leaves it alone when the server ends.
         state: What a child has from its parent; see :func:`_inherited`.
     """
 
@@ -433,7 +550,9 @@ class _Request:
     environment: dict[str, str]
     paths: list[str]
     name: str
+    command: list[str]
     streams: list[int]
+    outlives_server: bool
     state: dict[str, Any]
 
     def send(self, connection: socket.socket) -> None:
@@ -481,6 +600,8 @@ class _Request:
         if self.name:
             with suppress(OSError):  # a sandbox may refuse
                 Path("/proc/self/comm").write_text(self.name)
+        if self.command:
+            _show_command(self.command)
         for stream in (sys.stdout, sys.stderr):
             cast(io.TextIOWrapper, stream).reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
         gc.unfreeze()
@@ -490,6 +611,16 @@ class _Request:
             numpy_random.seed()  # Python's own generator seeds itself anew in a fork, and torch's has a constant seed
 
 
+def _show_command(command: Sequence[str]) -> None:
+    """Puts a command into the memory in which the kernel finds that of this process, as far as there is room."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5), where the state is number 3
+    if start:  # it is 0 where the kernel hides it
+        text = os.fsencode(" ".join(command))[: end - start - 2]
+        # The kernel shows what is there up to the first zero byte if the last byte is not zero.
+        ctypes.memmove(start, text + bytes(end - start - 1 - len(text)) + b" ", end - start)
+
+
 class _Server:
     """The server's side.
 
@@ -497,16 +628,14 @@ class _Server:
         control: Over which its driver passes connections.
         driver: The driver's pidfd.
         listener: Where it accepts other connections.
-        modules_later: See :class:`OwnForkServer`.
+        end_seconds: How long its forks may take to end after the driver has ended.
     """
 
-    def __init__(
-        self, control: socket.socket, driver: int, listener: socket.socket | None, modules_later: Sequence[str]
-    ) -> None:
+    def __init__(self, control: socket.socket, driver: int, listener: socket.socket | None, end_seconds: float) -> None:
         self._control, self._driver, self._listener = control, driver, listener
         self._running: dict[int, tuple[int, socket.socket]] = {}  # pidfd: process id, connection
         self._ends_at: float | None = None
-        self._modules_later = list(modules_later)
+        self._end_seconds = end_seconds
         self._pid = os.getpid()
         self._handlers = {number: signal.getsignal(number) for number in _IGNORED}
         for number in _IGNORED:
@@ -518,7 +647,7 @@ class _Server:
             for file in self._ready():
                 request = None
                 if file == self._driver:
-                    self._ends_at = time.monotonic() + _END_SECONDS
+                    self._ends_at = time.monotonic() + self._end_seconds
                     # The driver may have sent requests just before its end. Their processes remove what it has left.
                     while request is None and (connection := self._passed()) is not None:
                         request = self._fork(connection)
@@ -532,6 +661,8 @@ class _Server:
                     self._report(cast(int, file))
                 if request is not None:
                     return request
+        for pid, _ in self._running.values():
+            os.kill(pid, signal.SIGKILL)
         return None
 
     def become(self, request: "_Request") -> None:
@@ -543,9 +674,10 @@ class _Server:
         for pidfd, (_, connection) in self._running.items():
             os.close(pidfd)
             connection.close()
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != self._pid:  # it has ended just before
-            os._exit(1)
+        if not request.outlives_server:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != self._pid:  # it has ended just before
+                os._exit(1)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         request.apply()
@@ -622,37 +754,44 @@ class _Server:
         os.close(pidfd)
         with connection, suppress(OSError):  # the client has ended
             connection.sendall(b"%d" % os.waitstatus_to_exitcode(status))
-        if not self._running and self._ends_at is None:
-            modules, self._modules_later = self._modules_later, []
-            with suppress(Exception):  # a fork that needs the module raises the error
-                _import(modules)
 
 
-def _import(modules: Sequence[str]) -> None:
-    """Imports modules, whose pages the forks share."""
-    if modules:
-        for module in modules:
-            importlib.import_module(module)
-        gc.collect()
-        gc.freeze()
-
-
-def main(modules: str, modules_later: str, control: str, driver: str, listener: str = "") -> Any:
-    """Serves; in a fork, calls the function that was asked for.
+class _EndsWithDriver:
+    """A finder of modules that finds none, and ends this process if the driver has ended.
 
     Args:
-        modules: What to import at once, separated by commas.
-        modules_later: What to import later.
-        control: File descriptor of the socket that is shared with the driver.
         driver: The driver's pidfd.
-        listener: File descriptor of the listening socket, if there is one.
     """
-    accepting = socket.socket(fileno=int(listener)) if listener else None
-    later = modules_later.split(",") if modules_later else []
-    server = _Server(socket.socket(fileno=int(control)), int(driver), accepting, later)
-    _import(modules.split(","))
+
+    def __init__(self, driver: int) -> None:
+        self._poll = select.poll()
+        self._poll.register(driver, select.POLLIN)
+
+    def find_spec(self, *_: Any) -> None:
+        """Called at each import of a module that has not been imported."""
+        if self._poll.poll(0):
+            os._exit(0)
+
+
+def _import(modules: str, driver: int) -> None:
+    """Imports modules, whose pages the forks share. Collecting garbage meanwhile would find none and take long."""
+    finder: Any = _EndsWithDriver(driver)
+    gc.disable()
+    sys.meta_path.insert(0, finder)
+    try:
+        for module in modules.split(","):
+            importlib.import_module(module)
+    finally:
+        sys.meta_path.remove(finder)
+        gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def _serve(server: _Server) -> Any:
+    """Serves; in a fork, calls the function that was asked for."""
     with open(os.devnull, "r+b", 0) as null:  # files of the driver are not held open; each fork gets its own streams
-        for number in (1, 2):
+        for number in range(3):
             os.dup2(null.fileno(), number)
     os.chdir("/")
     request = server.serve()
@@ -661,6 +800,41 @@ def main(modules: str, modules_later: str, control: str, driver: str, listener: 
     server.become(request)
     module, _, name = request.function.partition(":")
     return getattr(importlib.import_module(module), name)(*request.arguments)
+
+
+def main(modules: str, control: str, driver: str, listener: str = "") -> Any:
+    """Is a server.
+
+    Args:
+        modules: What to import, separated by commas.
+        control: File descriptor of the socket that is shared with the driver.
+        driver: The driver's pidfd.
+        listener: File descriptor of the listening socket, if there is one.
+    """
+    accepting = socket.socket(fileno=int(listener)) if listener else None
+    server = _Server(socket.socket(fileno=int(control)), int(driver), accepting, _END_SECONDS_WITH_SUCCESSOR)
+    _import(modules, int(driver))
+    return _serve(server)
+
+
+def serve_later(modules: str, driver: int) -> Any:
+    """Called in a fork of a server: is its successor.
+
+    Args:
+        modules: What to import, separated by commas.
+        driver: The driver's process id.
+    """
+    control = socket.socket(fileno=os.dup(0))
+    try:
+        pidfd = os.pidfd_open(driver)
+    except ProcessLookupError:
+        os._exit(0)
+    server = _Server(control, pidfd, None, _END_SECONDS)
+    with suppress(Exception):  # a fork that needs the module raises the error
+        _import(modules, pidfd)
+    with suppress(OSError):  # the driver has ended, as the server finds out at once
+        control.send(_READY)
+    return _serve(server)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.common.formatting import ending
-from strategies.launch.fork_server import OwnForkServer, server_for
+from strategies.launch.fork_server import ForkServer, OwnForkServer, server_for
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 from strategies.launch.supervision import Process, end_together
 
@@ -69,7 +69,7 @@ class Workers:
             size=self._count + 1,
             timeout_seconds=timeout_seconds,
             threads=threads,
-            paths=[os.path.abspath(path) if path == "" else path for path in sys.path],
+            paths=_paths(),
             driver_pid=os.getpid(),
             notes=self._directory,
         )
@@ -81,6 +81,8 @@ class Workers:
         self._wait_until_ready(deadline)
         self._joined = True
         join_rpc(session, self._count, self._check)
+        if (server := fork_server(session.threads)) is not None:
+            server.import_later()
         return session
 
     def process(self, rank: int) -> str:
@@ -127,8 +129,9 @@ class Workers:
     def _spawn(self, session: Session, rank: int, deadline: float) -> Process:
         """Starts a worker: a fork of a fork server where there is one, else a new interpreter."""
         environment = environment_of_worker(session.paths, threads=session.threads)
-        arguments = [self._directory, rank, session.driver_pid]
-        server = server_for(WORKER_MODULES, WORKER_MODULES_LATER, environment, session.paths)
+        arguments = [rank, session.driver_pid, self._directory]
+        command = [sys.executable, "-m", "strategies.pipeline", "worker", *map(str, arguments)]
+        server = fork_server(session.threads)
         if server is not None:
             try:
                 return server.fork(
@@ -137,7 +140,9 @@ class Workers:
                     environment=environment,
                     paths=session.paths,
                     name=f"relay-worker-{rank}",
+                    command=command,
                     stdin=subprocess.PIPE,
+                    outlives_server=True,
                     timeout_seconds=max(0.001, deadline - time.monotonic()),  # 0 would not wait at all
                 )
             except TimeoutError:
@@ -145,7 +150,6 @@ class Workers:
                 raise self._late(range(rank, self._count)) from None
             except OSError:  # the server has ended or cannot fork: a new interpreter tells why, where it ends as well
                 OwnForkServer.discard_if_ended()
-        command = [sys.executable, "-m", "strategies.pipeline", *map(str, arguments)]
         return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE)
 
     def _check(self) -> None:
@@ -172,6 +176,22 @@ class Workers:
     @staticmethod
     def _late(ranks: Sequence[int]) -> RuntimeError:
         return RuntimeError(f"the workers of stages {list(ranks)} did not start in time")
+
+
+def fork_server(threads: int) -> ForkServer | None:
+    """Returns the fork server of this process's workers; ``None`` if there is none.
+
+    Starts it if there is none yet: it imports torch while this process goes on.
+
+    Args:
+        threads: Number of threads that each worker computes with.
+    """
+    environment = environment_of_worker(_paths(), threads=threads)
+    return server_for(WORKER_MODULES, WORKER_MODULES_LATER, environment, _paths())
+
+
+def _paths() -> list[str]:
+    return [os.path.abspath(path) if path == "" else path for path in sys.path]
 
 
 def environment_of_worker(

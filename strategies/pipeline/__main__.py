@@ -1,4 +1,4 @@
-"""A worker's process: ``python -m strategies.pipeline SESSION_DIRECTORY RANK DRIVER_PID``, or a fork of a fork server.
+"""A worker's process: ``python -m strategies.pipeline worker RANK DRIVER_PID DIRECTORY``, or a fork of a fork server.
 
 The worker ends with its driver from the first moment on: importing torch takes a second, or many on a loaded machine,
 and joining the session waits in C++.
@@ -12,8 +12,14 @@ from functools import partial
 from strategies.launch.supervision import Watchdog, wait_for_end
 
 
-def main(directory: str, rank: int, driver_pid: int) -> None:
-    """Joins the session and serves it until the driver closes this process's standard input or ends."""
+def main(rank: int, driver_pid: int, directory: str) -> None:
+    """Joins a session and serves it until the driver closes this process's standard input or ends.
+
+    Args:
+        rank: The rank of this process.
+        driver_pid: The process id of the driver.
+        directory: The directory of the session.
+    """
     # A signal to the whole process group (Ctrl-C, timeout, a scheduler) is the driver's affair: it may still need its
     # workers, to save a checkpoint, and ends them itself.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -35,4 +41,4 @@ def main(directory: str, rank: int, driver_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

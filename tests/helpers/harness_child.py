@@ -162,13 +162,16 @@ def _leaks(before: _Surroundings, scratch: Path, order: Order) -> list[str]:
 
 
 def _lives_as_long_as_this(pid: int) -> bool:
-    """Whether it is Python's resource tracker or Relay's fork server; the parent sees whether it is gone then.
+    """Whether it is Python's resource tracker, Relay's fork server or the successor of that; the parent sees whether it
+    is gone then.
 
-    What the fork server has forked has the same command, but another parent.
+    What a fork server has forked may have the same command, but another parent.
     """
     command = procfs.describe(pid)
-    is_server = "strategies.launch.fork_server" in command and procfs.parent(pid) == os.getpid()
-    return is_server or "multiprocessing.resource_tracker" in command
+    if "strategies.launch.fork_server" in command:
+        parent = procfs.parent(pid)
+        return os.getpid() == (procfs.parent(parent) if "fork_server successor" in command else parent)
+    return "multiprocessing.resource_tracker" in command
 
 
 def _torch_leaks() -> dict[str, list[str]]:

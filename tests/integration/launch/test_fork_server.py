@@ -1,5 +1,6 @@
 """Forks of the fork server are as good as fresh processes, and none of them, nor the server, outlives its driver."""
 
+import functools
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 from harness import OWN_SERVER, run
 
 from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, RunningForkServer, server_for
-from strategies.launch.workers import Workers
+from strategies.launch.workers import Workers, fork_server
 
 
 def describe_process(file: str) -> None:
@@ -125,50 +126,133 @@ def how_forks_end() -> dict[str, Any]:
     statuses["killed"] = sleeping.wait(60)
     sleeping.kill()
     orphan = fork(server, "exit_with", "sleep")
+    survivor = fork(server, "exit_with", "sleep", outlives_server=True)
     os.kill(server.pid, signal.SIGKILL)
     statuses["with its server"] = orphan.wait(60)
     with pytest.raises(OSError):
         fork(server, "exit_with", "0")
+    with pytest.raises(subprocess.TimeoutExpired):
+        survivor.wait(0.1)
+    assert survivor.poll() is None and procfs.is_alive(survivor.pid)
+    survivor.kill()
+    statuses["without its server"] = survivor.wait(60)
     server.end()
-    return {"statuses": statuses, "left": procfs.is_alive(orphan.pid)}
+    return {"statuses": statuses, "left": [pid for pid in (orphan.pid, survivor.pid) if procfs.is_alive(pid)]}
 
 
 def test_the_exit_status_is_known() -> None:
     seen = run(how_forks_end, env=OWN_SERVER)
     assert seen["statuses"] == {
         **{"0": 0, "3": 3, "raise": 1, "signal 11": -signal.SIGSEGV},
-        **{"killed": -signal.SIGKILL, "with its server": -signal.SIGKILL},
+        **dict.fromkeys(("killed", "with its server", "without its server"), -signal.SIGKILL),
     }
     assert not seen["left"]
 
 
-def start_and_stop() -> tuple[list[type], list[int], int]:
-    """The kinds of the workers of a session, and their ids with their parent's."""
+def session() -> int:
+    """Starts and ends the workers of a session; returns the process id of their parent."""
     workers = Workers(["stage 0"])
     workers.start(timeout_seconds=60.0, threads=1)
-    kinds = [type(process) for process in workers._processes]
-    pids = [process.pid for process in workers._processes]
-    parent = psutil.Process(pids[0]).ppid()
+    parent = psutil.Process(workers._processes[0].pid).ppid()
     workers.stop(grace_seconds=5.0)
-    return kinds, pids, parent
+    return parent
+
+
+def await_successor() -> OwnForkServer:
+    """The server of this process, once its successor forks."""
+    server = OwnForkServer._of_this_process
+    assert server is not None
+    deadline = time.monotonic() + 60
+    while fork_server(1) is server:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return server
 
 
 def sessions(changes: list[Mapping[str, str]]) -> list[int]:
-    """The process ids of the servers of successive sessions."""
+    """The process ids of the servers of this process in successive sessions."""
     servers = []
     for change in changes:
         os.environ.update(change)
-        kinds, _, server = start_and_stop()
-        assert kinds == [ForkedProcess] and psutil.Process(server).ppid() == os.getpid()
+        server = session()
+        assert psutil.Process(server).ppid() == os.getpid()
         servers.append(server)
+        await_successor()
+        successor = session()
+        assert psutil.Process(successor).ppid() == server
     return servers
 
 
 def test_a_driver_keeps_its_server() -> None:
-    """Unless a variable has changed that is read when a program is loaded."""
-    changes: list[Mapping[str, str]] = [{}, {"RELAY_TEST_ANY": "1"}, {"MKL_VERBOSE": "0"}]
-    one, same, other = run(sessions, changes, env=OWN_SERVER, allow=["env"])
-    assert one == same and one != other
+    """Unless a variable has changed that is read when a program is loaded; its successor serves later sessions."""
+    one, other = run(sessions, [{}, {"MKL_VERBOSE": "0"}], env=OWN_SERVER, allow=["env"])
+    assert one != other
+
+
+def modules_of_a_fork() -> int:
+    return "torch._dynamo" in sys.modules
+
+
+def sessions_without_waiting() -> tuple[list[int], list[int]]:
+    """Successive servers, where the second session begins before there is a successor, and what they have imported."""
+    servers, imported = [], []
+    for _ in range(2):
+        servers.append(session())
+        server = fork_server(1)
+        assert isinstance(server, OwnForkServer)
+        imported.append(fork(server, "modules_of_a_fork").wait(60))
+    os.environ["RELAY_TEST_ANY"] = "1"
+    await_successor()
+    server = fork_server(1)
+    imported.append(fork(server, "modules_of_a_fork").wait(60))
+    servers.append(session())
+    return servers, imported
+
+
+def test_no_session_waits_for_what_workers_import_later() -> None:
+    (first, second, third), imported = run(sessions_without_waiting, env=OWN_SERVER, allow=["env"])
+    assert first == second != third
+    assert imported == [0, 0, 1]
+
+
+def lost_servers() -> list[str]:
+    """Kills what waits, between sessions and in one; returns whether the next sessions were served by a new server."""
+    session()
+    served = []
+    for kills_server, waits in ((False, False), (True, False), (False, True), (True, True)):
+        server = await_successor()
+        assert server._successor is not None
+        victim = server.pid if kills_server else server._successor._process.pid
+        os.kill(victim, signal.SIGKILL)
+        if waits:
+            await_end(victim, server)
+            served.append("the same" if session() == server.pid else "a new one")
+        else:
+            session()  # it may find out in the middle of its start
+            session()
+    workers = Workers(["stage 0"])
+    workers.start(timeout_seconds=60.0, threads=1)
+    server = await_successor()
+    assert server._successor is not None
+    os.kill(server.pid, signal.SIGKILL)
+    os.kill(server._successor._process.pid, signal.SIGKILL)
+    await_end(server.pid, server)
+    assert workers.ended(0, wait_seconds=0.5) is None
+    workers.stop(grace_seconds=5.0)
+    served.append("the same" if session() == server.pid else "a new one")
+    return served
+
+
+def await_end(pid: int, server: OwnForkServer) -> None:
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid):
+        server._process.poll()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_losing_a_server_is_no_error() -> None:
+    assert run(lost_servers, env=OWN_SERVER) == ["the same", "a new one", "a new one"]
 
 
 def server_directory() -> str:
@@ -267,3 +351,41 @@ def kill_drivers_of_stuck_forks() -> list[int]:
 
 def test_a_killed_driver_leaves_no_server_and_no_stuck_fork() -> None:
     assert run(kill_drivers_of_stuck_forks, env=OWN_SERVER) == []
+
+
+def refuse(pid: int) -> int:
+    raise PermissionError(1, "a sandbox refuses pidfd_open")
+
+
+def commands_of_a_session(*, forks: bool) -> tuple[list[str], list[str]]:
+    """The commands, as ``ps`` shows them, of all processes that this one has started, in a session and after it."""
+
+    def shown() -> list[str]:
+        return sorted(" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True))
+
+    if not forks:
+        os.pidfd_open = refuse
+    assert not shown()
+    workers = Workers(["stage 0", "stage 1"])
+    workers.start(timeout_seconds=60.0, threads=1)
+    within = [command.replace(str(os.getpid()), "DRIVER").replace(workers._directory, "FOLDER") for command in shown()]
+    workers.stop(grace_seconds=5.0)
+    return within, shown()
+
+
+def test_a_list_of_processes_shows_their_roles() -> None:
+    within, after = run(functools.partial(commands_of_a_session, forks=True), env=OWN_SERVER)
+    python = f"{sys.executable} -m "
+    assert len(within) == 4 and len(after) == 2
+    assert [command.removeprefix(python)[:20] for command in after] == ["strategies.launch.fo"] * 2
+    assert within[-2:] == [f"{python}strategies.pipeline worker {rank} DRIVER FOLDER" for rank in range(2)]
+    assert all("strategies.pipeline" in command for command in [*within, *after])
+    assert [" successor " in command for command in after] == [False, True]
+
+
+def test_workers_start_without_a_fork_server() -> None:
+    """As on other systems than Linux."""
+    within, after = run(functools.partial(commands_of_a_session, forks=False), env=OWN_SERVER)
+    python = f"{sys.executable} -m "
+    assert within == [f"{python}strategies.pipeline worker {rank} DRIVER FOLDER" for rank in range(2)]
+    assert after == []
