@@ -75,7 +75,7 @@ _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _NUM_STREAMS = 4
 """Standard input, output and error, and the working directory."""
 
-_COMMAND = (sys.executable, "-m", "strategies.launch.fork_server")
+_PROGRAM = ("-m", "strategies.launch.fork_server")
 
 _PR_SET_PDEATHSIG = 1
 """From ``linux/prctl.h``: the signal that a process gets when its parent ends."""
@@ -271,7 +271,7 @@ class OwnForkServer(ForkServer):
         passed = [theirs.fileno(), own, *([listener.fileno()] if listener is not None else [])]
         try:
             self._process = subprocess.Popen(
-                [*_COMMAND, self._modules, *map(str, passed)],
+                [sys.executable, *_PROGRAM, self._modules, *map(str, passed)],
                 env={**environment, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))},
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
@@ -347,7 +347,7 @@ class OwnForkServer(ForkServer):
                     [self._modules_later, os.getpid()],
                     environment=self._environment,
                     paths=self._paths,
-                    command=[*_COMMAND, "successor", self._modules],
+                    command=[sys.executable, *_PROGRAM, "successor", self._modules],
                     stdin=theirs.fileno(),
                     outlives_server=True,
                     timeout_seconds=_END_SECONDS,
