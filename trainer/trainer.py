@@ -10,6 +10,7 @@ from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
 from strategies.lightning.compat import (
     MisconfigurationException,
+    RunningStage,
     Strategy,
     StrategyRegistry,
     check_package,
@@ -44,6 +45,12 @@ def _checked(original: _Run) -> _Run:
         return original(self, *args, **kwargs)
 
     return cast(_Run, run)
+
+
+def _is_training(trainer: pl.Trainer) -> bool:
+    """Return whether a Trainer trains, which Lightning asks a dozen times a step; it compares enumerations as text."""
+    stage = trainer.state.stage
+    return stage is RunningStage.TRAINING or stage == RunningStage.TRAINING
 
 
 class Trainer(pl.Trainer):
@@ -92,6 +99,8 @@ class Trainer(pl.Trainer):
         )
         self._logger_connector = ResumingLoggerConnector(self)
         self._checkpoint_connector = ResumingCheckpointConnector(self)
+
+    training = cast(property, pl.Trainer.training).getter(_is_training)
 
     fit = _checked(pl.Trainer.fit)
     validate = _checked(pl.Trainer.validate)

@@ -14,12 +14,16 @@ a subclass of one of Lightning's classes overrides, or reads from ``self``, stay
 it.
 """
 
+import dis
+import hashlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from types import SimpleNamespace
+from operator import attrgetter
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -105,11 +109,13 @@ MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 ModelPruning = pl.callbacks.ModelPruning
 ModelSummary = pl.callbacks.ModelSummary
+PassThroughProfiler = pl.profilers.PassThroughProfiler
 ParallelStrategy = pl.strategies.ParallelStrategy
 PossibleUserWarning = fabric.utilities.warnings.PossibleUserWarning
 Precision = pl.plugins.Precision
 PyTorchProfiler = pl.profilers.PyTorchProfiler
 RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
+RunningStage = pl.trainer.states.RunningStage
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 Strategy = pl.strategies.Strategy
 StrategyRegistry = pl.strategies.StrategyRegistry
@@ -123,6 +129,7 @@ WeightAveraging = pl.callbacks.WeightAveraging
 distributed_log = fabric.utilities.distributed.log
 get_filesystem = fabric.utilities.cloud_io.get_filesystem
 is_overridden = pl.utilities.model_helpers.is_overridden
+is_param_in_hook_signature = pl.utilities.signature_utils.is_param_in_hook_signature
 rank_zero_info = pl.utilities.rank_zero.rank_zero_info
 rank_zero_only = pl.utilities.rank_zero.rank_zero_only
 rank_zero_warn = pl.utilities.rank_zero.rank_zero_warn
@@ -132,6 +139,7 @@ sized_len = fabric.utilities.data.sized_len
 
 # Private names
 
+AutomaticOptimization = pl.loops.optimization.automatic._AutomaticOptimization
 CheckpointConnector = _connectors.checkpoint_connector._CheckpointConnector
 DataFetcher = pl.loops.fetchers._DataFetcher
 DataLoaderIterDataFetcher = pl.loops.fetchers._DataLoaderIterDataFetcher
@@ -197,6 +205,69 @@ def backend_of(strategy: Strategy) -> str:
 
 
 # Trainer and loops
+
+
+def hook_calls() -> Any:
+    """Return the module whose functions call the hooks of the model, of callbacks and of the strategy."""
+    return pl.trainer.call
+
+
+current_hook = attrgetter("_current_fx_name")
+"""Returns the name of the model's hook that is being called, for a model."""
+
+
+def set_current_hook(model: LightningModule, name: str | None) -> None:
+    """Set what :func:`current_hook` returns, without the search for parameters in ``torch.nn.Module.__setattr__``."""
+    if type(model).__setattr__ is nn.Module.__setattr__:
+        vars(model)["_current_fx_name"] = name
+    else:
+        model._current_fx_name = name
+
+
+def empty_hooks() -> frozenset[Any]:
+    """Return the functions of Lightning's classes that do nothing, which a hook is if nobody has overridden it."""
+    classes = {cls for base in (LightningModule, Callback, Strategy) for cls in base.__mro__}
+    own = (value for cls in classes if cls.__module__.startswith(PACKAGE) for value in vars(cls).values())
+    return frozenset(value for value in own if isinstance(value, FunctionType) and _does_nothing(value))
+
+
+def _does_nothing(function: FunctionType) -> bool:
+    names = {"RESUME", "NOP"}
+    done = [(each.opname, each.argval) for each in dis.get_instructions(function) if each.opname not in names]
+    return done in ([("LOAD_CONST", None), ("RETURN_VALUE", None)], [("RETURN_CONST", None)])
+
+
+_REPLACED_FUNCTIONS = (
+    pl.trainer.call._call_callback_hooks,
+    pl.trainer.call._call_lightning_module_hook,
+    pl.trainer.call._call_strategy_hook,
+    LightningModule.clip_gradients,
+    LightningModule.configure_gradient_clipping,
+    ResultCollection._extract_batch_size,
+    ResultCollection.log,
+    ResultCollection.update_metrics,
+    ResultMetadata,
+    ResultMetric,
+    ResultSync,
+    is_param_in_hook_signature,
+)
+KNOWN_SOURCES = "2da6aeaffc8184139c13db1317f3088e13d8f6460ed2813e8a2d63d97b0ffc8e"
+"""What :func:`replaced_sources` returns for version 2.6.6."""
+
+
+@cache
+def has_known_sources() -> bool:
+    """Return whether Lightning's functions that :mod:`trainer.lean` stands in for are those that it was written for."""
+    try:
+        return replaced_sources() == KNOWN_SOURCES
+    except (OSError, TypeError):  # installed without sources
+        return False
+
+
+def replaced_sources() -> str:
+    """Return the hash of the sources of the functions that :mod:`trainer.lean` stands in for."""
+    sources = "".join(inspect.getsource(inspect.unwrap(each)) for each in _REPLACED_FUNCTIONS)
+    return hashlib.sha256(sources.replace(PACKAGE, "").encode()).hexdigest()  # the two packages differ in it
 
 
 def run_stage_function() -> Callable[..., Any]:

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from strategies.lightning.compat import ResultCollection, ResultMetadata, ResultMetric, ResultSync, metric_defaults
+from strategies.lightning.compat import ResultMetadata, ResultMetric, ResultSync, metric_defaults
+from trainer.lean import LeanResults
 
 _ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 
 
-class ResumableResults(ResultCollection):
+class ResumableResults(LeanResults):
     """Lightning's logged values of training, whose sums can be saved. Metrics of torchmetrics save their own state."""
 
     def __init__(self) -> None:
@@ -52,7 +53,8 @@ class ResumableResults(ResultCollection):
         super().log(fx, name, *arguments, **keywords)
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
-        self._take(key, self._resumed.pop(key, {}))
+        if key in self._resumed:
+            self._take(key, self._resumed.pop(key))
         super().update_metrics(key, value, batch_size)
 
     def _take(self, key: str, values: dict[str, Any]) -> None:

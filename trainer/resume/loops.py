@@ -20,17 +20,17 @@ from strategies.lightning.compat import (
     PrefetchDataFetcher,
     Trainer,
     TrainerFn,
-    TrainingEpochLoop,
     combined_mode,
     update_callback_metrics,
 )
+from trainer.lean import LeanEpochLoop
 from trainer.resume.combined_loader import ResumableLoader
 from trainer.resume.epoch_results import ResumableResults
 from trainer.resume.loader import Resumption
 from trainer.resume.random_state import cuda_random_state, plain, random_state, set_cuda_random_state, set_random_state
 
 
-class ResumingEpochLoop(TrainingEpochLoop):
+class ResumingEpochLoop(LeanEpochLoop):
     """Lightning's loop over the batches of an epoch; a resumed run first finishes the last batch.
 
     A checkpoint is often written in ``on_train_batch_end``. Lightning would then skip the validation that was due after
@@ -38,7 +38,7 @@ class ResumingEpochLoop(TrainingEpochLoop):
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
-        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
+        super().__init__(trainer, min_steps, max_steps)
         self._results: ResumableResults = ResumableResults()
         self.finishes_batch = self.loader_resumes = False
 

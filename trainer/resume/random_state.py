@@ -6,7 +6,6 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -52,47 +51,60 @@ class RandomStateReader:
     def __init__(self) -> None:
         self._python: tuple[Any, Any] = (None, None)  # what is compared, and the state
         self._numpy: tuple[Any, Any] = (None, None)
+        self._generator, self._words_of_python = _words_of_python()
+        self._bit_generator, self._words_of_numpy = None, None
+
+    def __reduce__(self) -> Any:
+        return RandomStateReader, ()  # addresses are those of this process
 
     def read(self) -> dict[str, Any]:
         """Return the state of the process; entries that have not changed are the same objects as before."""
-        if (words := _words_of_python()) is None or words != self._python[0]:
+        return {"torch": torch.get_rng_state(), "python": self._of_python(), "numpy": self._of_numpy()}
+
+    def _of_python(self) -> Any:
+        if self._words_of_python is None:
+            return random.getstate()
+        words = self._words_of_python.raw, self._generator.gauss_next
+        if words != self._python[0]:
             self._python = words, random.getstate()
+        return self._python[1]
+
+    def _of_numpy(self) -> Any:
+        generator: Any = np.random.mtrand.get_bit_generator()
+        if generator is not self._bit_generator:
+            self._bit_generator, self._words_of_numpy = generator, _words_of_numpy(generator)
+            self._numpy = (None, None)
+        if self._words_of_numpy is None:
+            return np.random.get_state()
+        words = self._words_of_numpy.raw
         # A number that ``randn`` has left behind is not among the words; without one, only a draw can leave one behind.
-        if (words := _words_of_numpy()) is None or words != self._numpy[0] or self._numpy[1][3]:
+        if words != self._numpy[0] or self._numpy[1][3]:
             self._numpy = words, np.random.get_state()
-        return {"torch": torch.get_rng_state(), "python": self._python[1], "numpy": self._numpy[1]}
+        return self._numpy[1]
 
 
 _WORDS = struct.Struct("i624I")
-"""Memory of Python's generator behind the object's header: position and words."""
+"""Memory of a Mersenne Twister: its position and words in Python, words and position in numpy."""
 
 
-def _words_of_python() -> Any:
-    """Return position and words of Python's generator as bytes, and its second Gaussian number, or ``None``."""
+def _words_of_python() -> tuple[Any, Any]:
+    """Return Python's global generator and its memory, or ``None`` if that does not follow the header of its object."""
     generator: Any = getattr(random.getstate, "__self__", None)
-    if type(generator) is not random.Random or not _words_follow_header():
-        return None
-    words = ctypes.string_at(id(generator) + object.__basicsize__, _WORDS.size)
-    return words, vars(generator)["gauss_next"]
-
-
-@cache
-def _words_follow_header() -> bool:
-    """Return whether position and words of Python's generators follow the header of their objects, as in CPython."""
     size, base = object.__basicsize__ + _WORDS.size, random.Random.__base__
-    if sys.implementation.name != "cpython" or base is None or not size <= base.__basicsize__ < size + 8:
-        return False
-    generator = random.Random(0)
-    position, *words = _WORDS.unpack(ctypes.string_at(id(generator) + object.__basicsize__, _WORDS.size))
-    return generator.getstate()[1] == (*words, position)
+    if type(generator) is not random.Random or sys.implementation.name != "cpython" or base is None:
+        return generator, None
+    if not size <= base.__basicsize__ < size + 8:
+        return generator, None
+    memory = (ctypes.c_char * _WORDS.size).from_address(id(generator) + object.__basicsize__)
+    position, *words = _WORDS.unpack(memory.raw)
+    return generator, memory if generator.getstate()[1] == (*words, position) else None
 
 
-def _words_of_numpy() -> Any:
-    """Return words and position of numpy's global generator as bytes, or ``None`` if it is not a ``MT19937``."""
-    generator: Any = np.random.mtrand.get_bit_generator()
+def _words_of_numpy(generator: Any) -> Any:
+    """Return the memory of a bit generator of numpy, or ``None`` if it is not a ``MT19937``."""
     if type(generator) is not np.random.MT19937:
         return None
-    return ctypes.string_at(generator.ctypes.state_address, _WORDS.size)
+    return (ctypes.c_char * _WORDS.size).from_address(generator.ctypes.state_address)
 
 
 def set_random_state(state: dict[str, Any]) -> None:

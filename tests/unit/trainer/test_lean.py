@@ -1,0 +1,437 @@
+"""The lean training step: hooks, their order, logged values and errors are those of Lightning's Trainer."""
+
+import copy
+import inspect
+import logging
+import pickle
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.profilers import SimpleProfiler
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies.lightning.compat import current_hook, set_current_hook
+from trainer import Trainer, lean
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 2,
+}
+Make = Callable[..., pl.Trainer]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 1)
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(("training_step", current_hook(self)))
+        self.in_step(batch_idx)
+        return self.layer(batch[0]).square().mean()
+
+    def in_step(self, batch_idx: int) -> None:
+        pass
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen.append(("validation_step", current_hook(self)))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(27.0).view(9, 3)), batch_size=2)
+
+
+def fit(make: Make, model: pl.LightningModule, *, bar: bool = False, **settings: Any) -> pl.Trainer:
+    made = make(**QUIET, enable_progress_bar=bar, **settings)
+    made.fit(model, loader(), loader())
+    return made
+
+
+def under_both(make_model: Callable[[], Model], **settings: Any) -> tuple[Model, Model]:
+    """Fit a new model under Lightning's Trainer and under Relay's, each with new callbacks."""
+    models = []
+    for make in (pl.Trainer, Trainer):
+        model = make_model()
+        own = {name: value() if name in ("callbacks", "profiler") else value for name, value in settings.items()}
+        model.fitted = [fit(make, model, **own)]
+        models.append(model)
+    return models[0], models[1]
+
+
+def hooks_of(base: type) -> list[str]:
+    """Names of the hooks of a base class, also of those that do something."""
+    more = ["optimizer_step", "optimizer_zero_grad", "backward", "configure_gradient_clipping", "batch_to_device"]
+    more += ["transfer_batch_to_device", "setup", "teardown"]
+    return [name for name in dir(base) if (name.startswith("on_") or name in more) and callable(getattr(base, name))]
+
+
+def recording(name: str, original: Callable[..., Any], who: str, seen: list[Any], module: Any) -> Callable[..., Any]:
+    def hook(*args: Any, **kwargs: Any) -> Any:
+        model = module() if callable(module) and not isinstance(module, nn.Module) else module
+        seen.append((who, name, current_hook(model), len(args), sorted(kwargs)))
+        return original(*args, **kwargs)
+
+    return hook
+
+
+class OverridesAll(Model):
+    """Each hook of the model and of two callbacks records itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in hooks_of(pl.LightningModule):
+            setattr(self, name, recording(name, getattr(self, name), "model", self.seen, self))
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [recording_callback("first", self), recording_callback("second", self)]
+
+
+def recording_callback(who: str, model: Model) -> pl.Callback:
+    kind = type(who, (pl.Callback,), {})  # Lightning takes two of one class for one
+    callback = kind()
+    for name in hooks_of(pl.Callback):
+        setattr(callback, name, recording(name, getattr(callback, name), who, model.seen, model))
+    return callback
+
+
+def test_all_hooks_run_in_lightnings_order() -> None:
+    lightnings, relays = under_both(OverridesAll, accumulate_grad_batches=2, gradient_clip_val=0.1)
+    assert len(set(map(str, lightnings.seen))) > 60
+    assert relays.seen == lightnings.seen
+    assert torch.equal(relays.layer.weight, lightnings.layer.weight)
+
+
+def test_a_model_without_hooks_learns_the_same() -> None:
+    lightnings, relays = under_both(Model)
+    assert relays.seen == lightnings.seen
+    assert torch.equal(relays.layer.weight, lightnings.layer.weight)
+
+
+class Attaches(Model):
+    """In its third step the model attaches hooks to itself, its class, the strategy and callbacks."""
+
+    def in_step(self, batch_idx: int) -> None:
+        if self.trainer.current_epoch or batch_idx != 2:
+            return
+        for name in ("on_after_backward", "on_before_zero_grad", "on_train_batch_end", "on_train_batch_start"):
+            setattr(self, name, recording(name, getattr(self, name), "model", self.seen, self))
+        callbacks = self.trainer.callbacks
+        for name in ("on_before_optimizer_step", "on_train_batch_end"):
+            setattr(callbacks[0], name, recording(name, getattr(callbacks[0], name), "there", self.seen, self))
+        callbacks.append(recording_callback("later", self))
+        own = type(self)
+        own.on_before_optimizer_step = lambda model, optimizer: model.seen.append("of the class")
+        strategy, precision = self.trainer.strategy, self.trainer.precision_plugin
+        for holder, name in ((strategy, "on_train_batch_start"), (strategy, "backward"), (precision, "pre_backward")):
+            setattr(holder, name, recording(name, getattr(holder, name), "plug-in", self.seen, self))
+
+
+def test_hooks_attached_in_mid_run_run() -> None:
+    lightnings, relays = under_both(
+        lambda: type("Attaching", (Attaches,), {})(), callbacks=lambda: [pl.Callback()], max_steps=-1
+    )
+    assert {"of the class", "model", "there", "later", "plug-in"} <= {
+        entry if isinstance(entry, str) else entry[0] for entry in lightnings.seen
+    }
+    assert relays.seen == lightnings.seen
+
+
+def calls_in(run: Callable[[], Any], *functions: Any) -> Counter[str]:
+    """Count the calls of functions by their names."""
+    counted: Counter[str] = Counter()
+    codes = {inspect.unwrap(each).__code__: each.__qualname__ for each in functions}
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in codes:
+            counted[codes[frame.f_code]] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        run()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+COUNTED = (
+    nn.Module.__setattr__,
+    pl.LightningModule.on_train_batch_start,
+    pl.LightningModule.on_before_zero_grad,
+    pl.LightningModule.clip_gradients,
+    pl.Callback.on_train_batch_end,
+    pl.profilers.Profiler.profile,
+    inspect.getfullargspec,
+)
+
+
+def test_what_nobody_overrides_is_not_called() -> None:
+    settings: dict[str, Any] = {"callbacks": [pl.Callback()], "limit_val_batches": 0}
+    theirs = calls_in(lambda: fit(pl.Trainer, Model(), **settings), *COUNTED)
+    relays = calls_in(lambda: fit(Trainer, Model(), **settings), *COUNTED)
+    after = calls_in(lambda: fit(pl.Trainer, Model(), **settings), *COUNTED)
+    steps = 10
+    assert after == theirs  # a plain Trainer in the same process is as it was
+    assert theirs["ModelHooks.on_train_batch_start"] == theirs["Callback.on_train_batch_end"] == steps
+    for name in ("ModelHooks.on_train_batch_start", "ModelHooks.on_before_zero_grad", "Callback.on_train_batch_end"):
+        assert relays[name] == 0, name
+    assert relays["LightningModule.clip_gradients"] == 0
+    assert theirs["Module.__setattr__"] - relays["Module.__setattr__"] >= 40 * steps
+    assert theirs["Profiler.profile"] - relays["Profiler.profile"] >= 15 * steps
+    assert theirs["getfullargspec"] - relays["getfullargspec"] == steps - 1
+
+
+def test_other_sources_of_lightning_run_as_they_are() -> None:
+    settings: dict[str, Any] = {"callbacks": [pl.Callback()], "limit_val_batches": 0}
+    theirs = calls_in(lambda: fit(pl.Trainer, Model(), **settings), *COUNTED[1:])
+    with mock.patch.object(lean, "has_known_sources", return_value=False):
+        relays = calls_in(lambda: fit(Trainer, Model(), **settings), *COUNTED[1:])
+    assert relays == theirs
+
+
+def test_profilers_see_all_hooks() -> None:
+    lightnings, relays = under_both(Model, profiler=SimpleProfiler, callbacks=lambda: [pl.Callback()])
+    theirs, own = (
+        {name: len(times) for name, times in model.fitted[0].profiler.recorded_durations.items()}
+        for model in (lightnings, relays)
+    )
+    assert own == theirs
+    assert theirs["[LightningModule]Model.on_train_batch_start"] == 10
+
+
+def test_the_debug_log_shows_all_hooks(caplog: pytest.LogCaptureFixture) -> None:
+    messages = []
+    with caplog.at_level(logging.DEBUG, logger="pytorch_lightning.trainer.call"):
+        for make in (pl.Trainer, Trainer):
+            caplog.clear()
+            fit(make, Model())
+            messages.append([each.message for each in caplog.records if each.name == "pytorch_lightning.trainer.call"])
+    assert messages[0] == messages[1]
+    assert len(messages[0]) > 200
+
+
+def test_nothing_stays_behind() -> None:
+    model = Model()
+    during: list[set[str]] = []
+    model.in_step = lambda batch_idx: during.append({"log", "_call_batch_hook"} & set(vars(model)))
+    made = fit(Trainer, model, max_steps=3)
+    assert during == [{"log", "_call_batch_hook"}] * 3
+    assert not {"log", "_call_batch_hook"} & set(vars(model))
+    assert not {"pre_backward", "post_backward", "_after_closure"} & set(vars(made.precision_plugin))
+
+
+def test_nothing_stays_behind_after_an_error() -> None:
+    model = Model()
+    model.in_step = mock.Mock(side_effect=KeyError("step"))
+    with pytest.raises(KeyError, match="step"):
+        fit(Trainer, model)
+    assert not {"log", "_call_batch_hook"} & set(vars(model))
+
+
+class Copies(Model):
+    def in_step(self, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.copies = [copy.deepcopy(self), pickle.loads(pickle.dumps(self))]
+
+
+def test_copies_made_in_a_step_are_models_of_their_own() -> None:
+    model = Copies()
+    fit(Trainer, model, max_steps=2)
+    for own in model.copies:
+        assert own.log.__self__ is own
+        assert fit(Trainer, own).global_step == fit(pl.Trainer, own).global_step == 10
+
+
+def test_a_log_attached_in_mid_run_is_called_and_stays() -> None:
+    model, calls = Model(), []
+
+    def step(batch_idx: int) -> None:
+        model.log = partial(calls.append, batch_idx)
+        model.log()
+
+    model.in_step = step
+    fit(Trainer, model, max_steps=3)
+    assert calls == [0, 1, 2]
+    assert isinstance(model.log, partial)
+
+
+# Logged values
+
+
+class Logs(Model):
+    """Logs each step in all ways, and notes what the Trainer shows."""
+
+    def in_step(self, batch_idx: int) -> None:
+        value = torch.tensor(float(batch_idx), requires_grad=True) * 3
+        self.log("default", value)
+        self.log("bar", value, prog_bar=True, on_epoch=True)
+        for how in ("mean", "sum", "min", "max"):
+            self.log(how, value, on_step=False, on_epoch=True, reduce_fx=how)
+        self.log("rows", value, on_epoch=True, batch_size=batch_idx + 1)
+        self.log("number", batch_idx * 1.5, on_epoch=True)
+        self.log("half", value.half(), on_epoch=True)
+        self.log("double", value.double(), on_epoch=True)
+        self.log("whole", torch.tensor(batch_idx), on_epoch=True)
+        self.log("graph", value, enable_graph=True, on_epoch=True)
+        self.log_dict({"a": value, "b": value + 1}, on_step=True, on_epoch=True)
+        if batch_idx % 2:
+            self.log("sometimes", value, on_epoch=True)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("at the end", float(self.global_step), on_epoch=True)
+        self.note()
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validated", 4.0, prog_bar=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch", 2.0)
+        self.note()
+
+    def note(self) -> None:
+        made = self.trainer
+        for metrics in (made.callback_metrics, made.logged_metrics, made.progress_bar_metrics):
+            self.seen.append({name: (type(value), float(value)) for name, value in metrics.items()})
+        self.seen.append(made.callback_metrics["graph"].requires_grad)
+
+
+class LogsToo(pl.Callback):
+    def on_before_zero_grad(self, trainer: pl.Trainer, model: Any, optimizer: Any) -> None:
+        model.log("callback", float(trainer.global_step), on_epoch=True)
+
+
+@pytest.mark.parametrize("bar", [False, True])
+def test_logged_values_are_lightnings(bar: bool) -> None:
+    callbacks: list[Any] = [LogsToo, TQDMProgressBar] if bar else [LogsToo]
+    settings = {"bar": bar, "accumulate_grad_batches": 2, "log_every_n_steps": 2, "val_check_interval": 3}
+    lightnings, relays = under_both(Logs, callbacks=lambda: [make() for make in callbacks], **settings)
+    assert len(lightnings.seen) > 40
+    assert relays.seen == lightnings.seen
+    theirs, own = (
+        {name: float(value) for name, value in model.fitted[0].callback_metrics.items()}
+        for model in (lightnings, relays)
+    )
+    assert own == theirs and len(theirs) > 25
+
+
+class LogsAnew(Model):
+    def in_step(self, batch_idx: int) -> None:
+        self.log("loss", torch.ones(()), **self.arguments(batch_idx))
+
+    def arguments(self, batch_idx: int) -> dict[str, Any]:
+        return {"on_epoch": batch_idx > 2}
+
+
+@pytest.mark.parametrize("make", [pl.Trainer, Trainer])
+def test_other_arguments_are_refused(make: Make) -> None:
+    with pytest.raises(MisconfigurationException, match=r"You called `self.log\(loss, ...\)` twice in `training_step`"):
+        fit(make, LogsAnew())
+
+
+@pytest.mark.parametrize("make", [pl.Trainer, Trainer])
+def test_a_hook_that_may_not_log_is_refused(make: Make) -> None:
+    model = Model()
+    model.on_train_end = partial(model.log, "loss", 1.0)
+    with pytest.raises(MisconfigurationException, match="inside `on_train_end`"):
+        fit(make, model)
+
+
+@pytest.mark.parametrize("make", [pl.Trainer, Trainer])
+def test_logging_with_an_iterator_needs_a_batch_size(make: Make) -> None:
+    class Iterates(Model):
+        def training_step(self, dataloader_iter: Any) -> Tensor:
+            batch, *_ = next(dataloader_iter)
+            loss = self.layer(batch[0]).square().mean()
+            self.log("loss", loss)
+            return loss
+
+    with pytest.raises(MisconfigurationException, match="batch_size"):
+        fit(make, Iterates())
+
+
+def test_a_step_with_another_signature_is_called_as_it_asks() -> None:
+    class Swaps(Model):
+        def in_step(self, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.training_step = self.of_batch_only
+
+        def of_batch_only(self, batch: list[Tensor]) -> Tensor:
+            self.seen.append("of the batch only")
+            return self.layer(batch[0]).square().mean()
+
+    lightnings, relays = under_both(Swaps)
+    assert relays.seen == lightnings.seen
+    assert relays.seen.count("of the batch only") == 7
+
+
+def test_a_compiled_model_learns_the_same() -> None:
+    # It does not log: torch 2.13 cannot trace Lightning's own LightningModule.log.
+    values = []
+    for make in (pl.Trainer, Trainer):
+        model = Model()
+        made = make(**QUIET, enable_progress_bar=False)
+        made.fit(torch.compile(model, backend="eager"), loader())
+        values.append((made.global_step, model.layer.weight))
+    assert values[0][0] == values[1][0] == 10
+    assert torch.equal(values[0][1], values[1][1])
+
+
+# Clipping, and the name of the current hook
+
+
+def test_clipping_that_somebody_overrides_is_called() -> None:
+    model, made = Model(), []
+    model.clip_gradients = lambda *args, **kwargs: made.append("model")
+    fit(Trainer, model, max_steps=2)
+    trainer = Trainer(**{**QUIET, "max_epochs": 1}, enable_progress_bar=False)
+    trainer.precision_plugin.clip_gradients = lambda *args, **kwargs: made.append("precision")
+    trainer.fit(Model(), loader())
+    assert made == ["model"] * 2 + ["precision"] * 5
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_gradients_are_clipped(algorithm: str) -> None:
+    lightnings, relays = under_both(Model, gradient_clip_val=0.01, gradient_clip_algorithm=algorithm)
+    plain = Model()
+    fit(Trainer, plain)
+    assert torch.equal(relays.layer.weight, lightnings.layer.weight)
+    assert not torch.equal(relays.layer.weight, plain.layer.weight)
+
+
+def test_a_setattr_of_the_user_sees_the_name_of_the_hook() -> None:
+    class Notes(Model):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "_current_fx_name":
+                vars(self).setdefault("noted", []).append(value)
+            super().__setattr__(name, value)
+
+    model = Notes()
+    set_current_hook(model, "on_fit_start")
+    assert vars(model)["noted"][-1] == current_hook(model) == "on_fit_start"
