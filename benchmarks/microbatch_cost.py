@@ -212,8 +212,8 @@ def main(effort: Effort) -> Section:
         rows.append(row)
     section = Section(
         "Cost of a micro-batch",
-        f"{LAYERS} linear layers of width {WIDTH}, {ROWS} rows, SGD, {PROCESSES} processes with one thread each: a step "
-        f"is only overhead. Relay under Lightning's own Trainer, with its loop; torch in a loop by hand. {rounds} "
+        f"{LAYERS} linear layers of width {WIDTH}, {ROWS} rows, SGD, {PROCESSES} processes with one thread each: a "
+        f"step is only overhead. Relay under Lightning's own Trainer, with its loop; torch in a loop by hand. {rounds} "
         f"interleaved rounds of {steps} steps each, after {WARM_UP} steps.",
         tables=[Table(["", "ms a step", "quartiles", "of torch's same"], rows)],
         notes=[f"DIFFERENT LOSS, so not the same work: {found}" for found in differ]

@@ -112,13 +112,15 @@ def main(effort: Effort) -> Section:
         theirs = overheads.get(name.replace("trainer.Trainer", "pytorch_lightning.Trainer", 1)) or values
         extra = [own - other for own, other in zip(overheads[name], theirs, strict=True)]
         rows.append([name, *spread(values, 0), f"{quartiles(overheads[name])[1]:.0f}"])
-        rows[-1].append(f"{quartiles(extra)[1]:+.0f}" if name.startswith("trainer.") else "")
-    columns = ["", "µs a step", "quartiles", "over the bare loop", "Relay's over Lightning's"]
+        shares = [own / other for own, other in zip(overheads[name], theirs, strict=True) if other]
+        is_relays = name.startswith("trainer.")
+        rows[-1] += [f"{quartiles(extra)[1]:+.0f}", f"{quartiles(shares)[1]:.2f}"] if is_relays else ["", ""]
+    columns = ["", "µs a step", "quartiles", "over the bare loop", "Relay's over Lightning's", "share of Lightning's"]
     section = Section(
         "Cost of the Trainer",
         f"A linear layer of width {WIDTH}, {ROWS} rows, SGD, one process: the median of {steps} steps after "
-        f"{warm_up}, in each of {rounds} interleaved rounds; the quartiles are over the rounds. The progress bar "
-        "writes to memory.",
+        f"{warm_up}, in each of {rounds} interleaved rounds; the quartiles are over the rounds. The share is "
+        "that of the time over the bare loop. The progress bar writes to memory.",
         tables=[Table(columns, rows)],
     )
     plot(

@@ -31,6 +31,7 @@ from strategies.lightning.compat import (
     empty_hooks,
     has_known_sources,
     hook_calls,
+    is_of_lightning,
     is_param_in_hook_signature,
     set_current_hook,
 )
@@ -148,11 +149,12 @@ class LeanFunctions:
         self._functions: dict[Any, Any] = {}
 
     def __call__(self, function: Any) -> Any:
-        """Return a function of Lightning that calls the lighter functions; what is no function is returned itself."""
+        """Return a function of Lightning that calls the lighter functions; anything else is returned as it is."""
         try:
             return self._functions[function]
         except KeyError:
-            made = self._over_lighter(function) if type(function) is FunctionType and has_known_sources() else function
+            is_lightnings = type(function) is FunctionType and is_of_lightning(function.__globals__["__name__"])
+            made = self._over_lighter(function) if is_lightnings and has_known_sources() else function
             self._functions[function] = made
             return made
 
@@ -296,8 +298,8 @@ class LeanResults(ResultCollection):
                 self.update_metrics(key, value, self._extract_batch_size(metric, batch_size, metric.meta))
                 return
         super().log(fx, name, value, batch_size=batch_size, **keywords)
-        if (metric := self[key]).is_tensor:
-            self._logged[key] = metric, keywords
+        if (kept := self.get(key)) is not None and kept.is_tensor:
+            self._logged[key] = kept, keywords
 
 
 # Profilers, warnings and errors print __name__, by which users know Lightning's classes; pickle goes by __qualname__.

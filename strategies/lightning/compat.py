@@ -64,6 +64,11 @@ def other_package() -> str | None:
     return next((name for name in _FABRIC_OF if name != PACKAGE and name in sys.modules), None)
 
 
+def is_of_lightning(module: str) -> bool:
+    """Return whether the name of a module is one of the package of Lightning that this process uses."""
+    return f"{module}.".startswith(f"{PACKAGE}.")
+
+
 def explain_other_package(cls: type) -> str | None:
     """Return why a class cannot be used in this process, if it derives from the other package's classes only."""
     roots = {base.__module__.partition(".")[0] for base in cls.__mro__}
@@ -227,7 +232,7 @@ def set_current_hook(model: LightningModule, name: str | None) -> None:
 def empty_hooks() -> frozenset[Any]:
     """Return the functions of Lightning's classes that do nothing, which a hook is if nobody has overridden it."""
     classes = {cls for base in (LightningModule, Callback, Strategy) for cls in base.__mro__}
-    own = (value for cls in classes if cls.__module__.startswith(PACKAGE) for value in vars(cls).values())
+    own = (value for cls in classes if is_of_lightning(cls.__module__) for value in vars(cls).values())
     return frozenset(value for value in own if isinstance(value, FunctionType) and _does_nothing(value))
 
 

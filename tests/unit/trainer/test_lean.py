@@ -282,6 +282,31 @@ def test_a_log_attached_in_mid_run_is_called_and_stays() -> None:
     assert isinstance(model.log, partial)
 
 
+NUM_CALLS = 0
+
+
+def test_overridden_methods_run_in_the_module_of_the_user() -> None:
+    class Logs(Model):
+        def in_step(self, batch_idx: int) -> None:
+            self.log("loss", 1.0)
+
+        def log(self, *args: Any, **kwargs: Any) -> None:
+            global NUM_CALLS
+            NUM_CALLS += 1
+            super().log(*args, **kwargs)
+
+    class Counts(pl.plugins.Precision):
+        def pre_backward(self, *args: Any) -> Tensor:
+            global NUM_CALLS
+            NUM_CALLS += 100
+            return super().pre_backward(*args)
+
+    before = NUM_CALLS
+    made = fit(Trainer, Logs(), plugins=[Counts()])
+    assert NUM_CALLS - before == 10 * 101
+    assert made.callback_metrics["loss"] == 1.0
+
+
 # Logged values
 
 
