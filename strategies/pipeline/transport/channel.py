@@ -64,7 +64,7 @@ _NOTHING = -3
 
 _HEADER, _KIND = struct.Struct("=6q"), struct.Struct("=q")
 
-_SMALL_BYTES = 2**15
+_SMALL_BYTES = 2**17
 """Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
 takes one more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for
 the header's message is posted in advance, and may be larger than that message."""
@@ -72,15 +72,16 @@ the header's message is posted in advance, and may be larger than that message."
 _ALIGNMENT = 16
 """Tensors in a message start at multiples of this number of bytes, the size of the largest dtype."""
 
-_NUM_POSTED = 2
-"""How many receives of headers are posted. A message without a posted receive stays in the sender's process."""
+_NUM_POSTED = 8
+"""How many receives of headers are posted. For a message without a posted receive, the event loops of both processes
+exchange notes before it is sent."""
 
-_MAX_LOOKS = 64
-"""How often a receiver looks whether a message has arrived before it sleeps until then: for about 100 microseconds,
-twice as long as the operating system takes to wake a thread that sleeps."""
+_MAX_LOOKS = 16
+"""How often a receiver looks whether a message has arrived before it sleeps until then: for about 25 microseconds, no
+longer than the operating system takes to wake a thread that sleeps."""
 
 _FREE_BYTES = 2**20
-"""Tensors under way of this total size need no other bound; also the size of sent messages that are kept for reuse."""
+"""Values under way of this total size need no other bound; also the size of sent messages that are kept for reuse."""
 
 _MAX_UNDER_WAY = 64
 """Maximum number of values under way whose tensors have been copied, and for whose arrival nobody has to wait."""
@@ -198,8 +199,7 @@ class _Layout:
         """Whether the tensors are in the message of the header."""
         self.message_bytes = end if self.is_small else _HEADER.size
         """Size of the message of the header."""
-        self.separate_bytes = 0 if self.is_small else end
-        """Size of the tensors that have messages of their own."""
+        self.total_bytes = end
 
     def places(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a value as views of the message of its header, if they are small."""
@@ -318,7 +318,7 @@ class Sender:
         self._post, self._peer, self._tag, self._limit, self._wait = cpu_backend(group).send, peer, tag, limit, wait
         self._timeout = timeout_of(group)
         self._known: dict[Any, _Numbered] = {}
-        self._free_bytes = self._bytes_under_way = 0
+        self._free_bytes = self._bytes_under_way = self._num_not_copied = 0
         self._under_way: deque[_Sent] = deque()
         self._announced = _NOTHING_ANNOUNCED
         self._has_failed = False
@@ -346,7 +346,8 @@ class Sender:
             others += [_in_order(tensor) for tensor in tensors if tensor.numel()]
         works += [unrecorded(post, [tensor], peer, tag + 1) for tensor in others]
         self._under_way.append(_Sent(works, message, others, known))
-        self._bytes_under_way += layout.separate_bytes
+        self._bytes_under_way += layout.total_bytes
+        self._num_not_copied += not layout.is_small
         if self._limit is not None:
             self.flush(self._limit)
 
@@ -381,7 +382,8 @@ class Sender:
         """
         if len(self._under_way) <= keep or self._has_failed:
             return
-        if len(self._under_way) > _MAX_UNDER_WAY or self._bytes_under_way > (_FREE_BYTES if keep else 0):
+        must_wait = self._num_not_copied > 0 and not keep
+        if must_wait or len(self._under_way) > _MAX_UNDER_WAY or self._bytes_under_way > _FREE_BYTES:
             self._wait(partial(self._wait_until, keep))
 
     def _wait_until(self, num_under_way: int) -> None:
@@ -395,7 +397,8 @@ class Sender:
         if sent.of is None:
             return
         layout = sent.of.layout
-        self._bytes_under_way -= layout.separate_bytes
+        self._bytes_under_way -= layout.total_bytes
+        self._num_not_copied -= not layout.is_small
         self._free_bytes += layout.message_bytes
         if self._free_bytes > _FREE_BYTES:
             self._free_bytes = layout.message_bytes

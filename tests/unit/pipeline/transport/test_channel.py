@@ -174,19 +174,21 @@ def test_what_has_arrived_is_not_waited_for(groups: tuple[ProcessGroup, ProcessG
 
     sender, receiver = Sender(groups[0], 1, wait=wait), Receiver(groups[1], 0, device=CPU, wait=wait)
     receiver.post()
-    for m in range(4):
+    num = channel._NUM_POSTED
+    for m in range(num + 2):
         sender.send(torch.ones(1), 0, m)
     while not all(message.has_begun for message, _ in receiver._posted):
         time.sleep(0.001)
-    for m in range(channel._NUM_POSTED):
+    for m in range(num):
         receiver.receive(0, m)
     sender.flush()
     assert not waits
-    sender.send(torch.ones(2**14), 0, 4)
+    large = channel._SMALL_BYTES
+    sender.send(torch.ones(large), 0, num + 2)
     with ThreadPoolExecutor(1) as pool:
-        received = pool.submit(lambda: [receiver.receive(0, m).sum().item() for m in range(2, 5)])
+        received = pool.submit(lambda: [receiver.receive(0, m).sum().item() for m in range(num, num + 3)])
         sender.flush()  # the caller may change the tensor now
-        assert received.result(10) == [1, 1, 2**14]
+        assert received.result(10) == [1, 1, large]
     assert waits
 
 
