@@ -93,6 +93,9 @@ _NOTHING_ANNOUNCED = 0, 0
 
 _MAX_LAYOUTS = 1024
 
+_MAX_VIEWED = 16
+"""Maximum number of layouts for which the memory of a message keeps views."""
+
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 
 
@@ -251,7 +254,7 @@ class _Message:
             self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self._bytes = self.tensor.numpy().data
         self.views: dict[_Layout, list[Tensor]] = {}
-        """For each layout of which a value has been in this memory, its tensors as views."""
+        """For layouts of values that have been in this memory, the tensors as views."""
 
     def write_header(self, kind: int, *rest: int) -> None:
         """Write a header."""
@@ -275,6 +278,8 @@ class _Message:
         """Return the places of the tensors of a value, as views of this memory."""
         places = self.views.get(layout)
         if places is None:
+            if len(self.views) == _MAX_VIEWED:
+                self.views.clear()
             with torch.inference_mode(False):
                 places = self.views[layout] = layout.places(self.tensor)
         return places
@@ -554,10 +559,6 @@ class Receiver:
     def _receive_layout(self, number: int, size_bytes: int) -> None:
         description = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self._post_other(description).wait(self._timeout)
-        replaced = self._layouts.get(number)
-        if replaced is not None:
-            for message in (*self._free, *(message for message, _ in self._posted)):
-                message.views.pop(replaced, None)
         self._layouts[number] = _Layout(pickle.loads(description.numpy().tobytes()))
 
     def _arrived(self, layout: _Layout) -> list[Tensor]:
