@@ -130,15 +130,11 @@ def main(effort: Effort) -> Section:
     section = Section(
         "Start",
         f"{LAYERS} linear layers of width {WIDTH}, Adam, two processes with one thread each: milliseconds from the "
-        "call of `fit` to the first batch; for a restart, from the kill of the worker to the next batch. Each fit has a "
-        f"new strategy object. {rounds} rounds with new processes, which have imported torch and Lightning; {later} "
+        "call of `fit` to the first batch; for a restart, from the kill of the worker to the next batch. Each fit has "
+        f"a new strategy object. {rounds} rounds with new processes, which have imported torch and Lightning; {later} "
         "later fits a round.",
         tables=[Table(["", "pipeline, ms", "one process, ms", "beyond one process", "quartiles"], rows)],
-        notes=[
-            "The first fit waits until a fork server has imported torch.",
-            "A restart in the first fit waits until its new worker has imported `torch._dynamo` for the optimizer "
-            "states of the checkpoint.",
-        ],
+        notes=["The first fit waits until a fork server has imported torch."],
     )
     plot(section, effort, "start.png", lambda figure: boxes(figure.subplots(), beyond, x="ms"), size=(8, 2.5))
     return section

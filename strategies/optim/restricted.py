@@ -4,10 +4,13 @@
 ``Optimizer.state_dict()``.
 """
 
+import inspect
 import math
+import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -95,8 +98,21 @@ def load_states(optimizer: Optimizer, states: Mapping[Any, Any]) -> None:
         optimizer: The optimizer, which may be restricted.
         states: States by the number of the parameter *in this optimizer*, and entries that belong to no parameter.
     """
-    current = optimizer.state_dict()
-    optimizer.load_state_dict({"state": dict(states), "param_groups": current["param_groups"]})
+    groups = _without_compiler(optimizer, "state_dict")()["param_groups"]
+    _without_compiler(optimizer, "load_state_dict")({"state": dict(states), "param_groups": groups})
+
+
+def _without_compiler(optimizer: Optimizer, name: str) -> Callable[..., Any]:
+    """Return a method of an optimizer that does not import torch's compiler.
+
+    torch's own methods import it to exclude themselves from compilation. That takes a second in a process that has not
+    imported it, such as a worker that takes the place of a lost one, and nothing has been compiled there.
+    """
+    own: Callable[..., Any] = getattr(optimizer, name)
+    decorated = getattr(Optimizer, name)
+    if "torch._dynamo" in sys.modules or getattr(own, "__func__", None) is not decorated:
+        return own
+    return partial(inspect.unwrap(decorated), optimizer)
 
 
 def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:

@@ -389,3 +389,41 @@ def test_workers_start_without_a_fork_server() -> None:
     python = f"{sys.executable} -m "
     assert within == [f"{python}strategies.pipeline worker {rank} DRIVER FOLDER" for rank in range(2)]
     assert after == []
+
+
+def load_into_a_part(file: str) -> int:
+    """Called in a fork: loads the states of an optimizer as a worker does; returns whether that imported the compiler."""
+    import pickle
+
+    import torch
+
+    from strategies.optim.restricted import load_states, put_together
+
+    parts, states = pickle.loads(Path(file).read_bytes())
+    optimizer = put_together(*parts)
+    load_states(optimizer, states)
+    (state,) = optimizer.state.values()
+    assert torch.equal(state["exp_avg"], states[0]["exp_avg"]) and state["exp_avg"].dtype == torch.float64
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    return "torch._dynamo" in sys.modules
+
+
+def import_of_a_worker() -> int:
+    import pickle
+
+    import torch
+
+    from strategies.optim.restricted import taken_apart
+
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(2, dtype=torch.float64))], lr=0.5)
+    moments = {"exp_avg": torch.tensor([1.0, 2.0]), "exp_avg_sq": torch.tensor([3.0, 4.0]), "step": torch.tensor(7.0)}
+    Path("optimizer").write_bytes(pickle.dumps((taken_apart(optimizer), {0: moments})))
+    server = OwnForkServer(["torch"], environment=dict(os.environ), paths=sys.path)
+    status = fork(server, "load_into_a_part", str(Path("optimizer").resolve())).wait(100)
+    server.end()
+    return status
+
+
+def test_a_worker_loads_optimizer_states_without_importing_the_compiler() -> None:
+    """A restarted worker does that before the first batch."""
+    assert run(import_of_a_worker, env=OWN_SERVER) == 0
