@@ -64,7 +64,7 @@ _NOTHING = -3
 
 _HEADER, _KIND = struct.Struct("=6q"), struct.Struct("=q")
 
-_SMALL_BYTES = 2**17
+_SMALL_BYTES = 2**18
 """Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
 takes one more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for
 the header's message is posted in advance, and may be larger than that message."""
@@ -80,7 +80,7 @@ _MAX_LOOKS = 16
 """How often a receiver looks whether a message has arrived before it sleeps until then: for about 25 microseconds, no
 longer than the operating system takes to wake a thread that sleeps."""
 
-_FREE_BYTES = 2**20
+_FREE_BYTES = 2**21
 """Values under way of this total size need no other bound; also the size of sent messages that are kept for reuse."""
 
 _MAX_UNDER_WAY = 64

@@ -88,7 +88,7 @@ def test_whose_gradient_is_wanted_may_be_said(ends: tuple[Sender, Receiver]) -> 
 
 @pytest.mark.parametrize(
     ("width", "expected"),
-    [(2, [2, 1, 2, 1, 1]), (2**14, [3, 2, 3, 2, 2])],  # header, description if it is new, tensor if it is not small
+    [(2, [2, 1, 2, 1, 1]), (2**16, [3, 2, 3, 2, 2])],  # header, description if it is new, tensor if it is not small
 )
 def test_a_layout_is_described_once(ends: tuple[Sender, Receiver], width: int, expected: list[int]) -> None:
     sender, receiver = ends
@@ -150,7 +150,7 @@ def test_memory_of_many_layouts_is_not_kept(ends: tuple[Sender, Receiver]) -> No
             sender.send(torch.full((4000 + m,), m, dtype=torch.int32), turn, m)
             assert receiver.receive(turn, m).tolist() == [m] * (4000 + m)
             sender.release()
-    assert sum(known.layout.message_bytes * len(known.free) for known in sender._known.values()) <= 2**20
+    assert sum(known.layout.message_bytes * len(known.free) for known in sender._known.values()) <= channel._FREE_BYTES
     assert len(sender._known) <= channel._MAX_LAYOUTS
     assert max(len(message.views) for message, _ in receiver._posted) <= channel._MAX_VIEWED
 
@@ -229,7 +229,7 @@ def test_no_more_than_the_limit_is_under_way(groups: tuple[ProcessGroup, Process
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(lambda: [receiver.receive(0, m)[0].item() for m in range(12)])
         for m in range(12):
-            sender.send(torch.full((2**18,), float(m)), 0, m)
+            sender.send(torch.full((2**19,), float(m)), 0, m)
             assert len(sender._under_way) <= 2
         assert received.result(10) == list(range(12))
 
