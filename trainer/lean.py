@@ -206,9 +206,11 @@ def leaned(holder: Any, names: Iterable[str], lean: LeanFunctions) -> Callable[[
 
 
 def _leaned_method(name: str, lean: LeanFunctions) -> Callable[..., Any]:
+    is_called_in_step = name == "log"  # a step may be compiled
+
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         function = getattr(type(self), name)
-        if torch.compiler.is_compiling():
+        if is_called_in_step and torch.compiler.is_compiling():
             return function(self, *args, **kwargs)
         return lean(function)(self, *args, **kwargs)
 

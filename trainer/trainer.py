@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import strategies
@@ -16,6 +17,7 @@ from strategies.lightning.compat import (
     check_package,
     defaults_from_env_vars,
     pl,
+    strategy_of,
 )
 from trainer.resume.loops import (
     ResumingCheckpointConnector,
@@ -100,7 +102,10 @@ class Trainer(pl.Trainer):
         self._logger_connector = ResumingLoggerConnector(self)
         self._checkpoint_connector = ResumingCheckpointConnector(self)
 
+    # Lightning reads these three dozens of times a step, through Python functions that read one another.
     training = cast(property, pl.Trainer.training).getter(_is_training)
+    strategy: Any = property(strategy_of)
+    lightning_module: Any = property(attrgetter("strategy.lightning_module"))
 
     fit = _checked(pl.Trainer.fit)
     validate = _checked(pl.Trainer.validate)

@@ -229,6 +229,10 @@ def set_current_hook(model: LightningModule, name: str | None) -> None:
         model._current_fx_name = name
 
 
+strategy_of = attrgetter("_accelerator_connector.strategy")
+"""Returns the strategy of a Trainer."""
+
+
 def empty_hooks() -> frozenset[Any]:
     """Return the functions of Lightning's classes that do nothing, which a hook is if nobody has overridden it."""
     classes = {cls for base in (LightningModule, Callback, Strategy) for cls in base.__mro__}

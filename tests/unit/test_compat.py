@@ -117,6 +117,7 @@ _IN_LIGHTNING_COMPAT = {
     f"{_LIGHTNING}.trainer.call._call_lightning_module_hook": _LEAN,
     f"{_LIGHTNING}.trainer.call._call_strategy_hook": _LEAN,
     f"{_LIGHTNING}.LightningModule._current_fx_name": _LEAN,
+    f"{_LIGHTNING}.Trainer._accelerator_connector": _LEAN,
     f"{_RESULT}._ResultCollection._extract_batch_size": _LEAN,
     f"{_FABRIC}.utilities.distributed._DatasetSamplerWrapper": "find the user's sampler in a resumed run",
     f"{_FABRIC}.utilities.distributed._destroy_dist_connection": "end an NCCL group at exit",
@@ -436,7 +437,8 @@ def _private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
             named = node.args[1:2] if function in ("getattr", "setattr", "hasattr", "delattr", "replaced") else []
             named = node.args if function == "attrgetter" else named
             names = [arg.value for arg in named if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
-            yield from ((name, node.lineno) for name in names if _is_private(name))
+            parts = [part for name in names for part in name.split(".")]
+            yield from ((part, node.lineno) for part in parts if _is_private(part))
 
 
 def _is_of_self(node: ast.Attribute) -> bool:
