@@ -109,10 +109,9 @@ def _without_compiler(optimizer: Optimizer, name: str) -> Callable[..., Any]:
     imported it, such as a worker that takes the place of a lost one, and nothing has been compiled there.
     """
     own: Callable[..., Any] = getattr(optimizer, name)
-    decorated = getattr(Optimizer, name)
-    if "torch._dynamo" in sys.modules or getattr(own, "__func__", None) is not decorated:
+    if "torch._dynamo" in sys.modules or getattr(own, "__func__", None) is not getattr(Optimizer, name):
         return own
-    return partial(inspect.unwrap(decorated), optimizer)
+    return partial(inspect.unwrap(getattr(Optimizer, name)), optimizer)
 
 
 def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:

@@ -392,7 +392,7 @@ def test_workers_start_without_a_fork_server() -> None:
 
 
 def load_into_a_part(file: str) -> int:
-    """Called in a fork: loads the states of an optimizer as a worker does; returns whether that imported the compiler."""
+    """Called in a fork: loads the states of an optimizer as a worker does; whether that imported the compiler."""
     import pickle
 
     import torch
