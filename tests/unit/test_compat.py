@@ -85,18 +85,17 @@ _IN_TORCH_COMPAT = {
     "torch.nn.modules.batchnorm._BatchNorm": "find BatchNorm layers",
     "torch.nn.modules.batchnorm._NormBase": "find layers with running statistics",
     "torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX": "find the extra states in a state dict",
+    "torch.nn.modules.module._has_any_global_hook": "tell whether a layer runs torch's code only",
     "torch.utils._python_dispatch.TorchDispatchMode": "record operations on the values of workers",
     **{
         f"torch.utils._pytree.{name}": "walk through nested structures of tensors"
         for name in (
             "SequenceKey",
             "keystr",
+            "TreeSpec",
             "register_pytree_node",
             "tree_flatten",
             "tree_flatten_with_path",
-            "tree_leaves",
-            "tree_map",
-            "tree_map_only",
             "tree_map_with_path",
             "tree_unflatten",
         )

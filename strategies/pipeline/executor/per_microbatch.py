@@ -28,7 +28,7 @@ from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
 from strategies.pipeline.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.layers import PassContext, layer_seed
+from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
 from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, Pass, entered
 
@@ -92,7 +92,7 @@ class PerMicrobatch:
                 remote.start(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
             pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
-            with gathered.gathering():
+            with gathered.gathering(), preserved_random_state(executor.stage.device):
                 losses = pass_.run()
                 if not pass_.learns and any(loss is not None for loss in losses):
                     raise RuntimeError(
@@ -157,7 +157,7 @@ class _Pass:
                     self._begin(len(self._steps))
                 losses.append(self._forward_and_backward(m))
                 for sender in self._executor.senders:
-                    sender.flush(keep=stages + 2)
+                    sender.release(keep=stages + 2)  # the input of the next stage was computed from all else
             self._answer(num)
             return losses
         except BaseException:

@@ -9,9 +9,9 @@ state and its own default dtype, both global to the process, so code that runs i
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
@@ -20,7 +20,6 @@ import torch
 
 from strategies.pipeline.stage.layers import (
     PassContext,
-    preserved_random_state,
     random_state,
     seed_device,
     set_random_state,
@@ -66,7 +65,8 @@ class Step:
                 self._hand_over(False, None)
 
     def _hand_over(self, go_on: bool, output: Any) -> None:
-        with preserved_random_state(self._device), _preserved_default_dtype():
+        dtype_of_lead = torch.get_default_dtype()
+        try:
             if self._default_dtype is not None:
                 torch.set_default_dtype(self._default_dtype)
             if self._random_state is None:
@@ -77,6 +77,8 @@ class Step:
             error = self._to_lead.get()
             if not self._ended:
                 self._random_state, self._default_dtype = random_state(self._device), torch.get_default_dtype()
+        finally:
+            torch.set_default_dtype(dtype_of_lead)
         if error is not None:
             raise error
 
@@ -114,6 +116,8 @@ class Step:
 
 class Steps:
     """Begins steps on a few threads, which are reused: each new thread causes page faults in a new malloc arena.
+
+    Each step leaves the process's random state as its own has become; the lead restores that of the process at the end.
 
     Args:
         number: Maximum number of steps that are suspended at the same time.
@@ -155,12 +159,3 @@ class Steps:
     def close(self) -> None:
         """End the threads; each ends after its step."""
         self._threads.shutdown(wait=False)
-
-
-@contextmanager
-def _preserved_default_dtype() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

@@ -29,7 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from strategies.common.torch_compat import BatchNorm, NormBase, profiler_is_on, tree_leaves
+from strategies.common.torch_compat import (
+    BatchNorm,
+    NormBase,
+    has_global_hooks,
+    has_hooks,
+    profiler_is_on,
+    tree_leaves,
+)
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
 
@@ -108,15 +115,25 @@ class PassContext:
         Args:
             grad: Whether autograd records the body.
         """
-        with ExitStack() as stack:
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        dtype = torch.get_default_dtype()
+        if dtype != self.default_dtype:
             torch.set_default_dtype(self.default_dtype)
-            stack.enter_context(torch.inference_mode(self.inference))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, enabled, dtype in self.autocast:
-                if enabled:
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
-            yield
+        try:
+            if self.inference != torch.is_inference_mode_enabled() or any(enabled for _, enabled, _ in self.autocast):
+                with ExitStack() as stack:
+                    stack.enter_context(torch.inference_mode(self.inference))
+                    stack.enter_context(torch.set_grad_enabled(grad))
+                    for kind, enabled, autocast_dtype in self.autocast:
+                        if enabled:
+                            cached = self.autocast_cache
+                            stack.enter_context(torch.autocast(kind, dtype=autocast_dtype, cache_enabled=cached))
+                    yield
+            else:
+                with torch.set_grad_enabled(grad):
+                    yield
+        finally:
+            if torch.get_default_dtype() != dtype:
+                torch.set_default_dtype(dtype)
 
 
 # Random numbers
@@ -196,6 +213,32 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_state(state, device)
+
+
+_KINDS_THAT_DRAW_NOTHING = frozenset(
+    {
+        *(nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten, nn.Upsample, nn.PixelShuffle, nn.ZeroPad2d),
+        *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag),
+        *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+        *(nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        *(nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d),
+        *(nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool1d, nn.AdaptiveMaxPool2d),
+        *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.CELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.GLU),
+        *(nn.Sigmoid, nn.LogSigmoid, nn.Tanh, nn.Softplus, nn.Softmax, nn.LogSoftmax),
+        *(nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid),
+    }
+)
+
+
+def draws_nothing(layer: nn.Module) -> bool:
+    """Return whether it is certain that a layer draws no random numbers: torch's own code alone runs, which draws none.
+
+    A layer of any other class may draw some.
+    """
+    return not has_global_hooks() and all(
+        type(module) in _KINDS_THAT_DRAW_NOTHING and "forward" not in vars(module) and not has_hooks(module)
+        for module in layer.modules()
+    )
 
 
 def _hashed(*numbers: int) -> int:
@@ -315,6 +358,8 @@ class Layers:
         self.layers, self.first_layer, self.device = layers, first_layer, device
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._call = call
+        self._preserves = False
+        self._random_state: list[Any] | None = None
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -323,6 +368,7 @@ class Layers:
             self._deferred.forget()
         modules = list(self.layers.modules())
         self._norms = [module for module in modules if isinstance(module, NormBase)]
+        self._seeded = [not draws_nothing(layer) for layer in self.layers]
         self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
 
     def run(
@@ -366,11 +412,14 @@ class Layers:
                     doing(what)
                 if labels is not None:
                     labels.next(what)
-            seed_device(layer_seed(seed, microbatch, layer), self.device)
+            if self._seeded[place]:
+                self._keep_random_state()
+                seed_device(layer_seed(seed, microbatch, layer), self.device)
 
         skipping = waiting_skips(skips) if self._has_skips else nullcontext()
         frozen = self._frozen(NormBase if recomputing else BatchNorm if self._deferred else None)
-        with context.entered(grad=grad), frozen, gathering, _phase(checkpointing, recomputing):
+        phase = _phase(checkpointing, recomputing) if checkpointing or recomputing else nullcontext()
+        with context.entered(grad=grad), frozen, gathering, phase:
             try:
                 with skipping:
                     return self._call(self.layers, given, before), skips
@@ -381,11 +430,29 @@ class Layers:
                 if labels is not None:
                     labels.end()
 
-    def frozen_in_backward(self) -> AbstractContextManager[None]:
-        """Freeze running statistics within the body, a backward pass.
+    @contextmanager
+    def preserving_random_state(self) -> Iterator[None]:
+        """Restore the process's random state after the body, if layers may draw random numbers in it."""
+        self._preserves = True
+        try:
+            yield
+        finally:
+            self._preserves = False
+            if self._random_state is not None:
+                set_random_state(self._random_state, self.device)
+                self._random_state = None
+
+    def _keep_random_state(self) -> None:
+        if self._preserves and self._random_state is None:
+            self._random_state = random_state(self.device)
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Run the body, a backward pass, in which layers may draw random numbers, with frozen running statistics.
 
         A layer that checkpoints itself runs again in a backward pass, and would update them a second time.
         """
+        if any(self._seeded):
+            self._keep_random_state()
         return self._frozen(BatchNorm if self._deferred else None)
 
     def _frozen(self, kind: type[NormBase] | None) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from strategies.common.activity import Activity
 from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten, version_of
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.layers import Carried, Flags, Layers, PassContext, preserved_random_state
+from strategies.pipeline.stage.layers import Carried, Flags, Layers, PassContext
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 
 
@@ -217,7 +217,7 @@ class Stage:
             RuntimeError: If a neighbour fails or does not answer in time.
         """
         at_once = []
-        with preserved_random_state(self.device):
+        with self._runner.preserving_random_state():
             for action in actions:
                 if action.kind == "F":
                     self._forward(this, action.microbatch)
@@ -289,7 +289,7 @@ class Stage:
                     grads.append(grad)
         self.note(", ".join(f"B{m}" for m in microbatches))
         if edges:
-            with self._runner.frozen_in_backward():
+            with self._runner.in_backward():
                 torch.autograd.backward(edges, grads)
         for m, slots in done:
             if slots:

@@ -375,9 +375,9 @@ class Sender:
         with suppress(RuntimeError):
             self._under_way.append(_Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
 
-    def release(self) -> None:
-        """Drop references to sent messages, when a later message from the peer has shown that all have arrived."""
-        self._wait_until(0)
+    def release(self, keep: int = 0) -> None:
+        """Drop references to sent values but the last ``keep``, when a later message has shown that they arrived."""
+        self._wait_until(keep)
 
     def flush(self, keep: int = 0) -> None:
         """Wait until the caller may change the tensors of all values but the last ``keep``, whose memory is bounded so.

@@ -1,5 +1,6 @@
 """A schedule that runs the backward passes of micro-batches before that of their common loss."""
 
+import random
 from functools import partial
 from typing import Any
 
@@ -34,3 +35,20 @@ def test_the_gradient_of_the_loss_scales_all_gradients(factor: float | None) -> 
         loss = pipeline.interleave(codes, [0.5, 0.5], PassContext.capture("cpu"))
         Scaling.apply(loss, factor).backward()
     torch.testing.assert_close(layer.weight.grad, wanted * (factor or 0.0))
+
+
+def test_code_that_draws_leaves_the_random_state_of_the_process() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    python_state, drawn = random.getstate(), []
+
+    def code(part: Tensor) -> Tensor:
+        drawn.append(torch.rand(1).item() + random.random())
+        return module(part).square().mean()
+
+    with pipelined(module := nn.Sequential(nn.Linear(3, 2)), microbatches=2, schedule="1f1b") as pipeline:
+        codes = [partial(code, part) for part in torch.ones(4, 3).chunk(2)]
+        state = torch.get_rng_state()
+        pipeline.interleave(codes, [0.5, 0.5], PassContext.capture("cpu"))
+        assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
+    assert drawn[0] != drawn[1]
