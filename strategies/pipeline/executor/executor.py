@@ -31,6 +31,7 @@ from strategies.pipeline.stage.layers import PassContext, num_recomputed
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
 from strategies.pipeline.stage.stage import Input, Mailbox, Output, Pass, Ports, Stage
 from strategies.pipeline.state.mirror import Mirror
+from strategies.pipeline.transport.bundles import BundlingSender
 from strategies.pipeline.transport.channel import FEED_TAG, Receiver, Sender
 from strategies.pipeline.transport.ties import Tie, TiedParameters
 
@@ -49,7 +50,7 @@ class Connections:
         ties: Tied parameters; ``None`` if no two processes share a parameter.
     """
 
-    feed: Output
+    feed: BundlingSender | Mailbox
     fed_back: Input
     inputs: Input
     input_grads: Output
@@ -95,7 +96,7 @@ class Connections:
             return Receiver(group, peer, device=device, tag=tag, wait=wait)
 
         return cls(
-            feed=sender(0, FEED_TAG),
+            feed=BundlingSender(group, 0, tag=FEED_TAG, wait=wait),
             fed_back=receiver(0, FEED_TAG),
             inputs=receiver(last - 1, 0),
             input_grads=sender(last - 1, 0),
@@ -199,9 +200,20 @@ class Executor(NotCopyable):
         """The forward and the backward actions of a pass, per stage."""
         return _parts_of_rows(self.settings.schedule, self.num_stages, this.microbatches)
 
-    def feed(self, part: Any, this: Pass, m: int, requires_grad: list[bool]) -> None:
-        """Send a micro-batch to stage 0. No skip waits before the first layer."""
-        self.connections.feed.send((part, {}), this.number, m, requires_grad=requires_grad)
+    def feed(self, parts: Sequence[Any], this: Pass, m: int, requires_grad: list[bool]) -> int:
+        """Send the inputs of micro-batches to stage 0, as many as one message takes; return their number.
+
+        Args:
+            parts: The inputs of consecutive micro-batches.
+            this: The pass.
+            m: Index of the first one.
+            requires_grad: For each tensor of an input, whether it requires a gradient.
+        """
+        feed = self.connections.feed
+        if isinstance(feed, Mailbox):
+            feed.send((parts[0], {}), this.number, m, requires_grad=requires_grad)  # no skip before the first layer
+            return 1
+        return feed.send_inputs(parts, this.number, m, requires_grad)
 
     def run(self, actions: Iterable[Action], this: Pass) -> None:
         """Run actions of the last stage."""

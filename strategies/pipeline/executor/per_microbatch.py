@@ -185,7 +185,7 @@ class _Pass:
         input = pack_objects(input)
         sent = tree_map_only(Tensor, lambda tensor: plain(tensor).detach().clone(), input)
         tensors = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
-        self._executor.feed(sent, this, m, [t.requires_grad for t in tensors])
+        self._executor.feed([sent], this, m, [t.requires_grad for t in tensors])
         self._inputs.append([t for t in tensors if t.requires_grad])
 
     def _in_context(self, code: Code) -> Any:

@@ -113,8 +113,7 @@ class WholeBatch:
             num_fed = 0
             for action in actions:
                 while num_fed < min(len(parts), action.microbatch + 2 * executor.num_stages):
-                    executor.feed(parts[num_fed], this, num_fed, requires_grad)
-                    num_fed += 1
+                    num_fed += executor.feed(parts[num_fed:], this, num_fed, requires_grad)
                 yield action
                 results.append(executor.output(this, action.microbatch))
 

@@ -64,7 +64,7 @@ _NOTHING = -3
 
 _HEADER, _KIND = struct.Struct("=6q"), struct.Struct("=q")
 
-_SMALL_BYTES = 2**18
+SMALL_BYTES = 2**18
 """Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
 takes one more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for
 the header's message is posted in advance, and may be larger than that message."""
@@ -198,7 +198,7 @@ class _Layout:
         self.tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorLayout)]
         self._sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors]
         self._starts, end = _places(self._sizes)
-        self.is_small = end <= _HEADER.size + _SMALL_BYTES
+        self.is_small = end <= _HEADER.size + SMALL_BYTES
         """Whether the tensors are in the message of the header."""
         self.message_bytes = end if self.is_small else _HEADER.size
         """Size of the message of the header."""
@@ -475,7 +475,7 @@ class Receiver:
     def post(self) -> None:
         """Post the receives of the next headers that have not been posted yet."""
         while len(self._posted) < _NUM_POSTED:
-            message = self._free.pop() if self._free else _Message(_HEADER.size + _SMALL_BYTES)
+            message = self._free.pop() if self._free else _Message(_HEADER.size + SMALL_BYTES)
             message.clear()
             self._posted.append((message, unrecorded(self._recv, [message.tensor], self._peer, self._tag)))
 

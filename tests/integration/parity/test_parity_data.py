@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.pipeline.transport.channel import _HEADER_BYTES, _SMALL_BYTES
+from strategies.pipeline.transport.channel import _HEADER_BYTES, SMALL_BYTES
 
 MICROBATCHES = 3
 VOCABULARY, HIDDEN = 11, 6
@@ -135,7 +135,7 @@ class Listener:
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         if tag % 2 == 0:
-            self._counter.saw(self._name, tensors[0].numel() != _HEADER_BYTES + _SMALL_BYTES)
+            self._counter.saw(self._name, tensors[0].numel() != _HEADER_BYTES + SMALL_BYTES)
         return self._group.recv(tensors, peer, tag)
 
 

@@ -182,7 +182,7 @@ def test_what_has_arrived_is_not_waited_for(groups: tuple[ProcessGroup, ProcessG
         receiver.receive(0, m)
     sender.flush()
     assert not waits
-    large = channel._SMALL_BYTES
+    large = channel.SMALL_BYTES
     sender.send(torch.ones(large), 0, num + 2)
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(lambda: [receiver.receive(0, m).sum().item() for m in range(num, num + 3)])
@@ -193,7 +193,7 @@ def test_what_has_arrived_is_not_waited_for(groups: tuple[ProcessGroup, ProcessG
 
 def test_small_and_large_values_take_turns(ends: tuple[Sender, Receiver]) -> None:
     sender, receiver = ends
-    limit = channel._SMALL_BYTES
+    limit = channel.SMALL_BYTES
     values: list[Any] = []
     for nbytes in (limit - 1, limit, limit + 1, 3, 4 * limit, 0, limit - 32):
         values.append({"x": torch.randint(256, (nbytes,), dtype=torch.uint8), "y": torch.rand(1, dtype=torch.float64)})
