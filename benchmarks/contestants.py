@@ -217,26 +217,29 @@ class TorchPipelining:
         spans: list[Span] = []
         for stage in self.stages:
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-                setattr(stage, name, self.timed(stage.stage_index, name, getattr(stage, name), spans))
+                setattr(stage, name, timed(self.rank, stage.stage_index, name, getattr(stage, name), spans))
         self.step()
         for stage in self.stages:
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
                 delattr(stage, name)
         return spans
 
-    def timed(self, stage: int, name: str, method: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
-        def call(number: int, *arguments: Any, **named: Any) -> Any:
-            began = perf_counter()
-            result = method(number, *arguments, **named)
-            kind = {"f": "F", "w": "W"}.get("w" if "weight" in name else name[0], "B")
-            kind = "I" if kind == "B" and named.get("full_backward") is False else kind
-            spans.append(Span(self.rank, stage, kind, number, began, perf_counter()))
-            return result
-
-        return call
-
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def timed(rank: int, stage: int, name: str, method: Callable[..., Any], spans: list[Span]) -> Callable[..., Any]:
+    """Returns a method of torch's stage that adds a span for each call."""
+
+    def call(number: int, *arguments: Any, **named: Any) -> Any:
+        began = perf_counter()
+        result = method(number, *arguments, **named)
+        kind = {"f": "F", "w": "W"}.get("w" if "weight" in name else name[0], "B")
+        kind = "I" if kind == "B" and named.get("full_backward") is False else kind
+        spans.append(Span(rank, stage, kind, number, began, perf_counter()))
+        return result
+
+    return call
 
 
 class GPipeLibrary:

@@ -11,8 +11,10 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -22,10 +24,12 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 
-from benchmarks.contestants import PROCESSES
+from benchmarks.contestants import PROCESSES, timed
+from benchmarks.pipeline_step import draw_gantt
 from benchmarks.plots import boxes, plot
 from benchmarks.processes import ContestantError, ContestantProcesses
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
+from benchmarks.timeline import RecordingLayer, Span, spans_of
 
 WIDTH, LAYERS, ROWS = 8, 12, 64
 MICROBATCHES, ROUNDS, STEPS, WARM_UP = (8, 64), 15, 4, 3
@@ -56,6 +60,10 @@ class UnderLightning:
         self.fit: threading.Thread | None = None
 
     def prepare(self, microbatches: int) -> None:
+        self.begin(microbatches, layers(), [LAYERS // PROCESSES] * PROCESSES)
+
+    def begin(self, microbatches: int, module: nn.Sequential, balance: list[int]) -> None:
+        """Starts a fit of these layers."""
         from pytorch_lightning import Callback, LightningModule, Trainer
 
         from strategies.rpc_sequential import RPCSequentialStrategy
@@ -67,7 +75,7 @@ class UnderLightning:
         class Tiny(LightningModule):
             def __init__(self) -> None:
                 super().__init__()
-                self.sequential_module = layers()
+                self.sequential_module = module
 
             def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
                 return loss_of(self.sequential_module(batch), batch)
@@ -94,10 +102,7 @@ class UnderLightning:
                 turns.loss = outputs["loss"].item()
 
         strategy = RPCSequentialStrategy(
-            balance=[LAYERS // PROCESSES] * PROCESSES,
-            microbatches=microbatches,
-            checkpoint="never",
-            schedule=self.schedule,
+            balance=balance, microbatches=microbatches, checkpoint="never", schedule=self.schedule
         )
         off = dict.fromkeys(("logger", "enable_checkpointing", "enable_model_summary", "enable_progress_bar"), False)
         trainer = Trainer(
@@ -127,6 +132,20 @@ class UnderLightning:
             raise loss
         return loss
 
+    def trace(self, microbatches: int) -> list[Span]:
+        """Returns the spans of the last of a few steps of layers that record; later steps are not worth timing."""
+        self.close()
+        listeners = [RecordingLayer() for _ in range(PROCESSES)]
+        own = LAYERS // PROCESSES
+        stages = [[listener, *layers()[i * own : (i + 1) * own]] for i, listener in enumerate(listeners)]
+        self.begin(microbatches, nn.Sequential(*itertools.chain(*stages)), [own + 1] * PROCESSES)
+        self.steps(WARM_UP)
+        began = perf_counter()
+        self.steps(1)
+        self.close()
+        notes = [*(listener.notes for listener in listeners[:-1]), listeners[-1].get_extra_state()]
+        return [span for i, own_notes in enumerate(notes) for span in spans_of(own_notes, i, began)]
+
     def close(self) -> None:
         if self.fit is not None:
             self.orders.put(0)
@@ -145,9 +164,8 @@ class TorchPipelining:
         own = layers()[LAYERS // PROCESSES * self.rank : LAYERS // PROCESSES * (self.rank + 1)]
         self.optimizer = torch.optim.SGD(own.parameters(), lr=LEARNING_RATE)
         self.batches = batches()
-        self.schedule = self.make(
-            PipelineStage(own, self.rank, PROCESSES, torch.device("cpu")), microbatches, loss_fn=loss_of
-        )
+        self.stage = PipelineStage(own, self.rank, PROCESSES, torch.device("cpu"))
+        self.schedule = self.make(self.stage, microbatches, loss_fn=loss_of)
 
     def steps(self, number: int) -> float:
         losses: list[Tensor] = []
@@ -161,6 +179,16 @@ class TorchPipelining:
             self.optimizer.step()
             loss = sum(loss.item() for loss in losses)
         return loss / max(len(losses), 1)
+
+    def trace(self, microbatches: int) -> list[Span]:
+        """Returns the spans of one step."""
+        self.prepare(microbatches)
+        self.steps(WARM_UP)
+        spans: list[Span] = []
+        for name in ("forward_one_chunk", "backward_one_chunk"):
+            setattr(self.stage, name, timed(self.rank, self.rank, name, getattr(self.stage, name), spans))
+        self.steps(1)
+        return spans
 
     def close(self) -> None:
         dist.destroy_process_group()
@@ -190,18 +218,21 @@ def contest(
                 for name, processes in list(contestants.items())[:: -1 if number % 2 else 1]:
                     taken = processes.timed("steps", steps) / steps
                     seconds.setdefault(f"{name}, {microbatches} micro-batches", []).append(taken)
+        spans = {
+            name: list(itertools.chain(*processes.call("trace", numbers[0]))) for name, processes in contestants.items()
+        }
     finally:
         for processes in contestants.values():
             with suppress(ContestantError):
                 processes.end()
-    return seconds, differ
+    return seconds, differ, spans
 
 
 def main(effort: Effort) -> Section:
     rounds, steps = effort.rounds_or(ROUNDS), 1 if effort.tiny else STEPS
     numbers = MICROBATCHES[:1] if effort.tiny else MICROBATCHES
     with tempfile.TemporaryDirectory() as folder:
-        seconds, differ = contest(rounds, steps, numbers, Path(folder))
+        seconds, differ, spans = contest(rounds, steps, numbers, Path(folder))
     rows = []
     for name, values in seconds.items():
         row = [name, *spread(values, 1, 1000), ""]
@@ -226,4 +257,5 @@ def main(effort: Effort) -> Section:
         lambda figure: boxes(figure.subplots(), seconds, x="seconds a step"),
         size=(8, 3),
     )
+    plot(section, effort, "microbatch_cost_gantt.png", partial(draw_gantt, spans), size=(9, 1.5 * len(spans)))
     return section
