@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,6 @@ from strategies.pipeline.transport import channel
 from strategies.pipeline.transport.channel import Announcement, Receiver, Sender
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def groups(tmp_path: Path) -> Iterator[tuple[ProcessGroup, ProcessGroup]]:
-    session = Session(tmp_path.as_uri(), "token", 2, timeout_seconds=5.0, threads=1, paths=[], driver_pid=0)
-    with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda rank: join_data_plane(session, rank), range(2))
-    yield first, second
 
 
 @pytest.fixture
