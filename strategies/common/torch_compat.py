@@ -36,11 +36,14 @@ from torch.utils._pytree import (
     TreeSpec,
     keystr,
     register_pytree_node,
+    tree_flatten,
     tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
     tree_map_with_path,
+    tree_unflatten,
 )
-from torch.utils._pytree import tree_flatten as flatten_any
-from torch.utils._pytree import tree_unflatten as unflatten_any
 from torch.utils.data._utils.worker import _generate_state as numpy_seed_of_worker
 
 __all__ = [
@@ -50,70 +53,22 @@ __all__ = [
     "RemoteDevice",
     "SequenceKey",
     "TorchDispatchMode",
+    "TreeSpec",
     "default_group",
     "default_store",
     "has_global_hooks",
     "keystr",
     "numpy_seed_of_worker",
     "register_pytree_node",
+    "tree_flatten",
     "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
     "tree_map_with_path",
+    "tree_unflatten",
     "verify_shapes_across_ranks",
 ]
-
-
-# Nested values
-
-
-_LEAF = flatten_any(0)[1]
-_WITH_NOTHING = flatten_any((0, {}))[1]
-_LISTS = [flatten_any([0] * length)[1] for length in range(9)]
-
-
-def tree_flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Do what torch's function of this name does.
-
-    The functions of torch take several microseconds for each node. What stages exchange for every micro-batch has a
-    shortcut: a tensor, a tensor without skips, and short lists of tensors.
-    """
-    if is_leaf is None:
-        kind = type(tree)
-        if kind is Tensor:
-            return [tree], _LEAF
-        if kind is tuple and len(tree) == 2 and type(tree[0]) is Tensor and type(tree[1]) is dict and not tree[1]:
-            return [tree[0]], _WITH_NOTHING
-        if kind is list and len(tree) < len(_LISTS) and all(type(leaf) is Tensor or leaf is None for leaf in tree):
-            return list(tree), _LISTS[len(tree)]
-    return flatten_any(tree, is_leaf)
-
-
-def tree_unflatten(leaves: Iterable[Any], spec: TreeSpec) -> Any:
-    """Do what torch's function of this name does; see :func:`tree_flatten`."""
-    if spec is _LEAF:
-        (leaf,) = leaves
-        return leaf
-    if spec is _WITH_NOTHING:
-        (leaf,) = leaves
-        return leaf, {}
-    if any(spec is known for known in _LISTS):
-        return list(leaves)
-    return unflatten_any(leaves, spec)
-
-
-def tree_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """Do what torch's function of this name does; see :func:`tree_flatten`."""
-    return tree_flatten(tree, is_leaf)[0]
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Do what torch's function of this name does, for one tree; see :func:`tree_flatten`."""
-    leaves, spec = tree_flatten(tree, is_leaf)
-    return tree_unflatten([function(leaf) for leaf in leaves], spec)
-
-
-def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
-    """Do what torch's function of this name does, for one type; see :func:`tree_flatten`."""
-    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)
 
 
 # Tensors and operators
@@ -209,11 +164,6 @@ forward_hooks = attrgetter("_forward_pre_hooks", "_forward_hooks")
 backward_hooks: Callable[[nn.Module], tuple[dict[int, Any], dict[int, Any]]]
 backward_hooks = attrgetter("_backward_pre_hooks", "_backward_hooks")
 """Returns a module's backward pre-hooks and backward hooks, by handle id."""
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Return whether code of others runs before or after a module's ``forward`` or backward pass."""
-    return any(any(hooks) for hooks in (forward_hooks(module), backward_hooks(module)))
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -96,6 +96,9 @@ _IN_TORCH_COMPAT = {
             "register_pytree_node",
             "tree_flatten",
             "tree_flatten_with_path",
+            "tree_leaves",
+            "tree_map",
+            "tree_map_only",
             "tree_map_with_path",
             "tree_unflatten",
         )

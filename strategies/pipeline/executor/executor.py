@@ -31,7 +31,6 @@ from strategies.pipeline.stage.layers import PassContext, num_recomputed
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
 from strategies.pipeline.stage.stage import Input, Mailbox, Output, Pass, Ports, Stage
 from strategies.pipeline.state.mirror import Mirror
-from strategies.pipeline.transport.bundles import BundlingSender
 from strategies.pipeline.transport.channel import FEED_TAG, Receiver, Sender
 from strategies.pipeline.transport.ties import Tie, TiedParameters
 
@@ -50,7 +49,7 @@ class Connections:
         ties: Tied parameters; ``None`` if no two processes share a parameter.
     """
 
-    feed: BundlingSender | Mailbox
+    feed: Sender | Mailbox
     fed_back: Input
     inputs: Input
     input_grads: Output
@@ -96,7 +95,7 @@ class Connections:
             return Receiver(group, peer, device=device, tag=tag, wait=wait)
 
         return cls(
-            feed=BundlingSender(group, 0, tag=FEED_TAG, wait=wait),
+            feed=sender(0, FEED_TAG),
             fed_back=receiver(0, FEED_TAG),
             inputs=receiver(last - 1, 0),
             input_grads=sender(last - 1, 0),

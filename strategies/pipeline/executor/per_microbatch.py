@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.autograd import GatheredGradients, with_backward
-from strategies.common.torch_compat import tree_leaves, tree_map_only
+from strategies.common.torch_compat import tree_map_only
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
@@ -30,7 +30,7 @@ from strategies.pipeline.microbatch.split import pack_objects, plain, unpack_obj
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
 from strategies.pipeline.stage.side_outputs import is_fresh
-from strategies.pipeline.stage.stage import GradientSlot, Pass, entered
+from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, tensors_of
 
 Code = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
@@ -184,7 +184,7 @@ class _Pass:
         # Code that runs meanwhile may reuse the memory of this input for that of its next micro-batch.
         input = pack_objects(input)
         sent = tree_map_only(Tensor, lambda tensor: plain(tensor).detach().clone(), input)
-        tensors = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(input)
         self._executor.feed([sent], this, m, [t.requires_grad for t in tensors])
         self._inputs.append([t for t in tensors if t.requires_grad])
 
@@ -203,7 +203,7 @@ class _Pass:
             self._side_outputs.insert(
                 lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value))
             )
-        slots = [GradientSlot() for leaf in tree_leaves(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        slots = [GradientSlot() for tensor in tensors_of(leaves) if tensor.requires_grad]
         with torch.enable_grad():
             output = unpack_objects(entered(leaves, slots))
         step.resume(output)

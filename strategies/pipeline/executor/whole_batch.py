@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from strategies.common.autograd import with_backward
-from strategies.common.torch_compat import tree_leaves
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.microbatch.split import (
@@ -34,7 +33,7 @@ from strategies.pipeline.microbatch.split import (
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.side_outputs import with_graph
-from strategies.pipeline.stage.stage import Pass
+from strategies.pipeline.stage.stage import Pass, tensors_of
 from strategies.pipeline.transport.channel import Announcement, Sender
 
 
@@ -75,7 +74,7 @@ class WholeBatch:
             microbatches: Into how many parts to split it; by default as many as the settings say.
         """
         input = pack_objects(input, NoChunk)
-        given = [leaf for leaf in tree_leaves(input) if isinstance(leaf, Tensor)]
+        given = tensors_of(input)
         grad = torch.is_grad_enabled() and (
             any(t.requires_grad for t in given) or any(p.requires_grad for p in self._executor.module.parameters())
         )
@@ -85,7 +84,7 @@ class WholeBatch:
             this = self._executor.begin(len(parts), grad=grad)
             results = self._forward(parts, this, [grad and t.requires_grad for t in given])
             output = merge(results)
-        columns = [*zip(*([leaf for leaf in tree_leaves(r) if isinstance(leaf, Tensor)] for r in results), strict=True)]
+        columns = [*zip(*map(tensors_of, results), strict=True)]
         required = [[t.requires_grad for t in column] for column in columns]
         run = Run(this, self)
         if not any(any(flags) for flags in required):

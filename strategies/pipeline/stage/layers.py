@@ -32,8 +32,9 @@ from torch.profiler import record_function
 from strategies.common.torch_compat import (
     BatchNorm,
     NormBase,
+    backward_hooks,
+    forward_hooks,
     has_global_hooks,
-    has_hooks,
     profiler_is_on,
     tree_leaves,
 )
@@ -236,7 +237,9 @@ def draws_nothing(layer: nn.Module) -> bool:
     A layer of any other class may draw some.
     """
     return not has_global_hooks() and all(
-        type(module) in _KINDS_THAT_DRAW_NOTHING and "forward" not in vars(module) and not has_hooks(module)
+        type(module) in _KINDS_THAT_DRAW_NOTHING
+        and "forward" not in vars(module)
+        and not any((*forward_hooks(module), *backward_hooks(module)))
         for module in layer.modules()
     )
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from strategies.common.activity import Activity
-from strategies.common.torch_compat import tree_flatten, tree_leaves, tree_unflatten, version_of
+from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten, version_of
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import Carried, Flags, Layers, PassContext
@@ -72,6 +72,39 @@ class Ports:
     input_grads: Output
 
 
+_ALONE, _WITHOUT_SKIPS = tree_flatten(0)[1], tree_flatten((0, {}))[1]
+_LISTS = [tree_flatten([0] * length)[1] for length in range(9)]
+
+
+def leaves_of(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Do what ``tree_flatten`` does, which takes several microseconds per node.
+
+    There is a shortcut for what stages exchange most: a tensor, a tensor without skips, and short lists of tensors.
+    """
+    kind = type(value)
+    if kind is Tensor:
+        return [value], _ALONE
+    if kind is tuple and len(value) == 2 and type(value[0]) is Tensor and type(value[1]) is dict and not value[1]:
+        return [value[0]], _WITHOUT_SKIPS
+    if kind is list and len(value) < len(_LISTS) and all(type(leaf) is Tensor or leaf is None for leaf in value):
+        return list(value), _LISTS[len(value)]
+    return tree_flatten(value)
+
+
+def with_leaves(leaves: list[Any], spec: TreeSpec) -> Any:
+    """Do what ``tree_unflatten`` does with the result of :func:`leaves_of`."""
+    if spec is _ALONE:
+        return leaves[0]
+    if spec is _WITHOUT_SKIPS:
+        return leaves[0], {}
+    return tree_unflatten(leaves, spec)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, in the order of its leaves."""
+    return [leaf for leaf in leaves_of(value)[0] if isinstance(leaf, Tensor)]
+
+
 class Mailbox:
     """A port between a stage and code of the same process: it returns to the receiver what the sender has put in.
 
@@ -84,10 +117,10 @@ class Mailbox:
         self._values: dict[tuple[int, int], Any] = {}
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
-        leaves, spec = tree_flatten(value)
+        leaves, spec = leaves_of(value)
         flags = iter(requires_grad or [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
         own = [self._own(leaf).requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._values[pass_number, microbatch] = tree_unflatten(own, spec)
+        self._values[pass_number, microbatch] = with_leaves(own, spec)
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         return self._values.pop((pass_number, microbatch))
@@ -126,7 +159,7 @@ def entered(value: Any, slots: Sequence[GradientSlot]) -> Any:
         value: Nested tensors and other objects.
         slots: For each tensor that requires a gradient, the slot that receives it. A slot does not keep the tensor.
     """
-    leaves, spec = tree_flatten(value)
+    leaves, spec = leaves_of(value)
     ahead = iter(slots)
     with torch.enable_grad():
         anchor = torch.zeros((), requires_grad=True)
@@ -134,7 +167,7 @@ def entered(value: Any, slots: Sequence[GradientSlot]) -> Any:
             _Enter.apply(anchor, t.detach(), next(ahead)) if isinstance(t, Tensor) and t.requires_grad else t
             for t in leaves
         ]
-    return tree_unflatten(own, spec)
+    return with_leaves(own, spec)
 
 
 @dataclass
@@ -233,7 +266,7 @@ class Stage:
         x = self._ports.inputs.receive(this.number, m)
         x, attributes = x if isinstance(x, WithSideOutputs) else (x, ())
         recompute = this.grad and m < this.recomputed
-        kept = _Kept([GradientSlot() for leaf in tree_leaves(x) if isinstance(leaf, Tensor) and leaf.requires_grad], [])
+        kept = _Kept([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
             kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
             if self._writes_input is not False:
@@ -244,7 +277,7 @@ class Stage:
         y = self._run_layers(this, m, x, grad=this.grad and not recompute, recomputing=False)
         if recompute:
             self._writes_input = bool(self._writes_input) or before != _versions(x)
-        tensors = [leaf for leaf in tree_leaves(y) if isinstance(leaf, Tensor)]
+        tensors = tensors_of(y)
         if recompute:
             differentiable = bool(kept.inputs) or any(p.requires_grad for p in self.layers.parameters())
             flags = [differentiable and (t.is_floating_point() or t.is_complex()) for t in tensors]
@@ -280,8 +313,7 @@ class Stage:
                 x, kept.recompute_from = entered(kept.recompute_from, kept.inputs), None
                 with kept.flags.entered(self.layers):
                     y = self._run_layers(this, m, x, grad=True, recomputing=True)
-                candidates = [t for t in tree_leaves(y) if isinstance(t, Tensor)]
-                candidates = [t for t in candidates if t.is_floating_point() or t.is_complex()]
+                candidates = [t for t in tensors_of(y) if t.is_floating_point() or t.is_complex()]
                 kept.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in candidates]
             for edge, grad in zip(kept.outputs, received, strict=True):
                 if edge is not None and grad is not None:
@@ -313,9 +345,9 @@ class Stage:
 
 
 def _copied(value: Any) -> Any:
-    leaves, spec = tree_flatten(value)
-    return tree_unflatten([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves], spec)
+    leaves, spec = leaves_of(value)
+    return with_leaves([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves], spec)
 
 
 def _versions(value: Any) -> list[int]:
-    return [version_of(leaf) for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [version_of(tensor) for tensor in tensors_of(value)]

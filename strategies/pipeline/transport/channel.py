@@ -46,7 +46,7 @@ from strategies.common.torch_compat import (
     tree_leaves,
     tree_map,
 )
-from strategies.common.trees import TensorLayout, tensors_in
+from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait, wait_here
 
 Arguments = ParamSpec("Arguments")
@@ -356,6 +356,29 @@ class Sender:
         if self._limit is not None:
             self.flush(self._limit)
 
+    def send_inputs(self, inputs: Sequence[Any], pass_number: int, first: int, requires_grad: list[bool]) -> int:
+        """Send as many inputs of stage 0 as are small together, but at least one; :class:`Inputs` receives them.
+
+        A message costs the same for several small inputs as for one.
+
+        Args:
+            inputs: The inputs of consecutive micro-batches.
+            pass_number: Identifies the pass.
+            first: Index of the first one's micro-batch.
+            requires_grad: For each tensor of an input, whether the receiver sends a gradient back.
+
+        Returns:
+            The number of inputs that were sent.
+        """
+        number, size_bytes = 0, 0
+        for value in inputs:
+            size_bytes += sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+            if number and size_bytes > SMALL_BYTES // 2:  # in the message, each tensor starts at an aligned place
+                break
+            number += 1
+        self.send(list(inputs[:number]), pass_number, first, requires_grad=requires_grad * number)
+        return number
+
     def announce(self, this: Announcement) -> None:
         """Announce a pass to the receiver in the header of the next value, which must be the first one of that pass."""
         self._announced = this.microbatches, this.seed
@@ -426,7 +449,7 @@ class Sender:
             structure = _structure(value, tensors)
             key = structure, *(requires_grad or [tensor.requires_grad for tensor in tensors])
         except _Unusual:
-            tensors = tensors_in(value)
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             key = _pickled(_described(value, requires_grad or [tensor.requires_grad for tensor in tensors]))
         known = self._known.get(key)
         if known is not None:
@@ -576,3 +599,25 @@ class Receiver:
 
     def _post_other(self, memory: Tensor) -> Work:
         return unrecorded(self._recv, [memory], self._peer, self._tag + 1)
+
+
+class Inputs:
+    """The port at which stage 0 receives the inputs of micro-batches; no skip is under way before the first layer.
+
+    Args:
+        receiver: Receives what :meth:`Sender.send_inputs` sends.
+    """
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._ahead: deque[Any] = deque()
+        self._next = 0, 0
+
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        """Return the input of a micro-batch, without skips. For the errors see :meth:`Receiver.receive`."""
+        if not self._ahead:
+            self._ahead.extend(self._receiver.receive(pass_number, microbatch))
+            self._next = pass_number, microbatch
+        assert self._next == (pass_number, microbatch), f"expected {pass_number, microbatch}, got {self._next}"
+        self._next = pass_number, microbatch + 1
+        return self._ahead.popleft(), {}

@@ -9,8 +9,7 @@ from torch.distributed import ProcessGroup
 
 from strategies.common.waiting import Wait
 from strategies.pipeline.stage.stage import Input, Output
-from strategies.pipeline.transport.bundles import Unbundled
-from strategies.pipeline.transport.channel import FEED_TAG, Announcement, Receiver, Sender
+from strategies.pipeline.transport.channel import FEED_TAG, Announcement, Inputs, Receiver, Sender
 from strategies.pipeline.worker.payload import Payload
 
 
@@ -66,7 +65,7 @@ def to_neighbours(payload: Payload, group: ProcessGroup, wait: Wait) -> Wiring:
             outputs.announce(this)
 
     return Wiring(
-        inputs=Unbundled(inputs) if first else inputs,
+        inputs=Inputs(inputs) if first else inputs,
         outputs=outputs,
         output_grads=Receiver(group, payload.index + 1, device=device, wait=wait),
         # No limit for stage 0: the driver receives the gradients of its inputs only after its own backward pass.
