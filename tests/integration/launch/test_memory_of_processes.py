@@ -1,5 +1,6 @@
 """Peak memory of every process of a run, and a run that cannot fit, which is refused before any process starts."""
 
+import gc
 import re
 import resource
 import subprocess
@@ -61,6 +62,7 @@ def fit(kind: type[LateModel]) -> str:
 def fit_with(mebi: int, kind: type[LateModel]) -> str:
     """Trains where a process may use some MiB more than this one does."""
     resource.setrlimit(resource.RLIMIT_DATA, (2**40, -1))
+    gc.collect()  # the Trainer before, or what it holds would make room for this one
     used = limits_of_process()[0].used_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (used + mebi * MEBI, -1))
     return fit(kind)
