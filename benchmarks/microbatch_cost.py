@@ -133,7 +133,7 @@ class UnderLightning:
         return loss
 
     def trace(self, microbatches: int) -> list[Span]:
-        """Returns the spans of the last of a few steps of layers that record; later steps are not worth timing."""
+        """Returns the spans of one step of layers that record; steps after it are not timed."""
         self.close()
         listeners = [RecordingLayer() for _ in range(PROCESSES)]
         own = LAYERS // PROCESSES
@@ -142,9 +142,11 @@ class UnderLightning:
         self.steps(WARM_UP)
         began = perf_counter()
         self.steps(1)
+        ended = perf_counter()
         self.close()
         notes = [*(listener.notes for listener in listeners[:-1]), listeners[-1].get_extra_state()]
-        return [span for i, own_notes in enumerate(notes) for span in spans_of(own_notes, i, began)]
+        spans = [span for i, own_notes in enumerate(notes) for span in spans_of(own_notes, i, began)]
+        return [span for span in spans if span.start < ended]  # the fit ends with one more step
 
     def close(self) -> None:
         if self.fit is not None:
