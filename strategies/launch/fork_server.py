@@ -51,6 +51,8 @@ VARIABLE = "RELAY_FORK_SERVER"
 _READ_AT_IMPORT = (
     *("ATEN_", "CUBLAS_", "CUDA_", "CUDNN_", "DNNL_", "GLIBC_", "GOMP_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_"),
     *("MKL_", "NPY_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH", "TZ"),
+    *("AOT_INDUCTOR_", "AOT_PARTITIONER_", "CXX", "ENABLE_", "FAKE_ALLOW_META", "INDUCTOR_", "MPMATH_"),
+    *("PARTITIONER_", "SYMPY_", "UNSAFE_SKIP_FSDP_MODULE_GUARDS"),  # those of torch's compiler, which a successor loads
 )
 """Beginnings of the names of variables that Python or a library reads once, when it is loaded."""
 

@@ -4,7 +4,6 @@
 ``Optimizer.state_dict()``.
 """
 
-import inspect
 import math
 import sys
 from collections import defaultdict
@@ -111,7 +110,10 @@ def _without_compiler(optimizer: Optimizer, name: str) -> Callable[..., Any]:
     own: Callable[..., Any] = getattr(optimizer, name)
     if "torch._dynamo" in sys.modules or getattr(own, "__func__", None) is not getattr(Optimizer, name):
         return own
-    return partial(inspect.unwrap(getattr(Optimizer, name)), optimizer)
+    function = getattr(Optimizer, name)
+    while hasattr(function, "__wrapped__") and function.__globals__["__name__"].startswith("torch."):
+        function = function.__wrapped__  # what wraps the method around torch's own wrapper stays
+    return partial(function, optimizer)
 
 
 def check_optimizer_states(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:

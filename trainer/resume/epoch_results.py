@@ -60,5 +60,5 @@ class ResumableResults(LeanResults):
     def _take(self, key: str, values: dict[str, Any]) -> None:
         metric = self[key]
         for name in values.keys() & set(metric_defaults(metric)):
-            setattr(metric, name, values[name].to(metric.device))
+            setattr(metric, name, values[name].to(getattr(metric, name).device))
         metric.has_reset = False

@@ -35,6 +35,8 @@ from strategies.common.torch_compat import (
     backward_hooks,
     forward_hooks,
     has_global_hooks,
+    has_gradient_hooks,
+    is_compiled_in_place,
     profiler_is_on,
     tree_leaves,
 )
@@ -231,6 +233,10 @@ _KINDS_THAT_DRAW_NOTHING = frozenset(
 )
 
 
+def _runs_code_of_others(tensor: Tensor | None) -> bool:
+    return tensor is not None and (type(tensor) not in (Tensor, nn.Parameter) or has_gradient_hooks(tensor))
+
+
 def draws_nothing(layer: nn.Module) -> bool:
     """Return whether it is certain that a layer draws no random numbers: torch's own code alone runs, which draws none.
 
@@ -239,7 +245,9 @@ def draws_nothing(layer: nn.Module) -> bool:
     return not has_global_hooks() and all(
         type(module) in _KINDS_THAT_DRAW_NOTHING
         and "forward" not in vars(module)
+        and not is_compiled_in_place(module)
         and not any((*forward_hooks(module), *backward_hooks(module)))
+        and not any(map(_runs_code_of_others, (*module._parameters.values(), *module._buffers.values())))
         for module in layer.modules()
     )
 
@@ -421,7 +429,8 @@ class Layers:
 
         skipping = waiting_skips(skips) if self._has_skips else nullcontext()
         frozen = self._frozen(NormBase if recomputing else BatchNorm if self._deferred else None)
-        phase = _phase(checkpointing, recomputing) if checkpointing or recomputing else nullcontext()
+        phases = checkpointing, recomputing
+        phase = nullcontext() if phases == (_here.checkpointing, _here.recomputing) else _phase(*phases)
         with context.entered(grad=grad), frozen, gathering, phase:
             try:
                 with skipping:

@@ -500,7 +500,14 @@ class Receiver:
         while len(self._posted) < _NUM_POSTED:
             message = self._free.pop() if self._free else _Message(_HEADER.size + SMALL_BYTES)
             message.clear()
-            self._posted.append((message, unrecorded(self._recv, [message.tensor], self._peer, self._tag)))
+            try:
+                work = unrecorded(self._recv, [message.tensor], self._peer, self._tag)
+            except RuntimeError:  # the peer's process has ended, but what it has sent before may have arrived
+                if not self._posted:
+                    raise
+                self._free.append(message)
+                return
+            self._posted.append((message, work))
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         """Wait for the next value, which must have the given pass and micro-batch.

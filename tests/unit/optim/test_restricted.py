@@ -1,7 +1,9 @@
 """An optimizer restricted to the parameters of one stage, taken apart for the way there and put together again."""
 
+import functools
 import gc
 import pickle
+import sys
 import weakref
 from typing import Any
 
@@ -192,6 +194,23 @@ def test_states_are_loaded_as_load_state_dict_does_it() -> None:
     assert torch.equal(target.state[second.bias]["exp_avg_sq"], state[3]["exp_avg_sq"])
     load_states(target, {})
     assert not target.state
+
+
+def test_what_wraps_the_method_of_all_optimizers_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    own = Optimizer.load_state_dict
+
+    @functools.wraps(own)
+    def load_state_dict(self: Optimizer, state_dict: dict[str, Any]) -> None:
+        called.append(self)
+        own(self, state_dict)
+
+    monkeypatch.setattr(Optimizer, "load_state_dict", load_state_dict)
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    optimizer = SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    load_states(optimizer, {0: {"momentum_buffer": torch.full((2,), 3.0)}})
+    assert called == [optimizer]
+    assert next(iter(optimizer.state.values()))["momentum_buffer"].tolist() == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])

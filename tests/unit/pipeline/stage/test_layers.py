@@ -48,7 +48,32 @@ def replaced() -> nn.Module:
     return layer
 
 
+class Noisy(nn.Parameter):
+    """May do anything, too."""
+
+
+def gradient_hook() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight.register_hook(lambda grad: grad + torch.randn_like(grad))
+    return layer
+
+
+def subclass() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.weight = Noisy(torch.ones(2, 2))
+    return layer
+
+
+def compiled() -> nn.Module:
+    layer = nn.Linear(2, 2)
+    layer.compile(backend="eager")
+    return layer
+
+
 MAY_DRAW = {
+    "gradient hook": gradient_hook,
+    "parameter of own class": subclass,
+    "compiled": compiled,
     "dropout": lambda: nn.Dropout(0.1),
     "within": lambda: nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.RReLU())),
     "attention": lambda: nn.MultiheadAttention(2, 1, dropout=0.1),
