@@ -94,7 +94,7 @@ class Limits(Callback):
     def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, *args: Any) -> None:
         used = [f"{(used_bytes() - self._own + ALLOWED_BYTES) / MEBI:.0f}"]
         for process in psutil.Process().children(recursive=True):
-            if not process.children():  # the fork server, their parent, has no part of the model
+            if "worker" in process.cmdline():  # not their parent, the fork server, nor its successor
                 used.append(f"{(process.memory_info().data - self._workers + ALLOWED_BYTES) / MEBI:.0f}")
         print(f"step {trainer.global_step}: loss {outputs['loss']:.4f}; MiB beyond imports: {', '.join(used)}")
 

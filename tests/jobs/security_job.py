@@ -30,10 +30,10 @@ class LaunchedOtherwise(DDPStrategy):
         self._launcher = OwnLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
 
-# Class, arguments, number of processes: each driver of a pipeline has a worker and a fork server.
+# Class, arguments, number of processes: each driver of a pipeline has a worker, a fork server and its successor.
 STRATEGIES: dict[str, tuple[Any, dict[str, Any], int]] = {
-    "pipeline": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "state_dict_type": "sharded"}, 3),
-    "replicas": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "data_parallel_size": 2}, 6),
+    "pipeline": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "state_dict_type": "sharded"}, 4),
+    "replicas": (RPCSequentialStrategy, {"balance": [1, 1], "microbatches": 2, "data_parallel_size": 2}, 8),
     "ddp": (DDPStrategy, {}, 2),
     "own launcher": (LaunchedOtherwise, {}, 2),
     "zero": (ZeROStrategy, {"stage": 2, "state_dict_type": "sharded"}, 2),
