@@ -4,6 +4,7 @@ The harness fails where a process, thread, port or file is left.
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -128,7 +129,8 @@ def orphan() -> tuple[int, str, float]:
 def test_a_rank_0_that_is_killed_before_they_meet() -> None:
     status, said, seconds = run(orphan, timeout_seconds=130)
     assert status == -signal.SIGKILL and seconds < SECONDS, (status, said, seconds)
-    assert "rank 1: rank 0 is gone, so this process ends as well" in said
+    # A rank that is connecting may fail with an error of torch's store before it finds out.
+    assert re.search("rank [12]: rank 0 is gone, so this process ends as well", said), said
 
 
 def deaf() -> tuple[int, str, float]:

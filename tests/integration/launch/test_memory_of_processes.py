@@ -69,7 +69,7 @@ def fit_with(mebi: int, kind: type[LateModel]) -> str:
 
 
 def refused_then_trained() -> tuple[str, str, str]:
-    return fit_with(235, LateModel), fit_with(235, Model), fit_with(2000, LateModel)
+    return fit_with(150, LateModel), fit_with(150, Model), fit_with(2000, LateModel)
 
 
 @pytest.mark.slow
@@ -78,8 +78,8 @@ def test_a_model_that_does_not_fit_is_refused_before_any_process_starts() -> Non
     needs = "needs at least 256 MiB (64 MiB of parameters, 64 MiB of gradients, 128 MiB of optimizer states)"
     for message in refused:
         assert message.startswith("Stage 1 (layers 4 to 7: ") and needs in message
-        # How much there is for a stage depends on what this process has imported meanwhile.
-        assert re.search(r"With \d+ MiB for a stage per process, [34] stages are needed at least \(balance=", message)
+        # How much there is for a stage depends on imports, and on threads of the run before (64 MiB for one's arena).
+        assert re.search(r"With \d+ MiB for a stage per process, [3-8] stages are needed at least \(balance=", message)
     assert trained == ""
 
 
