@@ -26,7 +26,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
@@ -351,3 +353,17 @@ def same_result(optimizer: Optimizer, call: MethodCall, result: Any, ask: Callab
                 "which is whole."
             )
     return result
+
+
+def same_result_on_ranks(optimizer: Optimizer, call: MethodCall, result: Any, group: ProcessGroup) -> Any:
+    """Return the result of a method that every rank of a group has called; see :func:`same_result`.
+
+    Nothing is compared if the method returned ``None`` or the optimizer itself.
+    """
+
+    def ask() -> dict[str, Any]:
+        everyone: list[Any] = [None] * group.size()
+        dist.all_gather_object(everyone, result, group=group)
+        return {f"rank {rank}": other for rank, other in enumerate(everyone)}
+
+    return result if result is None or result is optimizer else same_result(optimizer, call, result, ask)

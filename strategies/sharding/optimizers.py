@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from strategies.optim.calls import MethodCall, follow_steps, runs_own_code, same_result
+from strategies.optim.calls import MethodCall, follow_steps, runs_own_code, same_result_on_ranks
 from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import parameters_of, restricted
 from strategies.sharding.bucket import Bucket, form_buckets
@@ -120,12 +120,7 @@ class ShardedOptimizers:
                 for parameter, owner in self.ownership.owners.items():
                     dist.broadcast(parameter.data, owner, group=self._group)
 
-        def ask() -> dict[str, Any]:
-            everyone: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(everyone, result, group=self._group)
-            return {f"rank {rank}": other for rank, other in enumerate(everyone)}
-
-        return result if result is None or result is optimizer else same_result(optimizer, call, result, ask)
+        return same_result_on_ranks(optimizer, call, result, self._group)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their common norm is at most ``max_norm``.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from strategies.common.torch_compat import norms_of, tree_map_only
-from strategies.optim.calls import MethodCall, follow_steps, same_result
+from strategies.optim.calls import MethodCall, follow_steps, same_result_on_ranks
 from strategies.optim.gradients import clipping_factor
 from strategies.optim.restricted import parameters_of
 from strategies.sharding.model import ShardedModel
@@ -144,12 +144,7 @@ class RowOptimizers:
                         if rows.numel():
                             dist.broadcast(rows, group=self._group, group_src=rank)
 
-        def ask() -> dict[str, Any]:
-            everyone: list[Any] = [None] * self._group.size()
-            dist.all_gather_object(everyone, result, group=self._group)
-            return {f"rank {rank}": other for rank, other in enumerate(everyone)}
-
-        return result if result is None or result is optimizer else same_result(optimizer, call, result, ask)
+        return same_result_on_ranks(optimizer, call, result, self._group)
 
     # Gradients
 

@@ -130,6 +130,12 @@ def test_what_is_communicated_when() -> None:
         assert torch.equal(bare, known)
 
 
+def check_refusals(said: dict[str, str], expected: dict[str, str]) -> None:
+    assert said.keys() == expected.keys()
+    for name, message in expected.items():
+        assert said[name].startswith(message), name
+
+
 @pytest.mark.slow
 def test_what_cannot_be_trained_is_refused() -> None:
     said = run(launch, 2, "refused", 110.0, timeout_seconds=120)
@@ -143,9 +149,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
         "mixes sums": "RuntimeError: a backward pass without communication would add to the gradient of second.",
         "which": "MisconfigurationException: There are 2 optimizers; say whose gradients to clip",
     }
-    assert said.keys() == expected.keys()
-    for name, message in expected.items():
-        assert said[name].startswith(message), name
+    check_refusals(said, expected)
 
 
 @pytest.mark.slow
@@ -172,9 +176,7 @@ def test_what_cannot_be_divided_by_rows_is_refused() -> None:
         "no gradient": "RuntimeError: the backward pass gave no gradient to unused",
         "other blocks": "RuntimeError: the ranks have not run the same blocks of the model",
     }
-    assert said.keys() == expected.keys()
-    for name, message in expected.items():
-        assert said[name].startswith(message), name
+    check_refusals(said, expected)
 
 
 @pytest.mark.slow
