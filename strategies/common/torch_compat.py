@@ -148,9 +148,9 @@ def declared_arguments(operator: Any) -> Any:
     return operator._schema.arguments
 
 
-def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether ``register_hook`` or ``register_post_accumulate_grad_hook`` was called on a parameter."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+gradient_hooks: Callable[[Tensor], tuple[Any, Any]]
+gradient_hooks = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Returns what ``register_hook`` and ``register_post_accumulate_grad_hook`` registered on a tensor, or ``None``s."""
 
 
 # Modules
@@ -181,9 +181,9 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called."""
-    return module._compiled_call_impl is not None
+compiled_call: Callable[[nn.Module], Any]
+compiled_call = attrgetter("_compiled_call_impl")
+"""Returns what ``module.compile()`` made; ``None`` if it was not called."""
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:

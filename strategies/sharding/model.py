@@ -28,8 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from strategies.common.torch_compat import (
     broadcast_coalesced,
-    has_gradient_hooks,
-    is_compiled_in_place,
+    compiled_call,
+    gradient_hooks,
     undo_fully_shard,
 )
 from strategies.common.transformers_compat import lists_of_blocks
@@ -117,7 +117,7 @@ def check_model(model: nn.Module) -> None:
                 "it. If the model is from an earlier run that kept its parameters divided or failed, build a new one "
                 "and load a checkpoint."
             )
-        if is_compiled_in_place(module) or name.rpartition(".")[2] == "_orig_mod":
+        if compiled_call(module) is not None or name.rpartition(".")[2] == "_orig_mod":
             raise ValueError(
                 f"{name or type(model).__name__} is compiled, but stage=3 gathers parameters in hooks that compiled "
                 "code does not call. Leave out torch.compile, or use stage=2."
@@ -144,7 +144,7 @@ def _reason(parameter: Tensor) -> str:
         return "it is a scalar; give it the shape [1], or use stage=2"
     if not parameter.is_contiguous():
         return "its memory is not contiguous; assign parameter.data.contiguous() to it"
-    if has_gradient_hooks(parameter):
+    if any(gradient_hooks(parameter)):
         return "it has gradient hooks, which would be lost; use stage=2"
     if parameter.is_complex():
         return "it is complex; use stage=2"

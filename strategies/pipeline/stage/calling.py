@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from strategies.common.torch_compat import is_compiled_in_place
+from strategies.common.torch_compat import compiled_call
 from strategies.pipeline.stage.layers import Before
 
 CallLayer = Callable[[nn.Module, Any], Any]
@@ -84,7 +84,7 @@ def _called_as(layers: nn.Sequential, forward: Callable[..., Any], given: tuple[
 def _is_plain_sequential(layer: nn.Module) -> TypeGuard[nn.Sequential]:
     """Whether the layers in ``layer`` can be called one by one, which is not so after ``layer.compile()``."""
     own = _forward_of(layer) is nn.Sequential.forward and "forward" not in vars(layer)
-    return own and not is_compiled_in_place(layer)
+    return own and compiled_call(layer) is None
 
 
 def _takes(layer: nn.Module, number: int) -> bool:

@@ -33,10 +33,10 @@ from strategies.common.torch_compat import (
     BatchNorm,
     NormBase,
     backward_hooks,
+    compiled_call,
     forward_hooks,
+    gradient_hooks,
     has_global_hooks,
-    has_gradient_hooks,
-    is_compiled_in_place,
     profiler_is_on,
     tree_leaves,
 )
@@ -234,7 +234,7 @@ _KINDS_THAT_DRAW_NOTHING = frozenset(
 
 
 def _runs_code_of_others(tensor: Tensor | None) -> bool:
-    return tensor is not None and (type(tensor) not in (Tensor, nn.Parameter) or has_gradient_hooks(tensor))
+    return tensor is not None and (type(tensor) not in (Tensor, nn.Parameter) or any(gradient_hooks(tensor)))
 
 
 def draws_nothing(layer: nn.Module) -> bool:
@@ -245,7 +245,7 @@ def draws_nothing(layer: nn.Module) -> bool:
     return not has_global_hooks() and all(
         type(module) in _KINDS_THAT_DRAW_NOTHING
         and "forward" not in vars(module)
-        and not is_compiled_in_place(module)
+        and compiled_call(module) is None
         and not any((*forward_hooks(module), *backward_hooks(module)))
         and not any(map(_runs_code_of_others, (*module._parameters.values(), *module._buffers.values())))
         for module in layer.modules()

@@ -16,8 +16,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
 from strategies.common.torch_compat import (
-    has_gradient_hooks,
-    is_compiled_in_place,
+    compiled_call,
+    gradient_hooks,
     number_of_storage,
     storage_for_pickle,
     storage_of,
@@ -190,7 +190,7 @@ def pickled(
     Raises:
         ValueError: If an object cannot be pickled, or refers to ``forbidden``.
     """
-    hooked = [name for name, p in layers.named_parameters() if has_gradient_hooks(p)]
+    hooked = [name for name, p in layers.named_parameters() if any(gradient_hooks(p))]
     if hooked:
         raise ValueError(
             f"parameter {hooked[0]} has a hook (register_hook), which cannot follow it to another process; register "
@@ -198,7 +198,7 @@ def pickled(
             'on_before_optimizer_step, and pass log="parameters" to WandbLogger.watch'
         )
     for name, layer in layers.named_modules():
-        if is_compiled_in_place(layer):
+        if compiled_call(layer) is not None:
             warnings.warn(
                 f"layer {name} was compiled by .compile(), which is lost on the way to another process: it runs "
                 "uncompiled there. Put torch.compile(layer) in its place, or compile functions that it calls.",
