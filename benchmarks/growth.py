@@ -16,7 +16,7 @@ from benchmarks.report import Effort, Section, Table, quartiles
 from benchmarks.stage_memory import step
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.simulator import simulate
+from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.02, 0.04
@@ -81,7 +81,8 @@ def measured(schedule: str, stages: int, microbatches: int, repeats: int) -> tup
 
 def predicted(schedule: str, stages: int, microbatches: int) -> tuple[float, list[int]]:
     """Returns the simulated seconds of a step and the maximum number of micro-batches in flight on each stage."""
-    simulation = simulate(SCHEDULES[schedule](stages, microbatches), forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS)
+    costs = Costs(forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS)
+    simulation = simulate(SCHEDULES[schedule](stages, microbatches), costs)
     return simulation.total_time, simulation.peak_activations
 
 

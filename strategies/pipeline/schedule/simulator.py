@@ -1,15 +1,89 @@
-"""Simulates schedules: proves that a table of actions can run, computes its times, and draws them.
+"""Simulates schedules: proves that a table of actions can run, computes its times and memory, and draws it.
 
-Legend: m micro-batch, i stage.
+Legend: m micro-batch, i stage, r process (the number of a row).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
-from strategies.pipeline.schedule.tables import KINDS, Action, Schedule
+from strategies.pipeline.schedule.tables import KINDS, Action, Placement, Schedule, loop, needs_of
+
+PerStage: TypeAlias = float | Sequence[float]
+"""One number for all stages, or one per stage."""
+
+
+class UserCode(NamedTuple):
+    """What the driver runs of the model outside the stages, for one micro-batch. Prints as ``b0`` or ``a0``.
+
+    Attributes:
+        part: ``"b"`` for the code before the call of the pipelined module (embeddings), ``"a"`` for its backward pass.
+        microbatch: The micro-batch.
+    """
+
+    part: Literal["b", "a"]
+    microbatch: int
+
+    def __repr__(self) -> str:
+        return f"{self.part}{self.microbatch}"
+
+
+Step: TypeAlias = Action | UserCode
+
+
+@dataclass(frozen=True)
+class DriverCosts:
+    """What the driver runs outside the stages for each micro-batch, in seconds and bytes.
+
+    Attributes:
+        before: Time of the code before the call of the pipelined module, which gives the input of stage 0.
+        after: Time of the code after the call, with its backward pass: head and loss. It runs at the end of the last
+            stage's forward pass.
+        before_backward: Time of the backward pass of the code before the call.
+        before_bytes: What the code before the call keeps for its backward pass.
+        after_bytes: What the code after the call takes while it runs.
+    """
+
+    before: float = 0.0
+    after: float = 0.0
+    before_backward: float = 0.0
+    before_bytes: float = 0.0
+    after_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the actions of one micro-batch cost.
+
+    Attributes:
+        forward: Time of a forward pass.
+        backward: Time of a whole backward pass; usually about twice the forward pass.
+        input_grad: Time of the input gradients, where the backward pass is split. For a stage that cannot be split,
+            this is the time of the whole backward pass, and ``weight_grad`` is 0.
+        weight_grad: Time of the weight gradients.
+        transfer: Time to send the activations or gradients of one micro-batch from one process to another one.
+        activation_bytes: What a stage holds from the forward pass on.
+        kept_bytes: What of it the input gradients leave for the weight gradients; all of it if ``None``.
+        driver: What the driver runs outside the stages.
+    """
+
+    forward: PerStage = 1.0
+    backward: PerStage = 1.0
+    input_grad: PerStage = 1.0
+    weight_grad: PerStage = 1.0
+    transfer: float = 0.0
+    activation_bytes: PerStage = 1.0
+    kept_bytes: PerStage | None = None
+    driver: DriverCosts = field(default_factory=DriverCosts)
 
 
 @dataclass(frozen=True)
@@ -17,83 +91,215 @@ class Simulation:
     """Times and memory of a schedule whose actions have given costs.
 
     Attributes:
-        schedule: The simulated table.
+        rows: The simulated table; the driver's row also has the user's code, if that costs anything.
+        placement: Which process has which stages.
         start: Start time of each action, in the unit of the costs.
         end: End time of each action.
         total_time: End time of the last action.
         bubble_fraction: Idle share of the time of all processes, 0 to 1.
         peak_activations: For each stage, the maximum number of micro-batches whose forward pass has run and whose
-            backward pass has not.
+            backward pass, with its weight gradients, has not.
+        peak_bytes: For each process, the maximum of what its stages hold for such micro-batches.
     """
 
-    schedule: Schedule
-    start: dict[Action, float]
-    end: dict[Action, float]
+    rows: list[list[Step]]
+    placement: Placement
+    start: dict[Step, float]
+    end: dict[Step, float]
     total_time: float
     bubble_fraction: float
     peak_activations: list[int]
+    peak_bytes: list[float]
 
 
-def simulate(
-    schedule: Schedule,
-    *,
-    forward: float | Sequence[float] = 1.0,
-    backward: float | Sequence[float] = 1.0,
-    transfer: float = 0.0,
-) -> Simulation:
+def simulate(schedule: Schedule, costs: Costs | None = None, *, placement: Placement | None = None) -> Simulation:
     """Simulate a schedule, which proves that it runs without a deadlock.
 
     An action starts when its process has ended the action before it in the row, and when its inputs have arrived: a
-    forward pass needs the forward pass of the stage before; a backward pass needs the forward pass of the same stage
-    and the backward pass of the stage after.
+    forward pass needs the forward pass of the stage before; a backward pass or input gradients need the forward pass of
+    the same stage and the gradients of the stage after; weight gradients need the input gradients of the same stage.
 
     Args:
         schedule: One row of actions per process.
-        forward: Time of the forward pass of one micro-batch: one number, or one per stage.
-        backward: The same for the backward pass; usually about twice the forward pass.
-        transfer: Time to send the activations or gradients of one micro-batch from one process to the next.
+        costs: What actions cost; by default each takes one unit of time.
+        placement: Which process must have which stages; by default those whose actions it has.
 
     Raises:
-        ValueError: If the table lacks or repeats an action, if its processes deadlock, or if a cost is negative or not
-            given for every stage.
+        ValueError: If the table lacks or repeats an action, has one on the wrong process, or deadlocks, or if a cost is
+            negative or not given for every stage.
     """
-    num_stages = _check_complete(schedule)
-    costs = {"F": _per_stage("forward", forward, num_stages), "B": _per_stage("backward", backward, num_stages)}
-    (transfer,) = _per_stage("transfer", transfer, 1)
-    row_of = {action: row for row, actions in enumerate(schedule) for action in actions}
+    return Program(schedule, placement=placement).simulate(costs or Costs())
 
-    start: dict[Action, float] = {}
-    end: dict[Action, float] = {}
-    position = [0] * len(schedule)
-    free_at = [0.0] * len(schedule)
-    waiting: dict[Action, list[int]] = {}  # action that has not ended -> rows that wait for it
-    runnable = list(range(len(schedule)))
-    while runnable:
-        row = runnable.pop()
-        for place in range(position[row], len(schedule[row])):
-            action, begin = schedule[row][place], free_at[row]
-            needs = _needs(action, num_stages)
-            missing = next((need for need in needs if need not in end), None)
-            if missing is not None:
-                waiting.setdefault(missing, []).append(row)
-                break
-            for need in needs:
-                begin = max(begin, end[need] + (transfer if row_of[need] != row else 0.0))
-            start[action] = begin
-            end[action] = free_at[row] = begin + costs[action.kind][action.stage]
-            position[row] += 1
-            runnable += waiting.pop(action, ())
-    if waiting:
-        raise ValueError(f"deadlock: {_describe_waits(schedule, position, num_stages, end)}\n{_table(schedule)}")
 
-    total_time = max(end.values())
-    busy_time = sum(end[action] - start[action] for action in end)
-    idle = 1 - busy_time / (total_time * len(schedule)) if total_time else 0.0
-    return Simulation(schedule, start, end, total_time, idle, _peak_activations(schedule, num_stages))
+class Program:
+    """A table prepared for simulations with different costs.
+
+    The order in which actions *can* run depends on the table alone. Simulations then pass through them once, in that
+    order.
+
+    Args:
+        schedule: The table.
+        placement: Which process must have which stages; by default those whose actions it has.
+        with_user_code: Whether the driver runs code before the call of the module: then its row is
+            :func:`driver_row`.
+
+    Raises:
+        ValueError: As :func:`simulate` does.
+    """
+
+    def __init__(self, schedule: Schedule, *, placement: Placement | None = None, with_user_code: bool = False) -> None:
+        self.schedule = schedule
+        self.placement = _checked_placement(schedule, placement)
+        self.num_microbatches = 1 + max(action.microbatch for row in schedule for action in row)
+        _check_complete(schedule, self.placement, self.num_microbatches)
+        self.rows: list[list[Step]] = [list(row) for row in schedule]
+        if with_user_code:
+            self.rows[self.placement.driver] = driver_row(schedule)
+        self._order = _order(self.rows, self.placement)
+        number = {step: k for k, (_, step, _) in enumerate(self._order)}
+        self._steps = [
+            (row, self._cost_index(step), -1 if need is None else number[need]) for row, step, need in self._order
+        ]
+
+    def simulate(self, costs: Costs) -> Simulation:
+        """Simulate the table with these costs."""
+        if (costs.driver.before or costs.driver.before_backward) and len(self._order) == sum(map(len, self.schedule)):
+            return Program(self.schedule, with_user_code=True).simulate(costs)
+        seconds = self.seconds_of(costs)
+        ends = self.ends(seconds, costs.transfer)
+        end = {step: ends[k] for k, (_, step, _) in enumerate(self._order)}
+        start = {step: ends[k] - seconds[index] for k, ((_, step, _), (_, index, _)) in self._numbered()}
+        total_time = max(ends)
+        busy_time = sum(seconds[index] for _, index, _ in self._steps)
+        return Simulation(
+            rows=self.rows,
+            placement=self.placement,
+            start=start,
+            end=end,
+            total_time=total_time,
+            bubble_fraction=1 - busy_time / (total_time * len(self.rows)) if total_time else 0.0,
+            peak_activations=self.peak_activations(),
+            peak_bytes=self.peak_bytes(costs),
+        )
+
+    def seconds_of(self, costs: Costs) -> list[float]:
+        """Return the time of each kind of action on each stage, then of the user's code, for :meth:`ends`."""
+        num = self.placement.num_stages
+        forward = _per_stage("forward", costs.forward, num)
+        forward[-1] += costs.driver.after
+        others = [(name, getattr(costs, name)) for name in ("backward", "input_grad", "weight_grad")]
+        seconds = [*forward, *(value for name, cost in others for value in _per_stage(name, cost, num))]
+        return [*seconds, costs.driver.before, costs.driver.before_backward]
+
+    def ends(self, seconds: Sequence[float], transfer: float) -> list[float]:
+        """Return when each action ends, in the order in which they can run."""
+        _per_stage("transfer", transfer, 1)
+        free = [0.0] * len(self.rows)
+        ends: list[float] = []
+        append = ends.append
+        for row, index, need in self._steps:
+            begin = free[row]
+            if need >= 0:
+                arrival = ends[need] + transfer
+                if arrival > begin:
+                    begin = arrival
+            free[row] = begin = begin + seconds[index]
+            append(begin)
+        return ends
+
+    def total_time(self, costs: Costs) -> float:
+        """Return the end time of the last action."""
+        return max(self.ends(self.seconds_of(costs), costs.transfer))
+
+    def peak_activations(self) -> list[int]:
+        """Return the maximum number of micro-batches that each stage holds."""
+        num = self.placement.num_stages
+        held, peak = [0] * num, [0] * num
+        for row in self.schedule:
+            for kind, _, i in row:
+                held[i] += {"F": 1, "I": 0}.get(kind, -1)
+                peak[i] = max(peak[i], held[i])
+        return peak
+
+    def peak_bytes(self, costs: Costs) -> list[float]:
+        """Return the maximum of what each process holds for micro-batches."""
+        num = self.placement.num_stages
+        activations = _per_stage("activation_bytes", costs.activation_bytes, num)
+        kept = activations if costs.kept_bytes is None else _per_stage("kept_bytes", costs.kept_bytes, num)
+        change = {
+            "F": activations,
+            "B": [-value for value in activations],
+            "I": [later - value for value, later in zip(activations, kept, strict=True)],
+            "W": [-value for value in kept],
+        }
+        peaks = []
+        for row in self.rows:
+            held = peak = 0.0
+            for step in row:
+                if isinstance(step, UserCode):
+                    held += costs.driver.before_bytes if step.part == "b" else -costs.driver.before_bytes
+                else:
+                    held += change[step.kind][step.stage]
+                    if step.kind == "F" and step.stage == num - 1:
+                        peak = max(peak, held + costs.driver.after_bytes)
+                peak = max(peak, held)
+            peaks.append(peak)
+        return peaks
+
+    def _numbered(self) -> enumerate[tuple[tuple[int, Step, Step | None], tuple[int, int, int]]]:
+        return enumerate(zip(self._order, self._steps, strict=True))
+
+    def _cost_index(self, step: Step) -> int:
+        num = self.placement.num_stages
+        if isinstance(step, UserCode):
+            return len(KINDS) * num + ("b", "a").index(step.part)
+        return KINDS.index(step.kind) * num + step.stage
+
+
+def driver_row(schedule: Schedule) -> list[Step]:
+    """Return the driver's row with the user's code before the call of the module (``b``) and its backward pass (``a``).
+
+    Where the driver has stage 0, ``b`` directly precedes the stage's forward pass, and ``a`` follows its backward pass.
+    Elsewhere ``b`` runs early, so that stage 0 need not wait for it: before actions of the driver that start less than
+    the time of one micro-batch before the forward pass of stage 0. ``a`` runs as long after the backward pass of stage
+    0, so that the driver need not wait either (three stages, ``B`` twice as long as the others)::
+
+        stage 0  .  F0 F1 F2 .  .  .  .  B0 == F3 .  B1 == .  B2 == .  .  B3 == .
+        stage 1  .  .  F0 F1 .  .  B0 == F2 .  B1 == F3 B2 == .  .  B3 == .  .  .
+        stage 2  b0 b1 b2 F0 B0 == F1 b3 B1 == F2 B2 == F3 a0 B3 == a1 a2 .  .  a3
+
+    The places follow from a simulation in which ``F``, ``I`` and ``W`` take one unit of time and ``B`` takes two, so
+    they cannot cause a deadlock.
+    """
+    simulation = simulate(schedule, Costs(backward=2.0))
+    placement = simulation.placement
+    driver, num = placement.driver, 1 + max(action.microbatch for row in schedule for action in row)
+    row: list[Step] = []
+    gradients = {m: Action("B", m, 0) if Action("B", m, 0) in simulation.end else Action("I", m, 0) for m in range(num)}
+    if placement.process_of[0] == driver:
+        for action in schedule[driver]:
+            if action.stage == 0 and action.kind == "F":
+                row.append(UserCode("b", action.microbatch))
+            row.append(action)
+            if gradients[action.microbatch] == action:
+                row.append(UserCode("a", action.microbatch))
+        return row
+    lead = 3.0 * len(placement.stages_of(driver))
+    starts = [simulation.start[action] for action in schedule[driver]]
+    before: list[list[Step]] = [[] for _ in range(len(starts) + 1)]
+    for m in range(num):
+        before[bisect_left(starts, simulation.start[Action("F", m, 0)] - lead)].append(UserCode("b", m))
+    for m in range(num):
+        before[bisect_left(starts, simulation.end[gradients[m]] + lead)].append(UserCode("a", m))
+    for action, code in zip(schedule[driver], before, strict=False):
+        row += [*code, action]
+    return [*row, *before[-1]]
 
 
 def render(schedule: Schedule | Simulation, *, time_per_column: float | None = None) -> str:
-    """Draw the stage x time grid: one row per process, ``.`` for idle time, ``=`` where an action continues.
+    """Draw the grid of processes and time: one row per process, ``.`` for idle time, ``=`` where an action continues.
+
+    Where each process has one stage, rows are called after stages, and actions do not repeat the number of the stage.
 
     Args:
         schedule: A simulation, or a schedule, which is then simulated with equal costs.
@@ -109,47 +315,117 @@ def render(schedule: Schedule | Simulation, *, time_per_column: float | None = N
         time_per_column = min((time for time in times if time > 0), default=1.0)
     elif time_per_column <= 0:
         raise ValueError(f"time_per_column must be positive, got {time_per_column}")
+    is_line = simulation.placement == loop(len(simulation.rows))
 
     def column(time: float) -> int:
         return math.floor(time / time_per_column + 0.5)
 
-    width = max(len(repr(action)) for action in simulation.end)
+    def text(step: Step) -> str:
+        return f"{step.kind}{step.microbatch}" if is_line and isinstance(step, Action) else repr(step)
+
+    width = max(len(text(action)) for action in simulation.end)
     lines = []
-    for row, actions in enumerate(simulation.schedule):
+    for row, actions in enumerate(simulation.rows):
         cells = ["."] * column(simulation.total_time)
         for action in actions:
             first, last = column(simulation.start[action]), column(simulation.end[action])
-            cells[first:last] = [repr(action), *["=" * width] * (last - first - 1)][: last - first]
-        lines.append(f"stage {row}  {' '.join(cell.ljust(width) for cell in cells)}".rstrip())
+            cells[first:last] = [text(action), *["=" * width] * (last - first - 1)][: last - first]
+        name = "stage" if is_line else "process"
+        lines.append(f"{name} {row}  {' '.join(cell.ljust(width) for cell in cells)}".rstrip())
     return "\n".join(lines)
 
 
-def _check_complete(schedule: Schedule) -> int:
-    """Check that each stage runs each micro-batch forward and backward exactly once; return the number of stages."""
-    actions = [action for row in schedule for action in row]
-    if not actions:
-        raise ValueError("the schedule has no actions")
-    seen = set(actions)
-    if len(seen) < len(actions):
-        twice = next(action for action in actions if actions.count(action) > 1)
-        raise ValueError(f"stage {twice.stage} has {twice} more than once\n{_table(schedule)}")
-    num_stages = 1 + max(action.stage for action in actions)
-    num_microbatches = 1 + max(action.microbatch for action in actions)
-    everything = (Action(kind, m, i) for i in range(num_stages) for m in range(num_microbatches) for kind in KINDS)
-    lacking = next((action for action in everything if action not in seen), None)
-    if lacking is not None:
-        raise ValueError(f"stage {lacking.stage} lacks {lacking}\n{_table(schedule)}")
-    return num_stages
+def _checked_placement(schedule: Schedule, given: Placement | None) -> Placement:
+    if given is None:
+        return Placement.of(schedule)
+    num_processes = 1 + max(given.process_of)
+    if len(schedule) != num_processes:
+        raise ValueError(f"the table has {len(schedule)} rows for {num_processes} processes\n{_table(schedule)}")
+    for process, row in enumerate(schedule):
+        for action in row:
+            if action.stage >= given.num_stages:
+                raise ValueError(f"process {process} has {action}, but there are {given.num_stages} stages")
+            if given.process_of[action.stage] != process:
+                raise ValueError(
+                    f"process {process} has {action}, but stage {action.stage} is on process "
+                    f"{given.process_of[action.stage]}\n{_table(schedule)}"
+                )
+    return given
 
 
-def _needs(action: Action, num_stages: int) -> tuple[Action, ...]:
-    kind, m, i = action
-    if kind == "F":
-        return (Action("F", m, i - 1),) if i > 0 else ()
-    return (Action("F", m, i), Action("B", m, i + 1)) if i + 1 < num_stages else (Action("F", m, i),)
+def _check_complete(schedule: Schedule, placement: Placement, num_microbatches: int) -> None:
+    """Check that each stage runs each micro-batch forward once, and backward once: whole or in two parts."""
+    seen: set[Action] = set()
+    for process, row in enumerate(schedule):
+        for action in row:
+            if action in seen:
+                raise ValueError(f"process {process} has {action} more than once\n{_table(schedule)}")
+            seen.add(action)
+    for i, process in enumerate(placement.process_of):
+        for m in range(num_microbatches):
+            whole, parts = Action("B", m, i), [Action("I", m, i), Action("W", m, i)]
+            excess = next((part for part in parts if part in seen), None)
+            if whole in seen and excess is not None:
+                raise ValueError(
+                    f"process {process} has {whole} and {excess}; a backward pass is either whole (B) or in two parts "
+                    f"(I, then W)\n{_table(schedule)}"
+                )
+            needed = [Action("F", m, i), *(parts if excess else [whole])]
+            lacking = next((action for action in needed if action not in seen), None)
+            if lacking is not None:
+                raise ValueError(f"process {process} lacks {lacking}\n{_table(schedule)}")
 
 
-def _per_stage(name: str, cost: float | Sequence[float], num_stages: int) -> list[float]:
+def _order(rows: Sequence[Sequence[Step]], placement: Placement) -> list[tuple[int, Step, Step | None]]:
+    """Return an order in which all steps can run: their row, the step, and what it takes from another process.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    row_of = {step: r for r, row in enumerate(rows) for step in row}
+    ended: set[Step] = set()
+    order: list[tuple[int, Step, Step | None]] = []
+    position = [0] * len(rows)
+    waiting: dict[Step, list[int]] = {}  # step that has not ended -> rows that wait for it
+    runnable = list(range(len(rows)))
+    while runnable:
+        r = runnable.pop()
+        for place in range(position[r], len(rows[r])):
+            step = rows[r][place]
+            needs = _needs(step, row_of, placement.num_stages)
+            missing = next((need for need in needs if need not in ended), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(r)
+                break
+            order.append((r, step, next((need for need in needs if row_of[need] != r), None)))
+            ended.add(step)
+            position[r] += 1
+            runnable += waiting.pop(step, ())
+    waits = []
+    for r, row in enumerate(rows):
+        if position[r] < len(row):
+            step = row[position[r]]
+            missing = next(need for need in _needs(step, row_of, placement.num_stages) if need not in ended)
+            waits.append(f"process {r} is at {step} and waits for {missing} of process {row_of[missing]}")
+    if waits:
+        raise ValueError(f"deadlock: {'; '.join(waits)}\n{_table(rows)}")
+    return order
+
+
+def _needs(step: Step, row_of: Mapping[Step, int], num_stages: int) -> tuple[Step, ...]:
+    m = step.microbatch
+    if isinstance(step, UserCode):
+        if step.part == "b":
+            return ()
+        gradients = Action("B", m, 0)
+        return (gradients if gradients in row_of else Action("I", m, 0),)
+    if step.kind == "F" and step.stage == 0:
+        code = UserCode("b", m)
+        return (code,) if code in row_of else ()
+    return needs_of(step, num_stages, split=Action("I", m, step.stage + 1) in row_of)
+
+
+def _per_stage(name: str, cost: PerStage, num_stages: int) -> list[float]:
     costs = list(cost) if isinstance(cost, Sequence) else [cost] * num_stages
     if len(costs) != num_stages:
         raise ValueError(f"{name} gives {len(costs)} costs for {num_stages} stages: {costs}")
@@ -158,24 +434,5 @@ def _per_stage(name: str, cost: float | Sequence[float], num_stages: int) -> lis
     return costs
 
 
-def _peak_activations(schedule: Schedule, num_stages: int) -> list[int]:
-    live, peak = [0] * num_stages, [0] * num_stages
-    for row in schedule:
-        for kind, _, i in row:
-            live[i] += 1 if kind == "F" else -1
-            peak[i] = max(peak[i], live[i])
-    return peak
-
-
-def _describe_waits(schedule: Schedule, position: list[int], num_stages: int, end: Mapping[Action, float]) -> str:
-    waits = []
-    for row, actions in enumerate(schedule):
-        if position[row] < len(actions):
-            action = actions[position[row]]
-            missing = next(need for need in _needs(action, num_stages) if need not in end)
-            waits.append(f"stage {action.stage} is at {action} and waits for {missing} of stage {missing.stage}")
-    return "; ".join(waits)
-
-
-def _table(schedule: Schedule) -> str:
-    return "\n".join(f"row {row}: {' '.join(map(repr, actions))}" for row, actions in enumerate(schedule))
+def _table(rows: Sequence[Sequence[Step]]) -> str:
+    return "\n".join(f"process {r}: {' '.join(map(repr, row))}" for r, row in enumerate(rows))

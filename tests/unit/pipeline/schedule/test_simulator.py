@@ -5,12 +5,34 @@ from itertools import pairwise
 
 import pytest
 
-from strategies.pipeline.schedule.simulator import render, simulate
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, gpipe
+from strategies.pipeline.schedule import simulator
+from strategies.pipeline.schedule.simulator import (
+    Costs,
+    DriverCosts,
+    Program,
+    UserCode,
+    driver_row,
+    render,
+    simulate,
+)
+from strategies.pipeline.schedule.tables import (
+    SCHEDULES,
+    Action,
+    gpipe,
+    interleaved,
+    loop,
+    one_f_one_b,
+    v,
+    v_half,
+    zb_h1,
+    zbv,
+)
+
+TWO_STAGES_EACH = [interleaved, zbv, v_half]
 
 
 def test_costs_and_transfer_in_the_picture():
-    simulation = simulate(gpipe(2, 2), forward=1, backward=2, transfer=1)
+    simulation = simulate(gpipe(2, 2), Costs(forward=1, backward=2, transfer=1))
     assert render(simulation) == cleandoc("""
         stage 0  F0 F1 .  .  .  .  .  B1 == B0 ==
         stage 1  .  .  F0 F1 B1 == B0 == .  .  .
@@ -25,7 +47,7 @@ def test_costs_and_transfer_in_the_picture():
 
 
 def test_one_slow_stage_dominates():
-    simulation = simulate(gpipe(3, 8), forward=[1, 5, 1], backward=[2, 10, 2])
+    simulation = simulate(gpipe(3, 8), Costs(forward=[1, 5, 1], backward=[2, 10, 2]))
     turn_around = 1 + 2  # the slow stage waits for the last one between fill and drain
     assert simulation.total_time == 1 + 8 * 5 + turn_around + 8 * 10 + 2
 
@@ -34,7 +56,7 @@ def test_simulated_times_respect_every_dependency():
     """Checked against the definition, not against the simulator's own notion of what an action needs."""
     forward, backward, transfer = [1.0, 3.0, 2.0, 1.5], [2.5, 4.0, 0.0, 3.0], 0.25
     for make in SCHEDULES.values():
-        simulation = simulate(make(4, 7), forward=forward, backward=backward, transfer=transfer)
+        simulation = simulate(make(4, 7), Costs(forward=forward, backward=backward, transfer=transfer))
         start, end = simulation.start, simulation.end
         for m in range(7):
             for i in range(4):
@@ -44,13 +66,15 @@ def test_simulated_times_respect_every_dependency():
                 if i > 0:
                     assert start["F", m, i] >= end["F", m, i - 1] + transfer
                     assert start["B", m, i - 1] >= end["B", m, i] + transfer
-        for row in simulation.schedule:
+        for row in simulation.rows:
             assert all(start[after] >= end[before] for before, after in pairwise(row))
 
 
 def test_deadlock_names_who_waits_for_what():
     backward_before_forward = [[Action("B", 0, 0), Action("F", 0, 0)]]
-    with pytest.raises(ValueError, match=r"deadlock: stage 0 is at B0 and waits for F0 of stage 0\nrow 0: B0 F0"):
+    with pytest.raises(
+        ValueError, match=r"deadlock: process 0 is at 0B0 and waits for 0F0 of process 0\nprocess 0: 0B0 0F0"
+    ):
         simulate(backward_before_forward)
     # Stage 0 wants the first gradient before it sends the second input, which stage 1 wants before it goes back.
     table = [
@@ -59,7 +83,7 @@ def test_deadlock_names_who_waits_for_what():
     ]
     with pytest.raises(
         ValueError,
-        match=r"deadlock: stage 0 is at B0 and waits for B0 of stage 1; stage 1 is at F1 and waits for F1 of stage 0",
+        match="deadlock: process 0 is at 0B0 and waits for 1B0 of process 1; process 1 is at 1F1 and waits for 0F1 of ",
     ):
         simulate(table)
 
@@ -69,26 +93,189 @@ def test_incomplete_tables():
         simulate([[], []])
     table = gpipe(2, 3)
     table[1].remove(Action("B", 2, 1))
-    with pytest.raises(ValueError, match=r"stage 1 lacks B2\nrow 0: F0 F1 F2 B2 B1 B0\nrow 1: F0 F1 F2 B1 B0"):
+    with pytest.raises(
+        ValueError, match=r"process 1 lacks 1B2\nprocess 0: 0F0 0F1 0F2 0B2 .*\nprocess 1: 1F0 1F1 1F2 1B1 1B0"
+    ):
         simulate(table)
     table = gpipe(2, 3)
     table[0].append(Action("F", 1, 0))
-    with pytest.raises(ValueError, match="stage 0 has F1 more than once"):
+    with pytest.raises(ValueError, match="process 0 has 0F1 more than once"):
         simulate(table)
 
 
 def test_bad_costs():
     with pytest.raises(ValueError, match=r"forward gives 3 costs for 2 stages: \[1, 2, 3\]"):
-        simulate(gpipe(2, 2), forward=[1, 2, 3])
+        simulate(gpipe(2, 2), Costs(forward=[1, 2, 3]))
     with pytest.raises(ValueError, match=r"backward must not be negative, got -1"):
-        simulate(gpipe(2, 2), backward=-1)
+        simulate(gpipe(2, 2), Costs(backward=-1))
     with pytest.raises(ValueError, match=r"transfer must not be negative, got -0.5"):
-        simulate(gpipe(2, 2), transfer=-0.5)
+        simulate(gpipe(2, 2), Costs(transfer=-0.5))
+    with pytest.raises(ValueError, match="before_backward must not be negative, got -1"):
+        DriverCosts(before_backward=-1)
     with pytest.raises(ValueError, match="time_per_column must be positive, got 0"):
         render(gpipe(2, 2), time_per_column=0)
 
 
 def test_free_actions_cost_nothing():
-    simulation = simulate(gpipe(2, 2), forward=0, backward=0)
+    simulation = simulate(gpipe(2, 2), Costs(forward=0, backward=0))
     assert simulation.total_time == 0 and simulation.bubble_fraction == 0
     assert render(simulation) == "stage 0\nstage 1"
+
+
+@pytest.mark.parametrize("make", [*TWO_STAGES_EACH, zb_h1], ids=lambda make: make.__name__)
+def test_times_of_several_stages_respect_every_dependency(make):
+    """Checked against the definition: every action takes its stage's time and starts after what it needs."""
+    num = 3 if make is zb_h1 else 6
+    costs = Costs(
+        forward=[1.0, 3.0, 2.0, 1.5, 1.0, 0.5][:num],
+        backward=[2.5, 4.0, 0.0, 3.0, 1.0, 2.0][:num],
+        input_grad=[1.0, 2.0, 0.5, 1.0, 3.0, 0.0][:num],
+        weight_grad=[2.0, 0.25, 0.5, 1.0, 3.0, 1.0][:num],
+        transfer=0.25,
+    )
+    simulation = simulate(make(3, 5), costs)
+    start, end, process_of = simulation.start, simulation.end, simulation.placement.process_of
+    seconds = {"F": costs.forward, "B": costs.backward, "I": costs.input_grad, "W": costs.weight_grad}
+
+    def arrival(action, at):
+        return end[action] + (costs.transfer if process_of[action.stage] != process_of[at] else 0)
+
+    for action in end:
+        kind, m, i = action
+        assert end[action] == pytest.approx(start[action] + seconds[kind][i])
+        if kind == "F" and i > 0:
+            assert start[action] >= arrival(Action("F", m, i - 1), i)
+        elif kind == "W":
+            assert start[action] >= end["I", m, i]
+        elif kind != "F":
+            assert start[action] >= end["F", m, i]
+            if i + 1 < len(process_of):
+                assert start[action] >= arrival(action._replace(stage=i + 1), i)
+    busy = 0
+    for row in simulation.rows:
+        assert all(start[after] >= end[before] for before, after in pairwise(row))
+        busy += sum(end[action] - start[action] for action in row)
+    assert simulation.total_time == max(end.values())
+    assert simulation.bubble_fraction == pytest.approx(1 - busy / (3 * simulation.total_time))
+
+
+def test_nothing_is_sent_within_a_process():
+    """Under ``v`` the turn of the V is within a process; one process sends nothing at all."""
+    free, paid = simulate(zbv(2, 1)), simulate(zbv(2, 1), Costs(transfer=10.0))
+    assert free.total_time == 10  # four forward passes, four input gradients, and weight gradients of stages 2 and 0
+    assert paid.total_time == free.total_time + 4 * 10  # 0 -> 1, 2 -> 3 and back
+    assert simulate(zbv(1, 3), Costs(transfer=10.0)).total_time == simulate(zbv(1, 3)).total_time
+
+
+def test_memory_of_a_row():
+    """F holds 8 and 2 bytes; I frees 5 of the 8, and nothing of the 2; W and B free the rest."""
+    row = [("F", 0, 0), ("F", 0, 1), ("I", 0, 1), ("W", 0, 1), ("I", 0, 0)]
+    costs = Costs(activation_bytes=[8, 2], kept_bytes=[3, 2])
+    early = [Action(*a) for a in [*row, ("W", 0, 0)]]
+    assert simulate([early], costs).peak_bytes == [10]
+    late = [Action(*a) for a in [*row, ("F", 1, 0), ("F", 1, 1), ("W", 0, 0), ("B", 1, 1), ("B", 1, 0)]]
+    simulation = simulate([late], costs)
+    assert simulation.peak_bytes == [3 + 8 + 2]  # 3 of the first micro-batch
+    assert simulation.peak_activations == [2, 1]
+    assert simulate([late], Costs(activation_bytes=[8, 2])).peak_bytes == [8 + 8 + 2]  # I frees nothing
+
+
+def test_memory_of_schedules():
+    """In activations of a stage of 1F1B; each of two stages per process holds half as much."""
+    p, m = 4, 16
+    half, whole = Costs(activation_bytes=0.5), Costs(activation_bytes=1.0)
+    assert simulate(one_f_one_b(p, m), whole).peak_bytes == [4, 3, 2, 1]
+    assert simulate(zb_h1(p, m), whole).peak_bytes == [4, 4, 4, 4]
+    assert simulate(interleaved(p, m), half).peak_bytes == [5.5, 4.5, 3.5, 2.5]
+    assert simulate(zbv(p, m), half).peak_bytes == [4, 4, 4, 4]
+    assert simulate(v_half(p, m), half).peak_bytes == [3, 3, 3, 3]
+
+
+def test_picture_of_the_driver_row():
+    simulation = simulate(one_f_one_b(3, 4), Costs(backward=2, driver=DriverCosts(before=1, before_backward=1)))
+    assert all(line in driver_row.__doc__ for line in render(simulation).splitlines())
+    assert simulation.rows[2] == driver_row(one_f_one_b(3, 4))
+
+
+@pytest.mark.parametrize("make", [*SCHEDULES.values(), zb_h1, *TWO_STAGES_EACH], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("processes", "num"), [(1, 3), (2, 5), (4, 3), (4, 8), (5, 13)])
+def test_user_code_of_the_driver(make, processes, num):
+    """Each part once, ``b`` before the forward pass of stage 0, ``a`` after its backward pass, and no deadlock."""
+    costs = Costs(driver=DriverCosts(before=0.5, after=0.75, before_backward=0.25), transfer=0.125)
+    table = make(processes, num)
+    plain, simulation = simulate(table, Costs(transfer=0.125)), simulate(table, costs)
+    start, end, placement = simulation.start, simulation.end, simulation.placement
+    last = placement.num_stages - 1
+    for r, row in enumerate(simulation.rows):
+        assert [step for step in row if isinstance(step, Action)] == table[r]
+        assert len(row) - len(table[r]) == (2 * num if r == placement.driver else 0)
+    way = 0.125 if placement.driver != placement.process_of[0] else 0.0
+    for m in range(num):
+        gradients = next(a for a in (Action("B", m, 0), Action("I", m, 0)) if a in end)
+        assert end[UserCode("b", m)] + way <= start[Action("F", m, 0)]
+        assert end[gradients] + way <= start[UserCode("a", m)]
+        assert end[Action("F", m, last)] - start[Action("F", m, last)] == 1.75
+    assert simulation.total_time >= plain.total_time
+
+
+def test_memory_of_user_code():
+    driver = DriverCosts(before=1.0, before_bytes=16.0, after_bytes=100.0)
+    simulation = simulate(one_f_one_b(1, 2), Costs(driver=driver, activation_bytes=4.0))
+    assert simulation.peak_bytes == [16 + 4 + 100]  # while the loss of a micro-batch is computed
+    assert simulate(one_f_one_b(2, 2), Costs(driver=driver, activation_bytes=4.0)).peak_bytes[0] == 8
+
+
+def test_wrong_placement():
+    with pytest.raises(ValueError, match=r"process 0 has 2F0, but stage 2 is on process 1\nprocess 0: 0F0"):
+        simulate(interleaved(2, 2), placement=v(2))
+    with pytest.raises(ValueError, match="the table has 2 rows for 3 processes"):
+        simulate(interleaved(2, 2), placement=loop(3))
+    with pytest.raises(ValueError, match="process 0 has 2F0, but there are 2 stages"):
+        simulate(interleaved(2, 2), placement=loop(2))
+    table = gpipe(2, 2)
+    table[0].append(table[1].pop())
+    with pytest.raises(ValueError, match="process 1 has 1F0, but process 0 has other actions of stage 1; all actions"):
+        simulate(table)
+    with pytest.raises(ValueError, match="no process has actions of stage 1, but there is a stage 2"):
+        simulate([row for i, row in enumerate(gpipe(3, 2)) if i != 1])
+
+
+def test_parts_of_a_backward_pass():
+    table = zb_h1(2, 2)
+    table[0].remove(Action("W", 1, 0))
+    with pytest.raises(ValueError, match="process 0 lacks 0W1"):
+        simulate(table)
+    table = zb_h1(2, 2)
+    table[0].append(Action("B", 1, 0))
+    with pytest.raises(ValueError, match=r"process 0 has 0B1 and 0I1; a backward pass is either whole \(B\) or in two"):
+        simulate(table)
+    table = [[Action("F", 0, 0), Action("W", 0, 0), Action("I", 0, 0)]]
+    with pytest.raises(ValueError, match="process 0 is at 0W0 and waits for 0I0 of process 0"):
+        simulate(table)
+
+
+def test_deadlock_of_several_stages():
+    table = zbv(2, 3)
+    first, second = table[1].index(Action("F", 0, 1)), table[1].index(Action("F", 0, 2))
+    table[1][first], table[1][second] = table[1][second], table[1][first]
+    with pytest.raises(
+        ValueError,
+        match="process 0 is at 3F0 and waits for 2F0 of process 1; process 1 is at 2F0 and waits for 1F0 of process 1",
+    ):
+        simulate(table)
+
+
+def test_preparation_is_linear_in_the_actions(monkeypatch):
+    """Rows are not searched again for each action that waits."""
+    calls = 0
+    needs = simulator._needs
+
+    def counted(*arguments):
+        nonlocal calls
+        calls += 1
+        return needs(*arguments)
+
+    monkeypatch.setattr(simulator, "_needs", counted)
+    table = zbv(4, 200)
+    Program(table)
+    assert calls < 3 * sum(map(len, table))

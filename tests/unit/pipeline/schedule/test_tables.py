@@ -1,14 +1,36 @@
-"""Tables of actions: their timetables, their properties for every size in use, and torch's table of 1F1B."""
+"""Tables of actions: their timetables, their properties for every size in use, and torch's tables."""
 
 from collections import deque
 from inspect import cleandoc
 
 import pytest
-from torch.distributed.pipelining import Schedule1F1B
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import _Action
 
 from strategies.pipeline.schedule import tables
-from strategies.pipeline.schedule.simulator import render, simulate
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, gpipe, one_f_one_b
+from strategies.pipeline.schedule.simulator import Costs, render, simulate
+from strategies.pipeline.schedule.tables import (
+    KINDS,
+    SCHEDULES,
+    Action,
+    Placement,
+    gpipe,
+    interleaved,
+    loop,
+    one_f_one_b,
+    shortened,
+    v,
+    v_half,
+    with_weight_gradients,
+    zb_h1,
+    zbv,
+)
 
 MAX_STAGES, MAX_MICROBATCHES = 16, 64
 SIZES = [(p, m) for p in range(1, MAX_STAGES + 1) for m in range(1, MAX_MICROBATCHES + 1)]
@@ -34,6 +56,43 @@ def test_pictures_stand_in_the_docstring():
     for name, make in SCHEDULES.items():
         assert name in tables.__doc__
         assert all(line in tables.__doc__ for line in render(make(3, 4)).splitlines())
+
+
+@pytest.mark.parametrize(
+    ("make", "processes", "num"), [(interleaved, 2, 4), (zb_h1, 3, 4), (zbv, 2, 3), (v_half, 2, 3)]
+)
+def test_pictures_of_the_docstrings(make, processes, num):
+    assert "\n".join(render(make(processes, num)).splitlines()) in cleandoc(make.__doc__).replace("    ", "")
+
+
+def test_actions_print_and_parse_as_those_of_torch():
+    for kind in KINDS:
+        action = Action(kind, 12, 3)
+        upstream = _Action.from_str(repr(action))
+        assert repr(upstream) == repr(action) == f"3{kind}12"
+        assert (upstream.computation_type.value, upstream.microbatch_index, upstream.stage_index) == action
+        assert Action.parse(f" {action!r} ") == action
+    for text in ("F0", "2F", "2X0", "2F0x", "-1F0", ""):
+        with pytest.raises(ValueError, match=f"'{text}' is not an action; .* such as 2F0"):
+            Action.parse(text)
+
+
+def test_placements():
+    assert loop(2).process_of == (0, 1) and loop(2, 2).process_of == (0, 1, 0, 1)
+    assert loop(3, 2).driver == 2 and loop(3, 2).stages_of(1) == [1, 4]
+    assert v(3).process_of == (0, 1, 2, 2, 1, 0)
+    assert v(3).driver == 0 and v(3).stages_of(0) == [0, 5]
+    assert v(3).num_stages == 6
+    for p in range(1, 5):
+        for table, placement in (
+            (gpipe(p, 3), loop(p)),
+            (one_f_one_b(p, 3), loop(p)),
+            (zb_h1(p, 3), loop(p)),
+            (interleaved(p, 3, 3), loop(p, 3)),
+            (zbv(p, 3), v(p)),
+            (v_half(p, 3), v(p)),
+        ):
+            assert Placement.of(table) == placement
 
 
 def test_fewer_microbatches_than_stages():
@@ -128,6 +187,131 @@ def test_one_f_one_b_equals_torch():
             assert one_f_one_b(p, m) == upstream_table(p, m)
             compared += 1
     assert compared == sum(MAX_MICROBATCHES - p + 1 for p in range(1, MAX_STAGES + 1))
+
+
+def rows_of_torch(actions):
+    """The compute actions of torch's table, as ours."""
+    return [
+        [(a.computation_type.value, a.microbatch_index, a.stage_index) for a in row if a and a.is_compute_op]
+        for row in actions
+    ]
+
+
+def test_gpipe_equals_torch_but_for_the_order_of_backward_passes():
+    """Ours begins with the last micro-batch, whose activations are not recomputed; torch's with the first."""
+    for p in range(1, 9):
+        for m in range(1, 33):
+            schedule = object.__new__(ScheduleGPipe)
+            schedule._num_stages, schedule._n_microbatches = p, m
+            upstream = rows_of_torch(schedule._get_pipeline_order().values())
+            for own, theirs in zip(gpipe(p, m), upstream, strict=True):
+                assert own[:m] == theirs[:m]
+                assert own[m:] == theirs[m:][::-1]
+
+
+@pytest.mark.parametrize(
+    ("make", "upstream"), [(interleaved, ScheduleInterleaved1F1B), (zb_h1, ScheduleInterleavedZeroBubble)]
+)
+def test_rounds_equal_those_of_torch(make, upstream):
+    compared = 0
+    for p in range(1, 9):
+        for chunks in range(1, 8 // p + 1):
+            for m in range(1, 33):
+                schedule = object.__new__(upstream)
+                schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, chunks, m
+                schedule.number_of_rounds = max(1, m // p)
+                schedule.microbatches_per_round = m // schedule.number_of_rounds
+                if m % schedule.number_of_rounds:
+                    continue  # torch refuses this number of micro-batches
+                table = [schedule._calculate_single_rank_operations(r) for r in range(p)]
+                assert make(p, m, chunks) == rows_of_torch(table)
+                compared += 1
+    assert compared == 472  # of 640; torch refuses the others
+
+
+def test_zbv_equals_torch():
+    for p in range(1, 5):
+        for m in range(1, 33):
+            schedule = object.__new__(ScheduleZBVZeroBubble)
+            schedule.pp_group_size, schedule.num_stages, schedule._n_microbatches = p, 2 * p, m
+            assert zbv(p, m) == rows_of_torch([schedule._calculate_single_rank_operations(r) for r in range(p)])
+
+
+def sizes(limit):
+    """Numbers of processes and of micro-batches, with multiples and fewer than there are processes."""
+    return [(p, m) for p in range(1, limit + 1) for m in (*range(1, 2 * p + 2), 4 * p, 4 * p + 3, 32)]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [interleaved, zb_h1])
+def test_rounds_run_for_every_number_of_microbatches(make, chunks):
+    """The simulator raises unless each action is there once and no process waits for ever."""
+    for p, m in sizes(8):
+        simulation = simulate(make(p, m, chunks), Costs(backward=2.0), placement=loop(p, chunks))
+        assert len(simulation.end) == (2 if make is interleaved else 3) * p * m * chunks
+        bubble = simulation.total_time - 3 * m * chunks
+        if m % p == 0:
+            assert bubble == (p - 1) * (3 if make is interleaved else 1)  # in passes through a stage
+        if make is zb_h1 and m % p == 0:
+            assert max(simulation.peak_bytes) == p * chunks  # activations; of stages that are as many times shorter
+
+
+def test_zbv_and_v_half_run_for_every_number_of_microbatches():
+    for p, m in sizes(8):
+        zero, half = (simulate(make(p, m), placement=v(p)) for make in (zbv, v_half))
+        assert len(zero.end) == len(half.end) == 6 * p * m
+        if m >= 2 * p:
+            assert zero.total_time - 6 * m == p - 1
+        if m >= p:
+            assert half.total_time - 6 * m <= 3 * (p - 1)  # 1F1B: 6 (p - 1)
+        assert all(held <= 2 * p for held in zero.peak_bytes)
+        assert all(held <= (p + 1 if p % 2 else p + 2) for held in half.peak_bytes)
+        if m >= 2 * p:
+            assert max(zero.peak_bytes) == 2 * p
+
+
+def test_bubbles_with_unequal_parts_of_a_pass():
+    """ZB-H1: (p - 1)(F + I - W), under 1F1B (p - 1)(F + I + W)."""
+    costs = Costs(forward=1.0, backward=2.0, input_grad=1.25, weight_grad=0.75)
+    assert simulate(zb_h1(4, 16), costs).total_time == 16 * 3 + 3 * (1 + 1.25 - 0.75)
+    assert simulate(one_f_one_b(4, 16), costs).total_time == 16 * 3 + 3 * 3
+
+
+def test_weight_gradients_fill_idle_time():
+    """A process takes W where it would wait, or where a forward pass would exceed its limit."""
+    rows = [[action for action in row if action.kind != "W"] for row in zb_h1(2, 3)]
+    free = with_weight_gradients(rows, lambda action: 1.0)
+    assert render(free) == cleandoc("""
+        stage 0  F0 F1 .  I0 F2 I1 W0 I2 W1 W2
+        stage 1  .  F0 I0 F1 I1 F2 I2 W0 W1 W2
+    """)
+    tight = with_weight_gradients(rows, lambda action: 1.0, [2, 1])
+    assert render(tight) == cleandoc("""
+        stage 0  F0 F1 .  I0 W0 F2 I1 W1 .  I2 W2
+        stage 1  .  F0 I0 W0 F1 I1 W1 F2 I2 W2 .
+    """)
+    with pytest.raises(AssertionError, match="the rows cannot run"):
+        with_weight_gradients([row[::-1] for row in rows], lambda action: 1.0)
+    assert with_weight_gradients(rows, lambda action: 0.0)  # actions without any time end as well
+
+
+def test_shortened_tables_run():
+    for make in (gpipe, one_f_one_b, interleaved, zb_h1, zbv, v_half):
+        for m in range(1, 9):
+            assert len(simulate(shortened(make(3, 9), m)).end) == len(simulate(make(3, m)).end)
+
+
+@pytest.mark.parametrize("make", [interleaved, zb_h1, zbv, v_half, v, loop])
+def test_bad_numbers_of_processes(make):
+    arguments = () if make in (v, loop) else (4,)
+    with pytest.raises(ValueError, match="processes must be at least 1, got 0"):
+        make(0, *arguments)
+    if arguments:
+        with pytest.raises(ValueError, match="microbatches must be at least 1, got 0"):
+            make(2, 0)
+    if make in (interleaved, zb_h1, loop):
+        with pytest.raises(ValueError, match="chunks must be at least 1, got 0"):
+            make(2, *arguments, chunks=0)
 
 
 @pytest.mark.parametrize("make", SCHEDULES.values(), ids=SCHEDULES)
