@@ -242,8 +242,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             yield
 
     def setup_environment(self) -> None:
-        """Prepare the driver's device and connect the replicas; workers start in ``setup``, when the model is known."""
+        """Prepare the driver's device and connect the replicas; workers start in ``setup``, when the model is known.
+
+        The fork server starts here, unless layers will be timed: then it starts in ``setup``, when they have been.
+        """
         super().setup_environment()
+        if self._given_balance is not None or self._balance_mode != "balance_by_time":
+            self._start_fork_server()
 
     def setup(self, trainer: Trainer) -> None:
         """Check everything, then start the workers and send them their stages.
@@ -261,8 +266,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         module = self._checked_module(trainer, model, fitting)
         built_here = not any(tensor.is_meta for _, tensor in _tensors_of(module))
         balance = self._prepare_model(model, module)
-        if self.world is None and len(balance) > 1:  # it imports torch while the optimizers are checked
-            fork_server(share_of_threads(len(self.stages_on_host())))
+        self._start_fork_server()
         optimizers = self._prepare_optimizers(trainer, fitting)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
         if fitting and self._restarts is not None:
@@ -289,6 +293,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             check_memory(placement, optimizers, num_shares=self.world_size if self._divides_states else 1)
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
+
+    def _start_fork_server(self) -> None:
+        """Start the process that forks the workers, if there is none: it imports torch while this one goes on."""
+        if self.world is None and len(self.devices) > 1:
+            fork_server(share_of_threads(len(self.stages_on_host())))
 
     def _checked_module(self, trainer: Trainer, model: LightningModule, fitting: bool) -> Pipelined:
         """Check model, callbacks and loggers, and return the part of the model that is pipelined."""

@@ -606,7 +606,6 @@ class _Request:
             _show_command(self.command)
         for stream in (sys.stdout, sys.stderr):
             cast(io.TextIOWrapper, stream).reconfigure(line_buffering=stream is sys.stderr or stream.isatty())
-        gc.unfreeze()
         importlib.invalidate_caches()
         tempfile.tempdir = None  # found anew, from the new environment
         if (numpy_random := sys.modules.get("numpy.random")) is not None:
@@ -776,7 +775,11 @@ class _EndsWithDriver:
 
 
 def _import(modules: str, driver: int) -> None:
-    """Imports modules, whose pages the forks share. Collecting garbage meanwhile would find none and take long."""
+    """Imports modules, whose pages the forks share.
+
+    What they leave is frozen without a collection, and stays so in the forks: to look through it takes 0.1 s, the first
+    worker waits for that, and each fork would copy the pages. There is 1 MiB of garbage in it.
+    """
     finder: Any = _EndsWithDriver(driver)
     gc.disable()
     sys.meta_path.insert(0, finder)
@@ -786,7 +789,6 @@ def _import(modules: str, driver: int) -> None:
     finally:
         sys.meta_path.remove(finder)
         gc.enable()
-    gc.collect()
     gc.freeze()
 
 

@@ -8,6 +8,7 @@ The result equals that of a new process that resumes from there, except that Pyt
 keep their values.
 """
 
+import importlib
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
@@ -104,6 +105,7 @@ class Restarts(Launcher):
     def model_is_whole(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Stores model and optimizers before workers get their parts, the first time in each ``fit``."""
         if self._folder is not None and self._beginning is None:
+            importlib.import_module("omegaconf")  # as Lightning does in the first checkpoint, when workers wait
             self._beginning = Beginning(model, optimizers, self._folder / "model.pt")
 
     def training_begins(self, trainer: Trainer) -> None:
