@@ -59,6 +59,11 @@ class DriverCosts:
             if value < 0:
                 raise ValueError(f"{name} must not be negative, got {value}")
 
+    @property
+    def runs_code_before(self) -> bool:
+        """Whether code before the call of the module takes any time."""
+        return self.before > 0 or self.before_backward > 0
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -153,6 +158,7 @@ class Program:
         self.num_microbatches = 1 + max(action.microbatch for row in schedule for action in row)
         _check_complete(schedule, self.placement, self.num_microbatches)
         self.rows: list[list[Step]] = [list(row) for row in schedule]
+        self._has_user_code = with_user_code
         if with_user_code:
             self.rows[self.placement.driver] = driver_row(schedule)
         self._order = _order(self.rows, self.placement)
@@ -163,8 +169,8 @@ class Program:
 
     def simulate(self, costs: Costs) -> Simulation:
         """Simulate the table with these costs."""
-        if (costs.driver.before or costs.driver.before_backward) and len(self._order) == sum(map(len, self.schedule)):
-            return Program(self.schedule, with_user_code=True).simulate(costs)
+        if costs.driver.runs_code_before and not self._has_user_code:
+            return Program(self.schedule, placement=self.placement, with_user_code=True).simulate(costs)
         seconds = self.seconds_of(costs)
         ends = self.ends(seconds, costs.transfer)
         end = {step: ends[k] for k, (_, step, _) in enumerate(self._order)}
@@ -210,6 +216,26 @@ class Program:
     def total_time(self, costs: Costs) -> float:
         """Return the end time of the last action."""
         return max(self.ends(self.seconds_of(costs), costs.transfer))
+
+    def critical_path(self, costs: Costs) -> list[Step]:
+        """Return a chain of steps, each of which starts when the one before it has ended or its result has arrived.
+
+        The last one ends last of all, so only a change of the chain can make the total time shorter.
+        """
+        ends = self.ends(self.seconds_of(costs), costs.transfer)
+        previous: list[int] = []
+        last_of_row: dict[int, int] = {}
+        for k, (row, _, need) in enumerate(self._steps):
+            own = last_of_row.get(row, -1)
+            arrival = ends[need] + costs.transfer if need >= 0 else -1.0
+            previous.append(need if arrival > (ends[own] if own >= 0 else 0.0) else own)
+            last_of_row[row] = k
+        k = max(range(len(ends)), key=ends.__getitem__)
+        path = []
+        while k >= 0:
+            path.append(self._order[k][1])
+            k = previous[k]
+        return path[::-1]
 
     def peak_activations(self) -> list[int]:
         """Return the maximum number of micro-batches that each stage holds."""
@@ -383,6 +409,7 @@ def _order(rows: Sequence[Sequence[Step]], placement: Placement) -> list[tuple[i
         ValueError: If there is none.
     """
     row_of = {step: r for r, row in enumerate(rows) for step in row}
+    num_stages = placement.num_stages
     ended: set[Step] = set()
     order: list[tuple[int, Step, Step | None]] = []
     position = [0] * len(rows)
@@ -392,20 +419,26 @@ def _order(rows: Sequence[Sequence[Step]], placement: Placement) -> list[tuple[i
         r = runnable.pop()
         for place in range(position[r], len(rows[r])):
             step = rows[r][place]
-            needs = _needs(step, row_of, placement.num_stages)
-            missing = next((need for need in needs if need not in ended), None)
+            from_elsewhere = missing = None
+            for need in _needs(step, row_of, num_stages):
+                if need not in ended:
+                    missing = need
+                    break
+                if row_of[need] != r:
+                    from_elsewhere = need
             if missing is not None:
                 waiting.setdefault(missing, []).append(r)
                 break
-            order.append((r, step, next((need for need in needs if row_of[need] != r), None)))
+            order.append((r, step, from_elsewhere))
             ended.add(step)
             position[r] += 1
-            runnable += waiting.pop(step, ())
+            if step in waiting:
+                runnable += waiting.pop(step)
     waits = []
     for r, row in enumerate(rows):
         if position[r] < len(row):
             step = row[position[r]]
-            missing = next(need for need in _needs(step, row_of, placement.num_stages) if need not in ended)
+            missing = next(need for need in _needs(step, row_of, num_stages) if need not in ended)
             waits.append(f"process {r} is at {step} and waits for {missing} of process {row_of[missing]}")
     if waits:
         raise ValueError(f"deadlock: {'; '.join(waits)}\n{_table(rows)}")

@@ -1,0 +1,784 @@
+"""Finds the fastest plan for measured costs: balance, placement, order, split backward passes, number of micro-batches.
+
+The simulator times what the search proposes::
+
+    for each number of micro-batches, and each schedule with each number of stages per process:
+        the balance: every one where there are few, else the most even one, improved layer by layer
+    for the best of these:
+        the order of actions: greedy ones for the measured costs, improved by swaps on the critical path
+
+The search spends a fixed number of simulated actions and no random numbers, so every process of a run, and every run,
+finds the same plan from the same costs.
+
+Legend: m micro-batch (in formulas, the number of micro-batches), i, j stage, r process, p number of processes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property, partial
+from itertools import accumulate, combinations, pairwise, product
+from typing import TypeAlias
+
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Program
+from strategies.pipeline.schedule.tables import (
+    KINDS,
+    Action,
+    Placement,
+    Schedule,
+    interleaved,
+    loop,
+    one_f_one_b,
+    v,
+    v_half,
+    zb_h1,
+    zbv,
+)
+
+EFFORT = 8_000_000
+"""The number of simulated actions that a search spends at most: seconds."""
+
+CLEARLY_FASTER = 0.99
+"""A searched order is chosen only if it takes less than this share of the time of the best schedule with a name."""
+
+
+_CHECKED = 25
+"""A new table is made and checked before it is simulated, which takes as long as about so many simulations."""
+
+NUM_STARTS = 8
+"""The number of pairs of a placement and a balance whose order of actions is improved step by step."""
+
+PATIENCE = 12
+"""How many changes of an order may follow each other without an improvement."""
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one micro-batch costs a layer, in seconds and bytes.
+
+    Attributes:
+        forward: Time of the forward pass.
+        input_grad: Time of the input gradients. For a layer that cannot be split, the time of its whole backward pass.
+        weight_grad: Time of the weight gradients; 0 for a layer that cannot be split.
+        backward: Time of the whole backward pass; ``None`` if it is the sum of its parts.
+        activation_bytes: What the layer holds from its forward pass on.
+        kept_bytes: What of it is held from the input gradients to the weight gradients; ``None`` if all of it.
+        parameter_bytes: What the layer holds all the time: parameters, gradients, optimizer states.
+    """
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    backward: float | None = None
+    activation_bytes: float = 0.0
+    kept_bytes: float | None = None
+    parameter_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value is not None and not (value >= 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
+
+    @property
+    def whole(self) -> float:
+        """The time of the whole backward pass."""
+        return self.input_grad + self.weight_grad if self.backward is None else self.backward
+
+    @property
+    def kept(self) -> float:
+        """What is held from the input gradients to the weight gradients."""
+        return self.activation_bytes if self.kept_bytes is None else self.kept_bytes
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """What one micro-batch costs a model.
+
+    Attributes:
+        layers: The costs of each layer.
+        transfer: Time to send the activations or gradients of a micro-batch from one process to another one.
+        driver: What the driver runs outside the layers.
+        driver_parameter_bytes: What the driver holds for it all the time.
+    """
+
+    layers: Sequence[LayerCosts]
+    transfer: float = 0.0
+    driver: DriverCosts = field(default_factory=DriverCosts)
+    driver_parameter_bytes: float = 0.0
+
+
+CostsOf: TypeAlias = Callable[[int], ModelCosts]
+"""Returns the costs of one micro-batch, given the number of micro-batches into which a batch is split."""
+
+
+def affine_costs(fixed: ModelCosts, per_row: ModelCosts, rows: int) -> CostsOf:
+    """Return costs that grow with the rows of a micro-batch.
+
+    Args:
+        fixed: The part that does not depend on rows, such as parameters and the time to start a kernel.
+        per_row: The part for each row.
+        rows: The rows of a batch.
+    """
+    if len(fixed.layers) != len(per_row.layers):
+        raise ValueError(f"fixed has {len(fixed.layers)} layers and per_row has {len(per_row.layers)}")
+
+    def costs(microbatches: int) -> ModelCosts:
+        share = rows / microbatches
+
+        def layer(a: LayerCosts, b: LayerCosts) -> LayerCosts:
+            return LayerCosts(
+                forward=a.forward + share * b.forward,
+                input_grad=a.input_grad + share * b.input_grad,
+                weight_grad=a.weight_grad + share * b.weight_grad,
+                backward=a.whole + share * b.whole,
+                activation_bytes=a.activation_bytes + share * b.activation_bytes,
+                kept_bytes=a.kept + share * b.kept,
+                parameter_bytes=a.parameter_bytes + share * b.parameter_bytes,
+            )
+
+        def driver(name: str) -> float:
+            constant: float = getattr(fixed.driver, name)
+            slope: float = getattr(per_row.driver, name)
+            return constant + share * slope
+
+        return ModelCosts(
+            layers=[layer(a, b) for a, b in zip(fixed.layers, per_row.layers, strict=True)],
+            transfer=fixed.transfer + share * per_row.transfer,
+            driver=DriverCosts(**{each.name: driver(each.name) for each in fields(DriverCosts)}),
+            driver_parameter_bytes=fixed.driver_parameter_bytes + share * per_row.driver_parameter_bytes,
+        )
+
+    return costs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the search has chosen.
+
+    Attributes:
+        schedule: The name of the schedule, or ``"searched"`` if the order of actions was searched, too.
+        placement: Which process has which stages.
+        balance: The number of layers of each stage.
+        microbatches: The number of micro-batches.
+        table: The actions of each process.
+        seconds: The predicted time of a batch, without the optimizer's step.
+        bubble_fraction: The predicted idle share of all processes.
+        peak_bytes: For each process, the predicted maximum of the bytes of parameters and activations.
+        reason: One line that says what was chosen, and why.
+    """
+
+    schedule: str
+    placement: Placement
+    balance: list[int]
+    microbatches: int
+    table: Schedule
+    seconds: float
+    bubble_fraction: float
+    peak_bytes: list[float]
+    reason: str
+
+
+SEARCHED = "searched"
+"""The name of a schedule whose order of actions was searched."""
+
+SEARCHABLE = ("1f1b", "zb-h1", "interleaved", "zbv", "v-half", SEARCHED)
+"""The names of schedules that run the user's code once per micro-batch, as ``"auto"`` requires."""
+
+_Family: TypeAlias = tuple[str, Placement, Callable[[int], Schedule]]
+"""A schedule's name, its placement, and a function that returns its table for a number of micro-batches."""
+
+
+def _families(processes: int, max_chunks: int) -> list[_Family]:
+    """Return the schedules with a name, each with every number of stages per process that it can have."""
+    p = processes
+    found: list[_Family] = [
+        ("1f1b", loop(p), partial(one_f_one_b, p)),
+        ("zb-h1", loop(p), partial(zb_h1, p)),
+    ]
+    for chunks in range(2, max_chunks + 1):
+        found.append(("interleaved", loop(p, chunks), partial(interleaved, p, chunks=chunks)))
+        found.append(("zb-h1", loop(p, chunks), partial(zb_h1, p, chunks=chunks)))
+    if max_chunks >= 2:
+        found += [("zbv", v(p), partial(zbv, p)), ("v-half", v(p), partial(v_half, p))]
+    return found
+
+
+def search(
+    costs: ModelCosts | CostsOf,
+    processes: int,
+    microbatches: Sequence[int],
+    *,
+    max_chunks: int = 2,
+    schedules: Collection[str] = SEARCHABLE,
+    memory_limit_bytes: float | None = None,
+    effort: int = EFFORT,
+) -> Plan:
+    """Find the plan with the shortest predicted time of a batch.
+
+    Args:
+        costs: The costs of one micro-batch. A function gives those for a number of micro-batches; with several numbers
+            to choose from, the costs depend on the number.
+        processes: The number of processes.
+        microbatches: The numbers of micro-batches to choose from.
+        max_chunks: The number of stages that a process may have at most.
+        schedules: The names of the schedules to choose from; :data:`SEARCHED` lets the order of actions vary, too,
+            from those of the others.
+        memory_limit_bytes: What a process may hold at most; a schedule that needs more is not chosen.
+        effort: The number of simulated actions that the search spends at most, apart from the first look at each
+            schedule.
+
+    Raises:
+        ValueError: If there are fewer layers than stages of every schedule, if no plan fits into the memory, or if an
+            argument is out of range.
+    """
+    if processes < 1 or max_chunks < 1:
+        raise ValueError(f"processes and max_chunks must be at least 1, got {processes} and {max_chunks}")
+    if not microbatches or min(microbatches) < 1:
+        raise ValueError(f"microbatches must be numbers of at least 1, got {list(microbatches)}")
+    if not callable(costs) and len(set(microbatches)) > 1:
+        raise ValueError(
+            "costs are those of one micro-batch, whose size depends on the number of micro-batches; to choose among "
+            f"{list(microbatches)}, give a function that takes the number"
+        )
+    unknown = [name for name in schedules if name not in SEARCHABLE]
+    if unknown or not set(schedules) - {SEARCHED}:
+        raise ValueError(
+            f"schedules must be some of {', '.join(SEARCHABLE)}, and not {SEARCHED} alone; got {list(schedules)}"
+        )
+    budget = _Budget(effort)
+    candidates: list[_Candidate] = []
+    num_layers = 0
+    for num in sorted(set(microbatches)):
+        model = _Model(costs(num) if callable(costs) else costs, num, memory_limit_bytes)
+        num_layers = len(model.costs.layers)
+        for name, placement, make in _families(processes, max_chunks):
+            if name in schedules and placement.num_stages <= num_layers:
+                candidates += [_Candidate.of(name, placement, table, model) for table in _variants(make(num), model)]
+    if not candidates:
+        raise ValueError(
+            f"{num_layers} layers cannot be divided among {processes} processes with up to {max_chunks} stages each, "
+            f"under {', '.join(schedules)}; every stage needs a layer"
+        )
+    candidates.sort(key=lambda candidate: candidate.rank)
+    for place, candidate in enumerate(candidates):
+        best = min(candidates, key=lambda each: each.rank)
+        if candidate.least_time < best.rank[1] or best.rank[0] > 0:
+            share = budget.left // 2 if place == 0 else budget.left // 4
+            candidates[place] = _with_better_balance(candidate, _Budget(share, budget))
+    named = min(candidates, key=lambda each: each.rank)
+    best = named
+    if SEARCHED in schedules:
+        searched = _with_better_order(sorted(candidates, key=lambda each: each.rank), budget)
+        if searched.rank < (named.rank[0], named.rank[1] * CLEARLY_FASTER):
+            best = searched
+    if best.rank[0] > 0:
+        assert memory_limit_bytes is not None
+        least = min(candidates, key=lambda each: max(each.peak_bytes))
+        process = least.peak_bytes.index(max(least.peak_bytes))
+        raise ValueError(
+            f"no plan fits into memory_limit_bytes={memory_limit_bytes:.0f}: process {process} holds "
+            f"{max(least.peak_bytes):.0f} bytes under {least.description}, which was the least; use more processes, "
+            "recompute activations, or raise the limit"
+        )
+    return _plan(best, named, candidates)
+
+
+def _plan(best: _Candidate, named: _Candidate, candidates: Sequence[_Candidate]) -> Plan:
+    simulation = best.program.simulate(best.costs)
+    others = [each for each in [named, *candidates] if each.name != best.name]
+    why = ""
+    if others:
+        other = min(others, key=lambda each: each.rank)
+        why = f"; {other.description} would take {other.rank[1] / best.rank[1] - 1 if best.rank[1] else 0:.1%} longer"
+        if other.rank[0] > 0:
+            why = f"; {other.description} exceeds the memory limit"
+    reason = (
+        f"{best.description}: {best.rank[1]:.3g} s per batch predicted, {simulation.bubble_fraction:.1%} idle, at most "
+        f"{max(best.peak_bytes) / 2**20:.0f} MiB per process{why}"
+    )
+    return Plan(
+        schedule=best.name,
+        placement=best.program.placement,
+        balance=best.balance,
+        microbatches=best.model.microbatches,
+        table=best.program.schedule,
+        seconds=best.rank[1],
+        bubble_fraction=simulation.bubble_fraction,
+        peak_bytes=best.peak_bytes,
+        reason=reason,
+    )
+
+
+class _Budget:
+    """Counts simulated actions; a part of another budget counts there, too."""
+
+    def __init__(self, actions: int, whole: _Budget | None = None) -> None:
+        self.left, self._whole = actions, whole
+
+    def spend(self, actions: int) -> bool:
+        """Count actions; return whether there was enough left."""
+        self.left -= actions
+        if self._whole is not None:
+            self._whole.spend(actions)
+        return self.left >= 0
+
+
+class _Model:
+    """Costs of consecutive layers, for one number of micro-batches."""
+
+    def __init__(self, costs: ModelCosts, microbatches: int, limit_bytes: float | None) -> None:
+        self.costs, self.microbatches, self.limit_bytes = costs, microbatches, limit_bytes
+        layers = costs.layers
+        columns = (
+            [layer.forward for layer in layers],
+            [layer.whole for layer in layers],
+            [layer.input_grad for layer in layers],
+            [layer.weight_grad for layer in layers],
+            [layer.activation_bytes for layer in layers],
+            [layer.kept for layer in layers],
+            [layer.parameter_bytes for layer in layers],
+        )
+        self._sums = [[0.0, *accumulate(column)] for column in columns]
+
+    def of_stages(self, balance: Sequence[int]) -> Costs:
+        """Return the costs of stages with these numbers of layers."""
+        forward, backward, input_grad, weight_grad, activations, kept, _ = self._per_stage(balance)
+        return Costs(
+            forward=forward,
+            backward=backward,
+            input_grad=input_grad,
+            weight_grad=weight_grad,
+            transfer=self.costs.transfer,
+            activation_bytes=activations,
+            kept_bytes=kept,
+            driver=self.costs.driver,
+        )
+
+    def parameter_bytes(self, balance: Sequence[int], placement: Placement) -> list[float]:
+        """Return what each process holds all the time."""
+        held = [0.0] * (1 + max(placement.process_of))
+        held[placement.driver] = self.costs.driver_parameter_bytes
+        for process, value in zip(placement.process_of, self._per_stage(balance)[-1], strict=True):
+            held[process] += value
+        return held
+
+    def _per_stage(self, balance: Sequence[int]) -> list[list[float]]:
+        bounds = [0, *accumulate(balance)]
+        return [[sums[end] - sums[start] for start, end in pairwise(bounds)] for sums in self._sums]
+
+    @cached_property
+    def driver_seconds(self) -> float:
+        driver = self.costs.driver
+        return driver.before + driver.after + driver.before_backward
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A table with a balance.
+
+    Attributes:
+        rank: Bytes above the memory limit, and the time of a batch: what the search minimises, in this order.
+        work: For each layer, the time of all its passes of one micro-batch. If a table splits some backward passes
+            only, this is the mean.
+    """
+
+    name: str
+    program: Program
+    model: _Model
+    balance: list[int]
+    costs: Costs
+    rank: tuple[float, float]
+    work: list[float]
+
+    @classmethod
+    def of(cls, name: str, placement: Placement, table: Schedule, model: _Model) -> _Candidate:
+        """Return a table with the most even balance."""
+        program = Program(table, placement=placement, with_user_code=model.costs.driver.runs_code_before)
+        splits = {action for row in table for action in row if action.kind == "I"}
+        share = len(splits) / (model.microbatches * placement.num_stages)
+        work = [
+            layer.forward + share * (layer.input_grad + layer.weight_grad) + (1 - share) * layer.whole
+            for layer in model.costs.layers
+        ]
+        return cls._made(name, program, model, _even_balance(work, placement, model.driver_seconds), work)
+
+    @classmethod
+    def _made(cls, name: str, program: Program, model: _Model, balance: list[int], work: list[float]) -> _Candidate:
+        costs = model.of_stages(balance)
+        time, excess = program.total_time(costs), 0.0
+        if model.limit_bytes is not None:
+            excess = max(0.0, max(_peaks(program, model, balance, costs)) - model.limit_bytes)
+        return cls(name, program, model, balance, costs, (excess, time), work)
+
+    def with_balance(self, balance: list[int]) -> _Candidate:
+        return self._made(self.name, self.program, self.model, balance, self.work)
+
+    def with_table(self, table: Schedule) -> _Candidate:
+        program = Program(
+            table, placement=self.program.placement, with_user_code=self.model.costs.driver.runs_code_before
+        )
+        work = [
+            layer.forward + min(layer.whole, layer.input_grad + layer.weight_grad) for layer in self.model.costs.layers
+        ]
+        return self._made(SEARCHED, program, self.model, self.balance, work)
+
+    @property
+    def num_actions(self) -> int:
+        return sum(map(len, self.program.schedule))
+
+    @property
+    def least_time(self) -> float:
+        """No balance is faster."""
+        processes = len(self.program.schedule)
+        return self.model.microbatches * (sum(self.work) + self.model.driver_seconds) / processes
+
+    @cached_property
+    def peak_bytes(self) -> list[float]:
+        return _peaks(self.program, self.model, self.balance, self.costs)
+
+    @property
+    def description(self) -> str:
+        chunks = self.program.placement.num_stages // len(self.program.schedule)
+        stages = f", {chunks} stages per process" if chunks > 1 else ""
+        return f"{self.name}{stages}, balance {self.balance}, {self.model.microbatches} micro-batches"
+
+
+def _peaks(program: Program, model: _Model, balance: Sequence[int], costs: Costs) -> list[float]:
+    held = model.parameter_bytes(balance, program.placement)
+    return [own + peak for own, peak in zip(held, program.peak_bytes(costs), strict=True)]
+
+
+def _variants(table: Schedule, model: _Model) -> list[Schedule]:
+    """Return the table, and the one with whole backward passes where that saves time."""
+    if all(layer.whole >= layer.input_grad + layer.weight_grad for layer in model.costs.layers):
+        return [table]
+    merged = with_whole_passes(table)
+    return [table] if merged == table else [table, merged]
+
+
+def with_whole_passes(table: Schedule) -> Schedule:
+    """Return a table in which ``B`` replaces ``I`` with ``W`` directly after it."""
+    rows = []
+    for row in table:
+        merged: list[Action] = []
+        for action in row:
+            if action.kind == "W" and merged and merged[-1] == action._replace(kind="I"):
+                merged[-1] = action._replace(kind="B")
+            else:
+                merged.append(action)
+        rows.append(merged)
+    return rows
+
+
+# Balance
+
+
+def _even_balance(work: Sequence[float], placement: Placement, driver_seconds: float) -> list[int]:
+    """Return the balance whose processes, with the driver's own work, are most evenly loaded, stage by stage.
+
+    The target of a process is the same for all, unless the driver's own work alone exceeds it; each stage of a process
+    gets an equal part of what is left. Dynamic programming minimises the sum of squared differences from the targets.
+    """
+    stages, num = placement.num_stages, len(work)
+    processes = 1 + max(placement.process_of)
+    target = (sum(work) + driver_seconds) / processes
+    if driver_seconds > target and processes > 1:
+        target = sum(work) / (processes - 1)
+    own = [len(placement.stages_of(r)) for r in range(processes)]
+    targets = [
+        max(0.0, target - (driver_seconds if r == placement.driver else 0.0)) / own[r] for r in placement.process_of
+    ]
+    total = [0.0, *accumulate(work)]
+    best = [math.inf] * num + [0.0]
+    ends = []
+    for i in reversed(range(stages)):
+        rest, best = best, [math.inf] * (num + 1)
+        end = [0] * (num + 1)
+        for start in range(i, num - (stages - i) + 1):
+            for stop in range(start + 1, num - (stages - i - 1) + 1):
+                value = rest[stop] + (total[stop] - total[start] - targets[i]) ** 2
+                if value < best[start]:
+                    best[start], end[start] = value, stop
+        ends.append(end)
+    balance, start = [], 0
+    for end in reversed(ends):
+        balance.append(end[start] - start)
+        start = end[start]
+    return balance
+
+
+def _with_better_balance(candidate: _Candidate, budget: _Budget) -> _Candidate:
+    """Return the candidate with the best balance that the budget finds."""
+    stages, num = len(candidate.balance), len(candidate.work)
+    if math.comb(num - 1, stages - 1) * candidate.num_actions <= budget.left:
+        return _best_of(candidate, _all_balances(num, stages), budget)
+    while True:
+        better = _best_of(candidate, _neighbours(candidate.balance), budget, first=True)
+        if better is candidate:
+            return candidate
+        candidate = better
+
+
+def _best_of(
+    candidate: _Candidate, balances: Iterable[list[int]], budget: _Budget, *, first: bool = False
+) -> _Candidate:
+    """Return the best candidate with one of the balances, or the first one that is better than the given one.
+
+    Balances whose most loaded process alone takes too long are not simulated.
+    """
+    best = candidate
+    bound = partial(_least_time, candidate)
+    for least, balance in sorted((bound(balance), balance) for balance in balances):
+        if least >= best.rank[1] and best.rank[0] == 0:
+            break
+        if not budget.spend(candidate.num_actions):
+            break
+        other = candidate.with_balance(balance)
+        if other.rank < best.rank:
+            best = other
+            if first:
+                break
+    return best
+
+
+def _least_time(candidate: _Candidate, balance: Sequence[int]) -> float:
+    placement = candidate.program.placement
+    loads = [0.0] * len(candidate.program.schedule)
+    loads[placement.driver] = candidate.model.driver_seconds
+    start = 0
+    for process, length in zip(placement.process_of, balance, strict=True):
+        loads[process] += sum(candidate.work[start : start + length])
+        start += length
+    return candidate.model.microbatches * max(loads)
+
+
+def _all_balances(num: int, stages: int) -> Iterator[list[int]]:
+    for cuts in combinations(range(1, num), stages - 1):
+        yield [end - start for start, end in pairwise((0, *cuts, num))]
+
+
+def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
+    """Give a layer of one stage to another one; the stages between them shift."""
+    for i, length in enumerate(balance):
+        if length > 1:
+            for j in range(len(balance)):
+                if i != j:
+                    changed = list(balance)
+                    changed[i] -= 1
+                    changed[j] += 1
+                    yield changed
+
+
+# Order of actions
+
+
+def _with_better_order(candidates: Sequence[_Candidate], budget: _Budget) -> _Candidate:
+    """Return the best candidate whose order of actions was searched.
+
+    The starting points are the given candidates and greedy orders, for their balances and for similar ones.
+    """
+    best = candidates[0]
+    starts: dict[_Key, _Candidate] = {}
+
+    def consider(candidate: _Candidate) -> None:
+        starts.setdefault(_key(candidate), candidate)
+
+    part = _Budget(budget.left // 2, budget)
+    for candidate in candidates:
+        consider(candidate)
+    for forward_first, early_first in product((False, True), repeat=2):
+        for candidate in candidates:
+            if candidate.least_time < best.rank[1] or best.rank[0] > 0:
+                for table in _greedy_tables(candidate, forward_first=forward_first, early_first=early_first):
+                    if not part.spend(_CHECKED * candidate.num_actions):
+                        break
+                    consider(candidate.with_table(table))
+    ranked = sorted(starts.values(), key=lambda each: each.rank)
+    for candidate in ranked[:NUM_STARTS]:
+        balances = _similar_balances(candidate)
+        for least, balance in sorted((_least_time(candidate, each), each) for each in balances):
+            if least >= best.rank[1] and best.rank[0] == 0:
+                break
+            other = candidate.with_balance(balance)
+            for table in (candidate.program.schedule, *_greedy_tables(other)):
+                if not part.spend(_CHECKED * candidate.num_actions):
+                    break
+                consider(other.with_table(table))
+            if part.left < 0:
+                break
+    for start in sorted(starts.values(), key=lambda each: each.rank):
+        if best.rank[0] > 0 or start.least_time < best.rank[1]:
+            best = min(best, _with_better_path(start, _Budget(budget.left // 3, budget)), key=lambda each: each.rank)
+    return best
+
+
+def _similar_balances(candidate: _Candidate) -> Iterable[list[int]]:
+    stages, num = len(candidate.balance), len(candidate.work)
+    if math.comb(num - 1, stages - 1) <= stages * stages:
+        return _all_balances(num, stages)
+    return _neighbours(candidate.balance)
+
+
+def _greedy_tables(
+    candidate: _Candidate, *, forward_first: bool = False, early_first: bool = False
+) -> Iterator[Schedule]:
+    p, num = len(candidate.program.schedule), candidate.model.microbatches
+    seconds = candidate.program.seconds_of(candidate.costs)
+    for window in sorted({min(num, size) for size in (p, p + 1, (3 * p + 1) // 2, 2 * p, 3 * p)}):
+        for whole in sorted({0, max(0, num - p), num}):
+            yield greedy_order(
+                candidate.program.placement,
+                num,
+                seconds,
+                candidate.costs.transfer,
+                window=window,
+                whole=whole,
+                forward_first=forward_first,
+                early_first=early_first,
+            )
+
+
+def greedy_order(
+    placement: Placement,
+    microbatches: int,
+    seconds: Sequence[float],
+    transfer: float,
+    *,
+    window: int,
+    whole: int,
+    forward_first: bool = False,
+    early_first: bool = False,
+) -> Schedule:
+    """Return a table in which each process runs the most urgent action that is ready.
+
+    ``W`` runs where nothing else is ready, unless something else will be ready before half of it has run.
+
+    Args:
+        placement: Which process has which stages.
+        microbatches: The number of micro-batches.
+        seconds: The time of each kind of action (:data:`KINDS`) on each stage.
+        transfer: The time to send activations or gradients to another process.
+        window: The number of micro-batches that stage 0 runs forward ahead of their backward passes.
+        whole: The number of micro-batches whose backward passes are not split, from the first one on.
+        forward_first: Whether forward passes are more urgent than gradients.
+        early_first: Whether earlier stages of a process are more urgent than later ones.
+    """
+    num_stages, process_of = placement.num_stages, placement.process_of
+    cost = {kind: seconds[k * num_stages : (k + 1) * num_stages] for k, kind in enumerate(KINDS)}
+    step = 1 if early_first else -1
+    stages = [placement.stages_of(r)[::step] for r in range(1 + max(process_of))]
+    rows: Schedule = [[] for _ in stages]
+    inputs: list[list[float]] = [[0.0] * microbatches, *([] for _ in range(num_stages - 1))]  # when they arrive
+    grads: list[list[float]] = [[] for _ in range(num_stages)]
+    num_forward, num_backward = [0] * num_stages, [0] * num_stages
+    pending: list[list[Action]] = [[] for _ in stages]
+    busy_until = [0.0] * len(stages)
+    events = [(0.0, r) for r in range(len(stages))]
+    while events:
+        now, r = heapq.heappop(events)
+        if busy_until[r] > now:
+            continue
+        forward: list[tuple[float, Action]] = []  # what is next, and when its input arrives
+        backward: list[tuple[float, Action]] = []
+        for i in stages[r]:
+            m = num_backward[i]
+            if m < len(grads[i]):
+                backward.append((grads[i][m], Action("B" if m < whole else "I", m, i)))
+            m = num_forward[i]
+            if m < len(inputs[i]) and (i > 0 or m - num_backward[0] < window):
+                forward.append((inputs[i][m], Action("F", m, i)))
+        following = forward + backward if forward_first else backward + forward
+        ready = next((action for arrival, action in following if arrival <= now), None)
+        if ready is None and pending[r]:
+            later = min((arrival for arrival, _ in following), default=math.inf)
+            if now + cost["W"][pending[r][0].stage] / 2 <= later:
+                ready = pending[r].pop(0)
+        if ready is None:
+            continue  # what arrives wakes the process
+        kind, m, i = ready
+        rows[r].append(ready)
+        end = busy_until[r] = now + cost[kind][i]
+        heapq.heappush(events, (end, r))
+        if kind == "W":
+            continue
+        to = i + 1 if kind == "F" else i - 1
+        if kind == "F":
+            num_forward[i] += 1
+        else:
+            num_backward[i] += 1
+            if kind == "I":
+                pending[r].append(Action("W", m, i))
+        if kind == "F" and to == num_stages:
+            grads[i].append(end)
+        elif to >= 0:
+            arrival = end + (transfer if process_of[to] != r else 0.0)
+            (inputs if kind == "F" else grads)[to].append(arrival)
+            heapq.heappush(events, (arrival, process_of[to]))
+    return rows
+
+
+def _with_better_path(candidate: _Candidate, budget: _Budget) -> _Candidate:
+    """Improve the order by changes to the critical path: nothing else can shorten the time of a batch.
+
+    Of all changes the best one is taken, also if it changes nothing or makes the time longer, for up to
+    :data:`PATIENCE` changes without an improvement.
+    """
+    best = current = candidate
+    seen = {_key(current)}
+    patience = PATIENCE
+    while patience and (best.rank[0] > 0 or best.rank[1] > best.least_time):
+        following: _Candidate | None = None
+        for table in _changes(current):
+            if not budget.spend(_CHECKED * current.num_actions):
+                return best
+            try:
+                other = current.with_table(table)
+            except ValueError:  # the change causes a deadlock
+                continue
+            if _key(other) not in seen and (following is None or other.rank < following.rank):
+                following = other
+        if following is None:
+            return best
+        current = following
+        seen.add(_key(current))
+        patience -= 1
+        if current.rank < best.rank:
+            best, patience = current, PATIENCE
+    return best
+
+
+_Key: TypeAlias = tuple[tuple[int, ...], tuple[tuple[Action, ...], ...]]
+
+
+def _key(candidate: _Candidate) -> _Key:
+    return tuple(candidate.balance), tuple(map(tuple, candidate.program.schedule))
+
+
+def _changes(candidate: _Candidate) -> Iterator[Schedule]:
+    """Return tables that differ in the critical path.
+
+    Two neighbours of a row change places, a backward pass is split, or its two parts become one.
+    """
+    rows = candidate.program.schedule
+    place = {action: (r, k) for r, row in enumerate(rows) for k, action in enumerate(row)}
+
+    def changed(r: int, row: list[Action]) -> Schedule:
+        return [*rows[:r], row, *rows[r + 1 :]]
+
+    path = [step for step in candidate.program.critical_path(candidate.costs) if isinstance(step, Action)]
+    for before, action in pairwise(path):
+        r, k = place[before]
+        if place[action] == (r, k + 1) and before[1:] != action[1:]:
+            yield changed(r, [*rows[r][:k], action, before, *rows[r][k + 2 :]])
+    for action in path:
+        r, k = place[action]
+        row, gradients, weights = rows[r], action._replace(kind="I"), action._replace(kind="W")
+        if action.kind == "B":
+            yield changed(r, [*row[:k], gradients, weights, *row[k + 1 :]])
+            yield changed(r, [*row[:k], gradients, *row[k + 1 :], weights])
+        elif action.kind != "F":
+            whole = [action._replace(kind="B") if each == gradients else each for each in row]
+            yield changed(r, [each for each in whole if each != weights])
