@@ -44,6 +44,9 @@ EFFORT = 8_000_000
 CLEARLY_FASTER = 0.99
 """A searched order is chosen only if it takes less than this share of the time of the best schedule with a name."""
 
+AS_FAST = 1.005
+"""Of the plans that take at most so many times as long as the fastest, the one with the smallest peak is chosen."""
+
 
 _CHECKED = 25
 """A new table is made and checked before it is simulated, which takes as long as about so many simulations."""
@@ -268,10 +271,9 @@ def search(
         if candidate.least_time < best.rank[1] or best.rank[0] > 0:
             share = budget.left // 2 if place == 0 else budget.left // 4
             candidates[place] = _with_better_balance(candidate, _Budget(share, budget))
-    named = min(candidates, key=lambda each: each.rank)
-    best = named
+    named = best = _choice(candidates)
     if SEARCHED in schedules:
-        searched = _with_better_order(sorted(candidates, key=lambda each: each.rank), budget)
+        searched = _choice(_with_better_orders(sorted(candidates, key=lambda each: each.rank), budget))
         if searched.rank < (named.rank[0], named.rank[1] * CLEARLY_FASTER):
             best = searched
     if best.rank[0] > 0:
@@ -284,6 +286,14 @@ def search(
             "recompute activations, or raise the limit"
         )
     return _plan(best, named, candidates)
+
+
+def _choice(candidates: Iterable[_Candidate]) -> _Candidate:
+    """Return the fastest candidate that fits into memory, or one that is as fast and holds less."""
+    ranked = sorted(candidates, key=lambda each: each.rank)
+    excess, seconds = ranked[0].rank
+    as_fast = [each for each in ranked if each.rank[0] <= excess and each.rank[1] <= seconds * AS_FAST]
+    return min(as_fast, key=lambda each: max(each.peak_bytes))
 
 
 def _plan(best: _Candidate, named: _Candidate, candidates: Sequence[_Candidate]) -> Plan:
@@ -575,10 +585,10 @@ def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
 # Order of actions
 
 
-def _with_better_order(candidates: Sequence[_Candidate], budget: _Budget) -> _Candidate:
-    """Return the best candidate whose order of actions was searched.
+def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> list[_Candidate]:
+    """Return candidates whose order of actions was searched.
 
-    The starting points are the given candidates and greedy orders, for their balances and for similar ones.
+    The starting points are the given candidates, sorted, and greedy orders, for their balances and for similar ones.
     """
     best = candidates[0]
     starts: dict[_Key, _Candidate] = {}
@@ -609,10 +619,12 @@ def _with_better_order(candidates: Sequence[_Candidate], budget: _Budget) -> _Ca
                 consider(other.with_table(table))
             if part.left < 0:
                 break
+    improved = []
     for start in sorted(starts.values(), key=lambda each: each.rank):
         if best.rank[0] > 0 or start.least_time < best.rank[1]:
-            best = min(best, _with_better_path(start, _Budget(budget.left // 3, budget)), key=lambda each: each.rank)
-    return best
+            improved.append(_with_better_path(start, _Budget(budget.left // 3, budget)))
+            best = min(best, improved[-1], key=lambda each: each.rank)
+    return [*starts.values(), *improved]
 
 
 def _similar_balances(candidate: _Candidate) -> Iterable[list[int]]:
