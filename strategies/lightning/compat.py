@@ -104,7 +104,9 @@ Callback = pl.callbacks.Callback
 CheckpointIO = fabric.plugins.CheckpointIO
 ClosureResult = pl.loops.optimization.automatic.ClosureResult
 ClusterEnvironment = fabric.plugins.ClusterEnvironment
+Closure = pl.loops.optimization.automatic.Closure
 CombinedLoader = pl.utilities.combined_loader.CombinedLoader
+DataHooks = pl.core.hooks.DataHooks
 DoublePrecision = pl.plugins.precision.DoublePrecision
 LearningRateFinder = pl.callbacks.LearningRateFinder
 LightningEnvironment = fabric.plugins.environments.LightningEnvironment
@@ -118,6 +120,7 @@ PassThroughProfiler = pl.profilers.PassThroughProfiler
 ParallelStrategy = pl.strategies.ParallelStrategy
 PossibleUserWarning = fabric.utilities.warnings.PossibleUserWarning
 Precision = pl.plugins.Precision
+Profiler = pl.profilers.Profiler
 PyTorchProfiler = pl.profilers.PyTorchProfiler
 RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
 RunningStage = pl.trainer.states.RunningStage
@@ -150,6 +153,7 @@ DataFetcher = pl.loops.fetchers._DataFetcher
 DataLoaderIterDataFetcher = pl.loops.fetchers._DataLoaderIterDataFetcher
 DataLoaderSource = _connectors.data_connector._DataLoaderSource
 DatasetSamplerWrapper = fabric.utilities.distributed._DatasetSamplerWrapper
+EvaluationLoop = pl.loops._EvaluationLoop
 FitLoop = pl.loops.fit_loop._FitLoop
 Launcher = pl.strategies.launchers.launcher._Launcher
 LoggerConnector = _connectors.logger_connector._LoggerConnector
@@ -217,20 +221,23 @@ def hook_calls() -> Any:
     return pl.trainer.call
 
 
+CURRENT_HOOK = "_current_fx_name"
+"""The attribute of a model with the name of the hook that is being called."""
+
 current_hook = attrgetter("_current_fx_name")
 """Returns the name of the model's hook that is being called, for a model."""
 
-
-def set_current_hook(model: LightningModule, name: str | None) -> None:
-    """Set what :func:`current_hook` returns, without the search for parameters in ``torch.nn.Module.__setattr__``."""
-    if type(model).__setattr__ is nn.Module.__setattr__:
-        vars(model)["_current_fx_name"] = name
-    else:
-        model._current_fx_name = name
-
+trainer_of = attrgetter("_trainer")
+"""Returns the Trainer of a model, or ``None``."""
 
 strategy_of = attrgetter("_accelerator_connector.strategy")
 """Returns the strategy of a Trainer."""
+
+datamodule_with_hooks = attrgetter("_data_connector._datahook_selector.datamodule")
+"""Returns the data module of a Trainer whose hooks of batches run in place of the model's, or ``None``."""
+
+call_batch_hook = LightningModule._call_batch_hook
+"""Calls a hook of batches, of a model or of its data module."""
 
 
 def empty_hooks() -> frozenset[Any]:
@@ -246,21 +253,53 @@ def _does_nothing(function: FunctionType) -> bool:
     return done in ([("LOAD_CONST", None), ("RETURN_VALUE", None)], [("RETURN_CONST", None)])
 
 
-_REPLACED_FUNCTIONS = (
+_REPLACED: tuple[Any, ...] = (
     pl.trainer.call._call_callback_hooks,
     pl.trainer.call._call_lightning_module_hook,
     pl.trainer.call._call_strategy_hook,
+    cast(property, pl.loops.loop._Loop.restarting).fset,
+    pl.loops.utilities._is_max_limit_reached,
+    _connectors.logger_connector.result,
+    _connectors.data_connector._DataHookSelector.get_instance,
+    fabric.utilities.apply_func.apply_to_collection,
+    fabric.utilities.apply_func.move_data_to_device,
+    AutomaticOptimization._training_step,
+    Closure.__call__,
+    Closure.closure,
+    ClosureResult.__post_init__,
+    ClosureResult._clone_loss,
+    ClosureResult.from_training_step_output,
+    DataHooks.on_after_batch_transfer,
+    DataHooks.on_before_batch_transfer,
+    DataHooks.transfer_batch_to_device,
+    LightningModule.backward,
     LightningModule.clip_gradients,
     LightningModule.configure_gradient_clipping,
-    ResultCollection._extract_batch_size,
-    ResultCollection.log,
-    ResultCollection.update_metrics,
-    ResultMetadata,
-    ResultMetric,
-    ResultSync,
+    LightningModule.optimizer_zero_grad,
+    LoggerConnector.log_metrics,
+    LoggerConnector.metrics,
+    LoggerConnector.on_batch_end,
+    LoggerConnector.update_train_step_metrics,
+    PassThroughProfiler.start,
+    PassThroughProfiler.stop,
+    Precision.backward,
+    Precision.clip_gradients,
+    Precision.post_backward,
+    Precision.pre_backward,
+    Precision.train_step_context,
+    Profiler.profile,
+    Strategy.backward,
+    TrainingEpochLoop._accumulated_batches_reached,
+    TrainingEpochLoop._is_training_done,
+    TrainingEpochLoop._on_after_fetch,
+    TrainingEpochLoop._on_before_fetch,
+    TrainingEpochLoop._should_accumulate,
+    TrainingEpochLoop._update_learning_rates,
+    TrainingEpochLoop.update_lr_schedulers,
+    call_batch_hook,
     is_param_in_hook_signature,
 )
-KNOWN_SOURCES = "2da6aeaffc8184139c13db1317f3088e13d8f6460ed2813e8a2d63d97b0ffc8e"
+KNOWN_SOURCES = "2f0a17b66c03d86dd566dfb27705ddf97ecffa25aab3d3e628beda42e05126da"
 """What :func:`replaced_sources` returns for version 2.6.6."""
 
 
@@ -274,9 +313,11 @@ def has_known_sources() -> bool:
 
 
 def replaced_sources() -> str:
-    """Return the hash of the sources of the functions that :mod:`trainer.lean` stands in for."""
-    sources = "".join(inspect.getsource(inspect.unwrap(each)) for each in _REPLACED_FUNCTIONS)
-    return hashlib.sha256(sources.replace(PACKAGE, "").encode()).hexdigest()  # the two packages differ in it
+    """Return the hash of the sources of what :mod:`trainer.lean` stands in for."""
+    sources = "".join(inspect.getsource(inspect.unwrap(getattr(each, "fget", each))) for each in _REPLACED)
+    for name in (PACKAGE, _FABRIC_OF[PACKAGE]):  # in which the two packages of Lightning differ
+        sources = sources.replace(name, "")
+    return hashlib.sha256(sources.encode()).hexdigest()
 
 
 def run_stage_function() -> Callable[..., Any]:

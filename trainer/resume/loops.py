@@ -15,7 +15,6 @@ from strategies.lightning.compat import (
     DataLoaderIterDataFetcher,
     DataLoaderSource,
     FitLoop,
-    LoggerConnector,
     PossibleUserWarning,
     PrefetchDataFetcher,
     Trainer,
@@ -23,7 +22,7 @@ from strategies.lightning.compat import (
     combined_mode,
     update_callback_metrics,
 )
-from trainer.lean import LeanEpochLoop
+from trainer.lean import LeanEpochLoop, LeanLoggerConnector
 from trainer.resume.combined_loader import ResumableLoader
 from trainer.resume.epoch_results import ResumableResults
 from trainer.resume.loader import Resumption
@@ -253,7 +252,7 @@ class ResumingFitLoop(FitLoop):
         return int(total.processed)
 
 
-class ResumingLoggerConnector(LoggerConnector):
+class ResumingLoggerConnector(LeanLoggerConnector):
     """Lightning's logger connector, which is called between the hooks of an epoch's end and the schedulers' steps."""
 
     def on_epoch_end(self) -> None:

@@ -21,7 +21,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.lightning.compat import current_hook, set_current_hook
+from strategies.lightning.compat import current_hook
 from trainer import Trainer, lean
 
 QUIET: dict[str, Any] = {
@@ -450,13 +450,328 @@ def test_gradients_are_clipped(algorithm: str) -> None:
     assert not torch.equal(relays.layer.weight, plain.layer.weight)
 
 
-def test_a_setattr_of_the_user_sees_the_name_of_the_hook() -> None:
-    class Notes(Model):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == "_current_fx_name":
-                vars(self).setdefault("noted", []).append(value)
-            super().__setattr__(name, value)
+class NotesNames(Model):
+    """Notes the names of hooks that are assigned to it."""
 
-    model = Notes()
-    set_current_hook(model, "on_fit_start")
-    assert vars(model)["noted"][-1] == current_hook(model) == "on_fit_start"
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":
+            vars(self).setdefault("noted", []).append(value)
+        super().__setattr__(name, value)
+
+    def on_after_backward(self) -> None:
+        pass
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        pass
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        callback = pl.Callback()
+        callback.on_after_backward = callback.on_before_zero_grad = lambda *args: None
+        return [callback]
+
+
+def test_a_setattr_of_the_user_sees_the_names_of_hooks() -> None:
+    names = {"on_after_backward", "on_before_zero_grad", "training_step"}
+    noted = [[name for name in model.noted if name in names] for model in under_both(NotesNames)]
+    assert noted[0] == noted[1]
+    assert set(noted[1]) == names
+
+
+# The loss, which Lightning divides by the number of batches whose gradients it accumulates
+
+
+class KeepsLoss(Model):
+    """Keeps its losses as it returned them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.kept.append(loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.seen.append(float(outputs["loss"]))
+
+
+def num_divisions(run: Callable[[], Any]) -> int:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run()
+    return sum(event.count for event in profiler.key_averages() if event.key == "aten::div")
+
+
+def test_a_loss_that_nobody_sees_is_not_divided_by_one() -> None:
+    theirs = num_divisions(lambda: fit(pl.Trainer, KeepsLoss()))
+    assert theirs - num_divisions(lambda: fit(Trainer, KeepsLoss())) == 2 * 10  # in the forward and backward pass
+    theirs = num_divisions(lambda: fit(pl.Trainer, KeepsLoss(), accumulate_grad_batches=2))
+    assert num_divisions(lambda: fit(Trainer, KeepsLoss(), accumulate_grad_batches=2)) == theirs
+
+
+def doubling(model: KeepsLoss, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function among those of the backward pass that changes the loss in place."""
+
+    def double(*args: Any, **kwargs: Any) -> Any:
+        for loss in args:
+            if type(loss) is Tensor and loss.ndim == 0:
+                model.seen.append((loss is model.kept[-1], type(loss.grad_fn).__name__))
+                loss.detach().mul_(2)
+        return original(*args, **kwargs)
+
+    return double
+
+
+LOSS_PLACES = {
+    "model.on_before_backward": lambda trainer: trainer.lightning_module,
+    "model.backward": lambda trainer: trainer.lightning_module,
+    "callback.on_before_backward": lambda trainer: trainer.callbacks[0],
+    "strategy.backward": lambda trainer: trainer.strategy,
+    "strategy.pre_backward": lambda trainer: trainer.strategy,
+    "strategy.post_backward": lambda trainer: trainer.strategy,
+    "precision.pre_backward": lambda trainer: trainer.precision_plugin,
+    "precision.backward": lambda trainer: trainer.precision_plugin,
+    "precision.post_backward": lambda trainer: trainer.precision_plugin,
+}
+
+
+@pytest.mark.parametrize("place", LOSS_PLACES)
+@pytest.mark.parametrize("in_zero_grad", [False, True], ids=["in the step", "in another hook"])
+def test_whatever_sees_the_loss_gets_lightnings(place: str, in_zero_grad: bool) -> None:
+    """A function that is attached in the third step, also if only after the step, may change the loss in place."""
+    name = place.partition(".")[2]
+
+    def attach(model: KeepsLoss) -> None:
+        if len(model.kept) == 3 - (not in_zero_grad):
+            holder = LOSS_PLACES[place](model.trainer)
+            setattr(holder, name, doubling(model, getattr(holder, name)))
+
+    class Attaching(KeepsLoss):
+        def in_step(self, batch_idx: int) -> None:
+            if not in_zero_grad:
+                attach(self)
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if in_zero_grad:
+                attach(self)
+
+    if not in_zero_grad:
+        del Attaching.on_before_zero_grad
+    lightnings, relays = under_both(Attaching, callbacks=lambda: [pl.Callback()])
+    noted = [entry for entry in relays.seen if isinstance(entry, tuple) and entry[0] is False]
+    assert len(noted) == 8
+    assert relays.seen == lightnings.seen
+    assert torch.equal(relays.layer.weight, lightnings.layer.weight)
+    assert [loss.item() for loss in relays.kept] == [loss.item() for loss in lightnings.kept]
+
+
+@pytest.mark.parametrize("of_class", [pl.LightningModule, pl.plugins.Precision, pl.strategies.Strategy])
+def test_a_backward_that_replaces_that_of_a_class_gets_lightnings_loss(of_class: type) -> None:
+    models = []
+    for make in (pl.Trainer, Trainer):
+        model = KeepsLoss()
+        with mock.patch.object(of_class, "backward", doubling(model, of_class.backward)):
+            fit(make, model)
+        models.append(model)
+    assert models[0].seen == models[1].seen
+    assert sum(isinstance(entry, tuple) and entry[0] is False for entry in models[1].seen) == 10
+    assert torch.equal(models[0].layer.weight, models[1].layer.weight)
+
+
+# Batches on their way to the step
+
+
+class TakesBatches(Model):
+    """Notes what becomes of batches of all kinds."""
+
+    def __init__(self, made: list[Any]) -> None:
+        super().__init__()
+        self.made = made
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        original = self.made[batch_idx]
+        self.seen.append((type(batch), batch is original, torch.utils._pytree.tree_leaves(batch)))
+        return self.layer.weight.sum()
+
+
+class Movable:
+    def __init__(self) -> None:
+        self.moved_to: list[torch.device] = []
+
+    def to(self, device: torch.device, **_: Any) -> None:
+        self.moved_to.append(device)  # and returns nothing, which Lightning allows
+
+
+def test_batches_are_moved_as_by_lightning() -> None:
+    one = torch.ones(2, 3)
+    parameter = nn.Parameter(torch.ones(2))
+    made = [one, [one, one], (one, 1), (one,), {"a": one}, {"a": [one]}, [one, None], [], 7, Movable(), [parameter]]
+    lightnings, relays = (TakesBatches(made) for _ in range(2))
+    for make, model in ((pl.Trainer, lightnings), (Trainer, relays)):
+        trainer = make(**{**QUIET, "max_epochs": 1}, enable_progress_bar=False)
+        trainer.fit(model, DataLoader(made, batch_size=None, collate_fn=lambda batch: batch))
+    for theirs, own in zip(lightnings.seen, relays.seen, strict=True):
+        assert own[0] is theirs[0]
+        assert own[1] is theirs[1] or own[0] is tuple  # a tuple cannot be told from an equal one
+        assert all(mine is other for mine, other in zip(own[2], theirs[2], strict=True))
+    assert len(made[9].moved_to) == 2
+
+
+BATCH_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+@pytest.mark.parametrize("who", ["model", "data module", "both", "model with data module"])
+def test_batch_hooks_attached_in_mid_run_run(who: str) -> None:
+    class Attaching(Model):
+        def in_step(self, batch_idx: int) -> None:
+            data = self.trainer.datamodule
+            holders = {"model": [self], "data module": [data], "both": [self, data], "model with data module": [self]}
+            if self.trainer.current_epoch == 0 and batch_idx == 2:
+                for holder in holders[who]:
+                    for name in BATCH_HOOKS:
+                        noting = recording(name, getattr(holder, name), type(holder).__name__, self.seen, self)
+                        setattr(holder, name, noting)
+
+    models = []
+    for make in (pl.Trainer, Trainer):
+        model = Attaching()
+        data: dict[str, Any] = {"train_dataloaders": loader(), "val_dataloaders": loader()}
+        if who != "model":
+            data = {"datamodule": pl.LightningDataModule.from_datasets(loader().dataset, loader().dataset)}
+        make(**QUIET, enable_progress_bar=False).fit(model, **data)
+        models.append(model)
+    assert models[1].seen == models[0].seen
+    assert {entry[1] for entry in models[1].seen} > set(BATCH_HOOKS)
+    assert torch.equal(models[0].layer.weight, models[1].layer.weight)
+
+
+# Settings that most runs leave as they are
+
+
+class Changes(Model):
+    """In its third step the model changes something of the run, and notes what the run does."""
+
+    def __init__(self, change: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.change_in_step = change
+
+    def in_step(self, batch_idx: int) -> None:
+        if self.trainer.current_epoch == 0 and batch_idx == 2:
+            self.change_in_step(self)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((batch_idx, self.trainer.global_step, self.trainer.optimizers[0].param_groups[0]["lr"]))
+        self.seen.append(torch.is_grad_enabled())
+        self.log("epoch", float(self.trainer.current_epoch))
+
+
+class NoValidation(Changes):
+    validation_step = pl.LightningModule.validation_step
+
+
+def _adds_scheduler(model: Changes) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(model.trainer.optimizers[0], 1)
+    model.trainer.strategy.lr_scheduler_configs.append(
+        pl.utilities.types.LRSchedulerConfig(scheduler, interval="step", frequency=1)
+    )
+
+
+def _accumulates(model: Changes) -> None:
+    model.trainer.accumulate_grad_batches = 2
+
+
+def _ends_earlier(model: Changes) -> None:
+    model.trainer.fit_loop.epoch_loop.max_steps = 4
+
+
+def _validates(model: Changes) -> None:
+    model.validation_step = lambda batch, batch_idx: model.seen.append("validated")
+
+
+def _enters_context(model: Changes) -> None:
+    precision = model.trainer.precision_plugin
+    entered = precision.train_step_context
+    precision.train_step_context = lambda: model.seen.append("entered") or entered()
+
+
+class SeenLogger(pl.loggers.CSVLogger):
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__("unused")
+        self.seen = seen
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.seen.append((dict(metrics), step))
+
+    def save(self) -> None:
+        pass
+
+
+def _adds_logger(model: Changes) -> None:
+    model.trainer.loggers = [SeenLogger(model.seen)]
+
+
+CHANGES = {
+    _adds_scheduler: lambda seen: seen[-2][2] < 1e-5,
+    _accumulates: lambda seen: seen[-2][1] == 8,
+    _ends_earlier: lambda seen: seen[-2][1] == 4,
+    _validates: lambda seen: seen.count("validated") == 10,
+    _enters_context: lambda seen: seen.count("entered") == 7,
+    _adds_logger: lambda seen: sum(isinstance(entry, tuple) and isinstance(entry[0], dict) for entry in seen) >= 7,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_settings_may_change_in_mid_run(change: Callable[[Any], None]) -> None:
+    lightnings, relays = under_both(lambda: NoValidation(change), log_every_n_steps=1)
+    assert CHANGES[change](lightnings.seen)
+    assert relays.seen == lightnings.seen
+    assert torch.equal(relays.layer.weight, lightnings.layer.weight)
+
+
+def test_a_profiler_set_in_mid_run_sees_what_follows() -> None:
+    def follow(model: Changes) -> None:
+        model.trainer.profiler = SimpleProfiler()
+
+    recorded = []
+    for model in under_both(lambda: Changes(follow)):
+        durations = model.fitted[0].profiler.recorded_durations
+        recorded.append({name: len(times) for name, times in durations.items()})
+    assert recorded[0] == recorded[1]
+    assert recorded[1]["run_training_batch"] == recorded[1]["[_TrainingEpochLoop].train_dataloader_next"] == 7
+
+
+# Gradients that somebody else enables or disables
+
+
+class Leaves(Model):
+    """A step that leaves gradients disabled."""
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.seen.append(torch.is_grad_enabled())
+        torch.set_grad_enabled(False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(torch.is_grad_enabled())
+
+
+class WithoutGradients(torch.optim.SGD):
+    """An optimizer that calls the step without enabling gradients."""
+
+    def step(self, closure: Callable[[], Any]) -> None:
+        with torch.no_grad():
+            closure()
+            super().step()
+
+
+class OwnOptimizer(Leaves):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return WithoutGradients(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("make_model", "after_step"), [(Leaves, True), (OwnOptimizer, False)])
+def test_gradients_are_enabled_for_the_step_only(make_model: type[Model], after_step: bool) -> None:
+    lightnings, relays = under_both(make_model)
+    assert relays.seen == lightnings.seen
+    assert [entry for entry in relays.seen if isinstance(entry, bool)] == [True, after_step] * 10
+    assert torch.equal(relays.layer.weight, lightnings.layer.weight)
+    assert not torch.equal(relays.layer.weight, make_model().layer.weight)
