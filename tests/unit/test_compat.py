@@ -296,6 +296,7 @@ _ACCEPTED = {
     "_buffers",
     "_modules",
     "_fields",  # of named tuples, public
+    "_replace",  # of named tuples, public
     "_exit",  # of os, public
     "_getframe",  # of sys, public
     "_current_frames",  # of sys, public
