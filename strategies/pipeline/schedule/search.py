@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from itertools import accumulate, combinations, pairwise, product
+from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias
 
 from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Program
@@ -441,7 +441,7 @@ class _Candidate:
 
     @property
     def least_time(self) -> float:
-        """No balance is faster."""
+        """No balance is faster, since all processes work all the time in this one."""
         processes = len(self.program.schedule)
         return self.model.microbatches * (sum(self.work) + self.model.driver_seconds) / processes
 
@@ -601,7 +601,7 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
         consider(candidate)
     for forward_first, early_first in product((False, True), repeat=2):
         for candidate in candidates:
-            if candidate.least_time < best.rank[1] or best.rank[0] > 0:
+            if part.left > 0 and (candidate.least_time < best.rank[1] or best.rank[0] > 0):
                 for table in _greedy_tables(candidate, forward_first=forward_first, early_first=early_first):
                     if not part.spend(_CHECKED * candidate.num_actions):
                         break
@@ -610,18 +610,16 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
     for candidate in ranked[:NUM_STARTS]:
         balances = _similar_balances(candidate)
         for least, balance in sorted((_least_time(candidate, each), each) for each in balances):
-            if least >= best.rank[1] and best.rank[0] == 0:
+            if part.left <= 0 or (least >= best.rank[1] and best.rank[0] == 0):
                 break
             other = candidate.with_balance(balance)
-            for table in (candidate.program.schedule, *_greedy_tables(other)):
+            for table in chain([candidate.program.schedule], _greedy_tables(other)):
                 if not part.spend(_CHECKED * candidate.num_actions):
                     break
                 consider(other.with_table(table))
-            if part.left < 0:
-                break
     improved = []
     for start in sorted(starts.values(), key=lambda each: each.rank):
-        if best.rank[0] > 0 or start.least_time < best.rank[1]:
+        if budget.left > 0 and (best.rank[0] > 0 or start.least_time < best.rank[1]):
             improved.append(_with_better_path(start, _Budget(budget.left // 3, budget)))
             best = min(best, improved[-1], key=lambda each: each.rank)
     return [*starts.values(), *improved]

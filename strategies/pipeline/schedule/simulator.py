@@ -190,6 +190,7 @@ class Program:
 
     def seconds_of(self, costs: Costs) -> list[float]:
         """Return the time of each kind of action on each stage, then of the user's code, for :meth:`ends`."""
+        assert self._has_user_code or not costs.driver.runs_code_before
         num = self.placement.num_stages
         forward = _per_stage("forward", costs.forward, num)
         forward[-1] += costs.driver.after
@@ -455,7 +456,7 @@ def _needs(step: Step, row_of: Mapping[Step, int], num_stages: int) -> tuple[Ste
     if step.kind == "F" and step.stage == 0:
         code = UserCode("b", m)
         return (code,) if code in row_of else ()
-    return needs_of(step, num_stages, split=Action("I", m, step.stage + 1) in row_of)
+    return needs_of(step, num_stages, split=step.kind in "BI" and Action("I", m, step.stage + 1) in row_of)
 
 
 def _per_stage(name: str, cost: PerStage, num_stages: int) -> list[float]:
