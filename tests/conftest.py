@@ -1,6 +1,7 @@
 """Rules for tests that need a GPU or have to run alone, and a fixture for tests that compare to the last digits."""
 
 import fcntl
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[Any]:
+    """Has the garbage collector leave alone what is imported: hundreds of thousands of objects that are no garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
