@@ -1,12 +1,14 @@
 """A script with ``import lightning as L`` that trains in several ways: ``lightning_job.py OUTCOMES WAY...``."""
 
 import sys
+from typing import Any
 
 import lightning as L
 import torch
 from lightning_models import Count, Data, Net
 
 from strategies import RPCSequentialStrategy
+from strategies.lightning import compat
 from trainer import Trainer
 
 WAYS = {
@@ -21,7 +23,7 @@ WAYS = {
 
 
 def main(path: str, *ways: str) -> None:
-    outcomes = {}
+    outcomes: dict[str, Any] = {}
     for way in ways:
         count, model = Count(), Net()
         trainer = WAYS[way](
@@ -42,6 +44,7 @@ def main(path: str, *ways: str) -> None:
         }
     assert not [name for name in sys.modules if name.startswith(("pytorch_lightning", "lightning_fabric"))]
     if trainer.is_global_zero:
+        outcomes["sources"] = compat.PACKAGE, compat.replaced_sources()
         torch.save(outcomes, path)
 
 

@@ -1,15 +1,11 @@
-"""How much memory is left: control groups of both versions as files, and real limits of a process."""
+"""How much memory is left, by control groups of both versions, as files."""
 
-import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from harness import run
 
-from strategies.launch.limits import limits_of_process, room_on_host
+from strategies.launch.limits import room_on_host
 
 MEBI = 2**20
 NO_LIMIT_BYTES = 2**63 - 4096
@@ -75,38 +71,3 @@ def test_in_a_container_only_the_root_of_the_path_exists(tmp_path: Path) -> None
 
 def test_the_groups_of_this_process_can_be_read() -> None:
     assert 0 < room_on_host().size_bytes <= psutil.virtual_memory().total + psutil.swap_memory().total
-
-
-def under_limits() -> list[tuple[int, str, bool]]:
-    assert limits_of_process() == []
-    for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
-        resource.setrlimit(kind, (2**40, resource.RLIM_INFINITY))
-    before = limits_of_process()
-    kept = bytearray(256 * MEBI)
-    after = limits_of_process()
-    found = [
-        (limit.size_bytes, limit.words, 250 * MEBI < later.used_bytes - limit.used_bytes < 262 * MEBI)
-        for limit, later in zip(before, after, strict=True)
-    ]
-    return found if kept else []
-
-
-def test_limits_of_a_process_and_what_of_them_it_uses() -> None:
-    assert run(under_limits) == [
-        (2**40, "RLIMIT_DATA, `ulimit -d`", True),
-        (2**40, "RLIMIT_AS, `ulimit -v`", True),
-    ]
-
-
-def test_what_is_used_is_what_the_kernel_counts() -> None:
-    """With 64 MiB left by the figure, 32 MiB can be had and 96 cannot."""
-    code = (
-        "import resource\nfrom strategies.launch.limits import limits_of_process\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (2**40, -1))\n"
-        "used = limits_of_process()[0].used_bytes\n"
-        "resource.setrlimit(resource.RLIMIT_DATA, (used + 2**26, -1))\n"
-        "bytearray(2**25)\n"
-        "try:\n    bytearray(3 * 2**25)\nexcept MemoryError:\n    print('refused')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "refused\n"

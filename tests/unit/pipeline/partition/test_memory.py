@@ -1,14 +1,12 @@
-"""What stages need, the smallest number of stages that would do, and real limits of a process that refuse them."""
+"""What stages need, the smallest number of stages that would do, and refusals of what no host has."""
 
 import re
-import resource
 
 import pytest
 import torch
-from harness import run
 from torch import nn, optim
 
-from strategies.launch.limits import limits_of_process, room_on_host
+from strategies.launch.limits import room_on_host
 from strategies.pipeline.partition.memory import Need, Placement, Sizes, check_memory, nbytes_of, smallest_number
 from strategies.pipeline.partition.sequential import cut
 
@@ -96,44 +94,3 @@ def test_what_no_host_has_is_refused_and_what_fits_is_not() -> None:
 def test_what_this_process_already_holds_counts_as_room() -> None:
     model = Model(64, 4, device="cpu")
     check_memory(model.placed([2, 2]), [optim.SGD(model.parameters(), lr=0.1)])
-
-
-def refused(balance: list[int], mebi: int, kind: int, *, states: bool) -> str:
-    """What the check says of 8 layers of 100 MiB, if each process may use some MiB more than this one does."""
-    limit = {resource.RLIMIT_DATA: "DATA", resource.RLIMIT_AS: "AS"}[kind]
-    for each in (resource.RLIMIT_DATA, resource.RLIMIT_AS):
-        resource.setrlimit(each, (2**40, -1))
-    (used,) = [own.used_bytes for own in limits_of_process() if limit in own.words]
-    resource.setrlimit(kind, (used + mebi * MEBI, -1))
-    model = Model(100, 8)
-    optimizers = [optim.AdamW(model.parameters())] if states else [optim.SGD(model.parameters(), lr=0.1)]
-    try:
-        check_memory(model.placed(balance), optimizers)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def all_rows() -> list[str]:
-    data, space = resource.RLIMIT_DATA, resource.RLIMIT_AS
-    return [
-        refused([4, 4], 850, data, states=False),
-        refused([4, 4], 700, data, states=False),
-        refused([2, 2, 2, 2], 850, data, states=True),
-        refused([1, 7], 1000, space, states=False),
-        refused([2] * 4, 300, data, states=True),
-    ]
-
-
-def test_real_limits_of_a_process_refuse_a_stage() -> None:
-    fits, sgd, adamw, space, layer = run(all_rows)
-    assert fits == adamw == ""
-    assert sgd.startswith("Stage 1 (layers 4 to 7: Linear, Linear, Linear, Linear) needs at least 803 MiB (402 MiB of ")
-    assert "MiB of gradients), and " in sgd and " for what else is in this process, but a process may use " in sgd
-    assert "(RLIMIT_DATA, `ulimit -d`). " in sgd
-    # What the process uses may have changed a little since the limit was set.
-    assert re.search(r"With (69\d|70\d) MiB for a stage per process, 3 stages are needed at least \(balance=\[3", sgd)
-    assert re.search(
-        r"\(RLIMIT_AS, `ulimit -v`\)\. With (99\d|1,00\d) MiB for a stage per process, 2 stages would", space
-    )
-    assert "No number of stages would do: a single layer, or the last one with what the model has outside" in layer
