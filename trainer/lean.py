@@ -9,6 +9,7 @@ Where the installed version of Lightning has other sources than those that the l
 (:func:`strategies.lightning.compat.has_known_sources`), Lightning's functions run as they are.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -50,12 +51,12 @@ from strategies.lightning.compat import (
 )
 
 _LIGHTNINGS = hook_calls()
-_is_logged = logging.getLogger(_LIGHTNINGS.__name__).isEnabledFor
+_is_logged, _DEBUG = logging.getLogger(_LIGHTNINGS.__name__).isEnabledFor, logging.DEBUG
 _EMPTY = empty_hooks()
 _SETATTR = nn.Module.__setattr__
 _CONFIGURE_CLIPPING = LightningModule.configure_gradient_clipping
 _CLIP_MODEL, _CLIP_PRECISION = LightningModule.clip_gradients, Precision.clip_gradients
-_CLOSURE = Closure.closure
+_CLOSURE, _ENABLED = Closure.closure, inspect.unwrap(Closure.closure)
 _RESTARTING = cast(property, EvaluationLoop.restarting)
 
 _OF_PRECISION = ("pre_backward", "post_backward", "_after_closure", "_clip_gradients", "train_step_context")
@@ -75,7 +76,7 @@ def _function_of(holder: Any, name: str) -> Any:
 
 def _is_followed(trainer: Any) -> bool:
     """Return whether a profiler or a log follows the calls of hooks."""
-    return type(trainer.profiler) is not PassThroughProfiler or _is_logged(logging.DEBUG)
+    return type(trainer.profiler) is not PassThroughProfiler or _is_logged(_DEBUG)
 
 
 def _call_lightning_module_hook(
@@ -210,7 +211,7 @@ class LeanClosure(Closure):
         if not torch.is_grad_enabled() or Closure.closure is not _CLOSURE:
             return super().__call__(*args, **kwargs)
         try:
-            self._result = cast(Any, _CLOSURE).__wrapped__(self, *args, **kwargs)
+            self._result = _ENABLED(self, *args, **kwargs)
         finally:
             if not torch.is_grad_enabled():
                 torch.set_grad_enabled(True)
@@ -249,10 +250,12 @@ class LeanFunctions(dict[Any, Any]):
         self._methods: dict[str, Callable[..., Any]] = {}
 
     def __missing__(self, function: Any) -> Any:
-        is_lightnings = type(function) is FunctionType and is_of_lightning(function.__globals__["__name__"])
         made = function
-        if is_lightnings and has_known_sources():
-            made = _STAND_INS.get(function) or self._over_lighter(function)
+        if has_known_sources():
+            if function in _STAND_INS:
+                made = _STAND_INS[function]
+            elif type(function) is FunctionType and is_of_lightning(function.__globals__["__name__"]):
+                made = self._over_lighter(function)
         self[function] = made
         return made
 
@@ -465,11 +468,13 @@ class LeanEpochLoop(TrainingEpochLoop):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     def _on_before_fetch(self) -> None:
-        if type(cast(Any, self.trainer).profiler) is not PassThroughProfiler:
+        trainer: Any = self.trainer
+        if type(trainer.profiler) is not PassThroughProfiler:
             super()._on_before_fetch()
 
     def _on_after_fetch(self) -> None:
-        if type(cast(Any, self.trainer).profiler) is not PassThroughProfiler:
+        trainer: Any = self.trainer
+        if type(trainer.profiler) is not PassThroughProfiler:
             super()._on_after_fetch()
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import logging
 import pickle
 import sys
@@ -21,7 +22,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from strategies.lightning.compat import current_hook
+from strategies.lightning.compat import ResultCollection, TrainingEpochLoop, current_hook
 from trainer import Trainer, lean
 
 QUIET: dict[str, Any] = {
@@ -206,6 +207,53 @@ def test_what_nobody_overrides_is_not_called() -> None:
     assert theirs["Module.__setattr__"] - relays["Module.__setattr__"] >= 40 * steps
     assert theirs["Profiler.profile"] - relays["Profiler.profile"] >= 15 * steps
     assert theirs["getfullargspec"] - relays["getfullargspec"] == steps - 1
+
+
+OF_EPOCHS = (
+    pl.profilers.Profiler.profile,
+    pl.profilers.PassThroughProfiler.start,
+    pl.plugins.Precision.train_step_context,
+    pl.core.hooks.move_data_to_device,
+    pl.core.hooks.DataHooks.on_before_batch_transfer,
+    pl.core.hooks.DataHooks.on_after_batch_transfer,
+    pl.loops.optimization.automatic.ClosureResult.from_training_step_output,
+    pl.utilities.model_helpers.is_overridden,
+    ResultCollection.metrics,
+    TrainingEpochLoop._update_learning_rates,
+)
+"""Functions that Lightning calls in every step, and that have no effect in the steps of most models."""
+
+
+class Plain(Model):
+    validation_step = pl.LightningModule.validation_step
+
+
+def test_what_has_no_effect_is_not_called_in_steps() -> None:
+    """The number of calls does not depend on the number of steps."""
+
+    def calls(make: Make, num_batches: int) -> Counter[str]:
+        return calls_in(lambda: fit(make, Plain(), limit_train_batches=num_batches), *OF_EPOCHS)
+
+    of_two, of_five = calls(pl.Trainer, 2), calls(pl.Trainer, 5)
+    assert [of_five[each.__qualname__] - of_two[each.__qualname__] >= 2 * 3 for each in OF_EPOCHS] == [True] * 10
+    assert calls(Trainer, 2) == calls(Trainer, 5)
+
+
+def test_a_step_makes_less_than_half_of_lightnings_calls() -> None:
+    def calls(make: Make, num_batches: int) -> int:
+        count = itertools.count()
+        before = sys.getprofile()
+        sys.setprofile(lambda frame, event, _: event == "call" and next(count))
+        try:
+            fit(make, Plain(), limit_train_batches=num_batches)
+        finally:
+            sys.setprofile(before)
+        return next(count)
+
+    for make in (pl.Trainer, Trainer):
+        fit(make, Plain())  # what only the first run does
+    theirs, own = (calls(make, 5) - calls(make, 3) for make in (pl.Trainer, Trainer))
+    assert own < 0.45 * theirs, (own / 4, theirs / 4)
 
 
 def test_other_sources_of_lightning_run_as_they_are() -> None:
