@@ -77,7 +77,8 @@ _LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _NUM_STREAMS = 4
 """Standard input, output and error, and the working directory."""
 
-_PROGRAM = ("-m", "strategies.launch.fork_server")
+_PROGRAM = ("-m", "strategies.launch")
+"""The module is ``__main__``: as the program itself, this one would be loaded twice, because workers import it."""
 
 _PR_SET_PDEATHSIG = 1
 """From ``linux/prctl.h``: the signal that a process gets when its parent ends."""
@@ -273,7 +274,7 @@ class OwnForkServer(ForkServer):
         passed = [theirs.fileno(), own, *([listener.fileno()] if listener is not None else [])]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *_PROGRAM, self._modules, *map(str, passed)],
+                [sys.executable, *_PROGRAM, "fork_server", self._modules, *map(str, passed)],
                 env={**environment, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths))},
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
@@ -839,7 +840,3 @@ def serve_later(modules: str, driver: int) -> Any:
     with suppress(OSError):  # the driver has ended, as the server finds out at once
         control.send(_READY)
     return _serve(server)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))

@@ -16,7 +16,8 @@ import psutil
 from torch import distributed as dist
 
 LOOPBACK = "127.0.0.1"
-_LOOK_SECONDS = 0.005
+_FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.0005, 0.005
+"""How often a wait looks: at first often, because processes that start together arrive within milliseconds."""
 
 
 def store_at(url: str, size: int) -> dist.Store:
@@ -74,12 +75,13 @@ class InterruptibleStore(dist.Store):
         """Called by gloo."""
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline = time.monotonic() + self._seconds
+        deadline, sleep_seconds = time.monotonic() + self._seconds, _FIRST_LOOK_SECONDS
         while not self._store.check(keys):
             self._check()
             if time.monotonic() > deadline:
                 raise RuntimeError(f"another process of the run did not appear within {self._seconds:g} s")
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(sleep_seconds)
+            sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
 
 
 def interface_to(address: str) -> tuple[str, str]:

@@ -171,7 +171,7 @@ class Workers:
             self._check()
             if time.monotonic() > deadline:
                 raise self._late(sorted(waiting))
-            time.sleep(0.005)
+            time.sleep(0.001)
 
     @staticmethod
     def _late(ranks: Sequence[int]) -> RuntimeError:

@@ -168,9 +168,9 @@ def _lives_as_long_as_this(pid: int) -> bool:
     What a fork server has forked may have the same command, but another parent.
     """
     command = procfs.describe(pid)
-    if "strategies.launch.fork_server" in command:
+    if "-m strategies.launch " in command:
         parent = procfs.parent(pid)
-        return os.getpid() == (procfs.parent(parent) if "fork_server successor" in command else parent)
+        return os.getpid() == (procfs.parent(parent) if "strategies.launch successor" in command else parent)
     return "multiprocessing.resource_tracker" in command
 
 
