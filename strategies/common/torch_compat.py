@@ -270,6 +270,39 @@ def record_functions(enabled: bool) -> None:
     torch.autograd._enable_record_function(enabled)
 
 
+# Modes of a thread
+
+ThreadModes = tuple[list[Any], list[Any], list[Any]]
+"""Function modes, dispatch modes, and pairs of hooks on tensors that autograd saves; in each list, outermost first."""
+
+_num_function_modes = torch._C._len_torch_function_stack
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def take_modes() -> ThreadModes:
+    """Remove all modes from this thread, such as those of ``torch.device`` and ``saved_tensors_hooks``; return them."""
+    modes: ThreadModes = [], [], []
+    while _num_function_modes():
+        modes[0].insert(0, torch._C._pop_torch_function_stack())
+    while _num_dispatch_modes():
+        modes[1].insert(0, torch._C._pop_torch_dispatch_stack(None))
+    while (hooks := _saved_tensors_hooks(False)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        modes[2].insert(0, hooks)
+    return modes
+
+
+def add_modes(modes: ThreadModes) -> None:
+    """Add modes that :func:`take_modes` returned to those of this thread."""
+    for mode in modes[0]:
+        torch._C._push_on_torch_function_stack(mode)
+    for mode in modes[1]:
+        torch._C._push_on_torch_dispatch_stack(mode)
+    for hooks in modes[2]:
+        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+
 # Gradient scaler
 
 UnscaleGrads = Callable[[Optimizer, Tensor, Tensor, bool], dict[torch.device, Tensor]]

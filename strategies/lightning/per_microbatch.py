@@ -5,8 +5,8 @@ or by other weights (:mod:`.loss_weights`). For a loss that is a mean over rows,
 the whole batch.
 """
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,6 +30,8 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.per_microbatch import Shares
 from strategies.pipeline.microbatch.split import split_batch
 from strategies.pipeline.stage.layers import PassContext
+
+_collector: ContextVar[Collect | None] = ContextVar("collector of what one micro-batch logs", default=None)
 
 
 class TrainingStepPerMicrobatch:
@@ -55,11 +57,10 @@ class TrainingStepPerMicrobatch:
         self._model, self._pipeline, self._precision, self._microbatches = model, pipeline, precision, microbatches
         self._scaler, self.loss_weights = scaler_of(precision), loss_weights
         self._has_checked_labels = loss_weights is not None
-        self._thread = threading.local()
 
     def collector(self) -> Collect | None:
-        """Return what collects the values that this thread logs now, for ``collect_logs``."""
-        return getattr(self._thread, "collect", None)
+        """Return what collects the values that are logged now, for ``collect_logs``."""
+        return _collector.get()
 
     def __call__(self, batch: Any, rest: Sequence[Any]) -> Any:
         """Run ``training_step`` of all micro-batches, and their backward passes.
@@ -91,11 +92,11 @@ class TrainingStepPerMicrobatch:
         outputs: list[Mapping[str, Any] | None] = [None] * len(parts)
 
         def step(m: int) -> Tensor | None:
-            self._thread.collect = partial(logs.collect, m)
+            token = _collector.set(partial(logs.collect, m))
             try:
                 output = self._model.training_step(parts[m], *rest)
             finally:
-                self._thread.collect = None
+                _collector.reset(token)
             parts[m] = None
             loss = ClosureResult.from_training_step_output(output).closure_loss  # raises Lightning's own errors
             if isinstance(output, Mapping):

@@ -375,7 +375,6 @@ class Pipeline(NotCopyable):
         ending.callback(whole_batch.close)
         if self._settings.interleaves:
             per_microbatch = PerMicrobatch(executor, self._parameters_here)
-            ending.callback(per_microbatch.close)
         if self._blocks is None:
             ending.callback(replaced(self.module, "forward", self._forward))
         else:

@@ -59,7 +59,7 @@ class PerMicrobatch:
 
     def __init__(self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
         self._executor, self._parameters = executor, parameters
-        self.steps = Steps(executor.num_stages + 1, executor.stage.device)
+        self.steps = Steps(executor.stage.device)
         """The suspended runs of user code."""
 
     def run(
@@ -104,10 +104,6 @@ class PerMicrobatch:
             return None
         total = torch.stack([weight * loss if weight else torch.zeros_like(loss) for weight, loss in known]).sum()
         return with_backward(total, [True], [], partial(_release, run, gathered, scale, shares))
-
-    def close(self) -> None:
-        """End the threads."""
-        self.steps.close()
 
 
 def _release(

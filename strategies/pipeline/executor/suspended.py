@@ -3,21 +3,22 @@
     lead   begin ─┐                 ┌─ sends the input ... has the output ─┐                   ┌─ backward pass
     step          └─ x = before() ──┘                                      └─ loss = after(y) ─┘
 
-The lead is the driver's main thread. Each step has its own thread, but only the lead or one step runs at any time: they
-pass control to each other like coroutines, which ordinary user code cannot be turned into. Each step has its own random
-state and its own default dtype, both global to the process, so code that runs in between does not affect them.
+The lead is the driver's code that runs a pass. Each step is a greenlet: it has its own call stack, and runs on the
+thread of the lead until it calls the module or ends. Each step also has its own context variables, its own random state
+and default dtype, which are global to the process, and its own settings of torch that belong to a thread. So code that
+runs in between does not affect them.
 """
 
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
-from queue import SimpleQueue
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 
+from strategies.common.torch_compat import ThreadModes, add_modes, take_modes
 from strategies.pipeline.stage.layers import (
     PassContext,
     random_state,
@@ -30,10 +31,56 @@ class Abandoned(BaseException):
     """Ends a step that will get no output. Not an ``Exception``, so that user code does not catch it."""
 
 
+@dataclass
+class _ThreadSettings:
+    """What torch keeps for each thread and user code may have changed when it is suspended.
+
+    Attributes:
+        modes: Modes that are active.
+        grad: Whether autograd records.
+        autocast: For types of device, whether autocast is on, and to which dtype.
+        autocast_cache: Whether autocast keeps converted weights.
+        autocast_depth: Number of contexts of autocast that are open; the outermost one clears the cache.
+    """
+
+    modes: ThreadModes
+    grad: bool = True
+    autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
+    autocast_cache: bool = True
+    autocast_depth: int = 0
+
+    @classmethod
+    def taken(cls, device_types: tuple[str, ...]) -> "_ThreadSettings":
+        """Read the settings of this thread, and remove the modes."""
+        depth = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        return cls(
+            take_modes(),
+            torch.is_grad_enabled(),
+            tuple([(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in device_types]),
+            torch.is_autocast_cache_enabled(),
+            depth,
+        )
+
+    def put(self) -> None:
+        """Give this thread, which has no modes, the settings."""
+        add_modes(self.modes)
+        torch.set_grad_enabled(self.grad)
+        for kind, enabled, dtype in self.autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self.autocast_cache)
+        depth = torch.autocast_increment_nesting()
+        while depth <= self.autocast_depth:
+            depth = torch.autocast_increment_nesting()
+        while depth > self.autocast_depth:
+            depth = torch.autocast_decrement_nesting()
+
+
 class Step:
     """One run of a function, begun by :meth:`Steps.begin`."""
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, function: Callable[[], Any], seed: int, device: torch.device) -> None:
         self.has_called = False
         """Whether the function has called the module and is suspended until it gets the output."""
         self.input: Any = None
@@ -43,11 +90,13 @@ class Step:
         self.result: Any = None
         """The return value of the function."""
         self._device, self._seed = device, seed
+        self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
-        self._ended = False
-        self._to_step: SimpleQueue[tuple[bool, Any]] = SimpleQueue()
-        self._to_lead: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._settings: _ThreadSettings | None = None
+        self._runs = _Runs(self, function)
+        self._suspended: greenlet = self._runs
+        self._lead = getcurrent()
 
     def resume(self, output: Any = None) -> None:
         """Return ``output`` from the function's call of the module, and wait until the function has ended.
@@ -60,30 +109,34 @@ class Step:
 
     def abandon(self) -> None:
         """End the function if it is suspended."""
-        if not self._ended:
+        if not self._runs.dead:
             with suppress(BaseException):
                 self._hand_over(False, None)
 
     def _hand_over(self, go_on: bool, output: Any) -> None:
-        dtype_of_lead = torch.get_default_dtype()
+        dtype_of_lead, settings_of_lead = torch.get_default_dtype(), _ThreadSettings.taken(self._device_types)
         try:
-            if self._default_dtype is not None:
-                torch.set_default_dtype(self._default_dtype)
-            if self._random_state is None:
+            if self._settings is None or self._random_state is None or self._default_dtype is None:
+                off = tuple([(kind, False, dtype) for kind, _, dtype in settings_of_lead.autocast])
+                _ThreadSettings(settings_of_lead.modes, autocast=off).put()
                 seed_device(self._seed, self._device)
             else:
+                self._settings.put()
+                torch.set_default_dtype(self._default_dtype)
                 set_random_state(self._random_state, self._device)
-            self._to_step.put((go_on, output))
-            error = self._to_lead.get()
-            if not self._ended:
+            error = self._suspended.switch(go_on, output)
+            del output
+            self._settings = _ThreadSettings.taken(self._device_types)
+            if not self._runs.dead:
                 self._random_state, self._default_dtype = random_state(self._device), torch.get_default_dtype()
         finally:
+            settings_of_lead.put()
             torch.set_default_dtype(dtype_of_lead)
         if error is not None:
             raise error
 
     def call(self, input: Any) -> Any:
-        """Suspend the step in its call of the module; runs on the step's thread and returns the module's output."""
+        """Suspend the step in its call of the module; returns the module's output."""
         if self.context is not None:
             raise RuntimeError(
                 "training_step called the pipelined module twice; schedule='1f1b' runs it once per micro-batch, with "
@@ -95,44 +148,58 @@ class Step:
                 "within the same call. Use schedule='gpipe'."
             )
         self.input, self.context, self.has_called = input, PassContext.capture(self._device.type), True
-        self._to_lead.put(None)
-        go_on, output = self._to_step.get()
+        del input
+        self._suspended = getcurrent()  # a greenlet of the user's, if training_step runs the module in one
+        go_on, output = self._lead.switch(None)
         if not go_on:
             raise Abandoned
         return output
 
-    def run(self, function: Callable[[], Any]) -> None:
-        """Run the function; called on the step's thread."""
-        go_on, _ = self._to_step.get()
-        error: BaseException | None = None
+
+class _Runs(greenlet):
+    """Runs the function of a step, and returns its exception."""
+
+    def __init__(self, step: Step, function: Callable[[], Any]) -> None:
+        super().__init__()
+        self.gr_context = copy_context()
+        self.step: Step | None = step
+        self._function: Callable[[], Any] | None = function
+
+    def run(self, go_on: bool, _: Any) -> BaseException | None:
+        step, function = self.step, self._function
+        self._function = None
+        assert step is not None and function is not None
         try:
             if go_on:
-                self.result = function()
-        except BaseException as caught:
-            error = caught
-        self._ended = True
-        self._to_lead.put(error)
+                step.result = function()
+        except BaseException as error:
+            return error
+        finally:
+            self.step = None
+        return None
 
 
 class Steps:
-    """Begins steps on a few threads, which are reused: each new thread causes page faults in a new malloc arena.
+    """Begins steps.
 
     Each step leaves the process's random state as its own has become; the lead restores that of the process at the end.
 
     Args:
-        number: Maximum number of steps that are suspended at the same time.
         device: The device of this process.
     """
 
-    def __init__(self, number: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._threads = ThreadPoolExecutor(number, thread_name_prefix="relay-step")
-        self._local = threading.local()
 
     @property
     def current(self) -> Step | None:
-        """The step that the calling thread runs."""
-        return getattr(self._local, "step", None)
+        """The step that runs on this thread."""
+        running: greenlet | None = getcurrent()
+        while running is not None:  # training_step may start greenlets of its own
+            if isinstance(running, _Runs):
+                return running.step
+            running = running.parent
+        return None
 
     def begin(self, function: Callable[[], Any], seed: int) -> Step:
         """Run a function until it calls the module or ends.
@@ -140,22 +207,10 @@ class Steps:
         Raises:
             Exception: Whatever the function raises.
         """
-        step = Step(seed, self._device)
-        self._threads.submit(copy_context().run, self._run, step, function)
+        step = Step(function, seed, self._device)
         try:
             step.resume()
         except BaseException:  # KeyboardInterrupt too, during which the function still runs
             step.abandon()
             raise
         return step
-
-    def _run(self, step: Step, function: Callable[[], Any]) -> None:
-        self._local.step = step
-        try:
-            step.run(function)
-        finally:
-            self._local.step = None
-
-    def close(self) -> None:
-        """End the threads; each ends after its step."""
-        self._threads.shutdown(wait=False)

@@ -6,31 +6,27 @@ import os
 import random
 import signal
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
+from greenlet import greenlet
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from strategies.common.torch_compat import take_modes
 from strategies.pipeline.executor.suspended import Step, Steps
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def steps() -> Iterator[Steps]:
-    """At most three at a time; afterwards, no thread may be left."""
-    before = set(threading.enumerate())
-    made = Steps(3, CPU)
-    yield made
-    made.close()
-    deadline = time.monotonic() + 10
-    while (left := set(threading.enumerate()) - before) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not left
+def steps() -> Steps:
+    return Steps(CPU)
 
 
 def module(steps: Steps, input: Any) -> Any:
@@ -68,21 +64,99 @@ def test_control_is_handed_over(steps: Steps) -> None:
     assert steps.current is None
 
 
-def test_as_many_threads_as_steps_that_wait(steps: Steps) -> None:
-    seen = set()
+def test_code_runs_on_the_thread_of_the_lead(steps: Steps) -> None:
+    seen = []
 
     def run() -> None:
-        seen.add(threading.get_ident())
+        seen.append(threading.get_ident())
         module(steps, 0)
-        seen.add(threading.get_ident())
+        seen.append(threading.get_ident())
 
-    waiting = [steps.begin(run, seed=0) for _ in range(3)]
-    for _ in range(20):
-        waiting.pop(0).resume()
-        waiting.append(steps.begin(run, seed=0))
-    for step in waiting:
+    for step in [steps.begin(run, seed=0) for _ in range(3)]:
         step.resume()
-    assert len(seen) == 3 and threading.get_ident() not in seen
+    assert seen == [threading.get_ident()] * 6
+
+
+def test_code_may_call_the_module_in_a_greenlet_of_its_own(steps: Steps) -> None:
+    def run() -> list[Any]:
+        return [greenlet(lambda: module(steps, "input")).switch(), "end"]
+
+    step = steps.begin(run, seed=0)
+    assert step.input == "input"
+    step.resume("output")
+    assert step.result == ["output", "end"]
+
+
+class Named(TorchFunctionMode):
+    """Adds its name to a list whenever a function of torch is called."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.add:
+            self.seen.append(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+class NamedDispatch(TorchDispatchMode):
+    """Does the same one level below."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.add.Tensor:
+            self.seen.append(self.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_of_torch_are_a_step_s_own_and_those_of_the_lead(steps: Steps) -> None:
+    seen: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+
+    def noted(name: str) -> list[str]:
+        """The modes under which a sum is computed here, and whether autograd's saved tensors go through hooks."""
+        seen.clear()
+        _ = torch.add(x, x) * x
+        return [name, *seen]
+
+    def run(name: str) -> list[list[str]]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            seen.append(f"pack {name}")
+            return tensor
+
+        with Named(name, seen), NamedDispatch(f"dispatch {name}", seen), saved_tensors_hooks(pack, lambda t: t):
+            before = noted("before")
+            module(steps, None)
+            return [before, noted("after"), [str(torch.empty(1).device)]]
+
+    def modes(name: str) -> list[str]:
+        return [name, "dispatch " + name, f"pack {name}", f"pack {name}"]
+
+    with torch.device("meta"):
+        one, other = steps.begin(lambda: run("one"), 0), steps.begin(lambda: run("other"), 0)
+        assert noted("lead") == ["lead"] and torch.empty(1).is_meta
+        one.resume()
+        assert noted("lead") == ["lead"] and torch.empty(1).is_meta
+        other.resume()
+    assert noted("lead") == ["lead"] and not torch.empty(1).is_meta
+    for step, name in (one, "one"), (other, "other"):
+        own = modes(name)
+        assert step.result == [["before", *own], ["after", *own], ["meta"]]
+
+
+def test_a_step_that_fails_leaves_no_mode(steps: Steps) -> None:
+    def run() -> None:
+        Named("left", []).__enter__()
+        torch.set_grad_enabled(False)
+        raise Expected
+
+    with pytest.raises(Expected):
+        steps.begin(run, 0)
+    assert take_modes() == ([], [], []) and torch.is_grad_enabled()
 
 
 def test_code_that_does_not_call(steps: Steps) -> None:
@@ -124,6 +198,8 @@ def test_default_dtype_and_thread_settings_are_a_step_s_own(steps: Steps) -> Non
             module(steps, None)
             x = torch.ones(1, 1, dtype=torch.float32)
             seen = [torch.ones(1).dtype, (x @ x).dtype]
+            with torch.autocast("cpu", enabled=False):
+                seen.append((x @ x).dtype)
         torch.set_default_dtype(before)
         return seen
 
@@ -133,8 +209,33 @@ def test_default_dtype_and_thread_settings_are_a_step_s_own(steps: Steps) -> Non
     one.resume()
     assert torch.get_default_dtype() == torch.float32
     other.resume()
-    assert one.result == [torch.float64, torch.bfloat16] and other.result == [torch.float32, torch.bfloat16]
+    assert one.result == [torch.float64, torch.bfloat16, torch.float32]
+    assert other.result == [torch.float32, torch.bfloat16, torch.float32]
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_each_use_of_a_weight_under_autocast_has_its_own_graph(steps: Steps) -> None:
+    """The lead computes with the same weight between the parts of a step, and frees the graph of its conversion."""
+    weight = torch.ones(2, 2, requires_grad=True)
+
+    def use() -> torch.Tensor:
+        return (torch.ones(2, 2) @ weight).sum()
+
+    def run() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            before = use()
+            module(steps, None)
+            return before + use()
+
+    started = [steps.begin(run, 0) for _ in range(2)]
+    for step in started:
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = use()
+            loss.backward()
+        step.resume()
+        step.result.backward()
+    assert torch.equal(weight.grad, torch.full((2, 2), 2.0 * 8))
 
 
 def test_context_variables_are_those_of_the_lead(steps: Steps) -> None:
@@ -213,11 +314,9 @@ def test_abandoned_code_ends_where_it_waits(steps: Steps) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ctrl_c_leaves_no_code_waiting(steps: Steps, when: str) -> None:
     """The lead, on the main thread, is interrupted while a step runs, which then calls, or ends."""
-    running = threading.Event()
 
     def interrupt() -> None:
         os.kill(os.getpid(), signal.SIGINT)
-        running.wait(0.3)  # while it runs on
 
     def run() -> None:
         if when == "before":
@@ -235,7 +334,7 @@ def test_ctrl_c_leaves_no_code_waiting(steps: Steps, when: str) -> None:
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     try:
-        for _ in range(4):  # more than there are threads
+        for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 lead()
     finally:
@@ -264,9 +363,6 @@ def test_nothing_is_kept_of_a_step_that_ended(steps: Steps) -> None:
             step.input = None
             step.resume(Big())
             kept.append(step)
-        deadline = time.monotonic() + 5
-        while any(ref() is not None for ref in seen) and time.monotonic() < deadline:
-            time.sleep(0.01)  # a thread lets go of its function just after the lead goes on
         assert len(seen) == 15 and [ref() for ref in seen] == [None] * 15
     finally:
         gc.enable()
