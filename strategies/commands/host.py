@@ -6,14 +6,14 @@ compute thread                                     └──▶ object.command(.
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch.distributed import rpc
 from torch.futures import Future
 
-from strategies.commands.declaration import Call, declarations_of
+from strategies.commands.declaration import Call, Declaration, declarations_of
 from strategies.commands.failure import Failure
 from strategies.common.activity import Activity, Progress
 
@@ -113,7 +113,7 @@ class _Compute(Generic[T]):
 
     def __init__(self, create: Callable[[], T], commands: type, name: str, activity: Activity) -> None:
         self._create, self._name, self._activity = create, name, activity
-        self._doing = {name: declared.doing for name, declared in declarations_of(commands).items()}
+        self._declarations = declarations_of(commands)
         self.queue: SimpleQueue[_Job | None] = SimpleQueue()
         self.hosted: T | None = None
         self._early: dict[int, _Job] = {}
@@ -149,20 +149,26 @@ class _Compute(Generic[T]):
             future.set_result(result)
 
     def _result(self, calls: Sequence[Call]) -> Any:
-        result = None
         try:
             if self.hosted is None:
                 self.hosted = self._create()
-            for name, args, kwargs in calls:
-                if doing := self._doing[name]:
-                    self._activity.doing = doing
-                result = getattr(self.hosted, name)(*args, **kwargs)
+            result = run_calls(self.hosted, calls, self._declarations, self._activity)
         except BaseException as error:  # a layer may even call sys.exit(); the caller must hear of it
             if self.hosted is not None:
                 self.hosted.announce_failure()
             what = self._name if self.hosted is None else self.hosted.describe()
             return Failure.of(error, what, self._activity.doing)
         return result
+
+
+def run_calls(hosted: Any, calls: Sequence[Call], declarations: Mapping[str, Declaration], activity: Activity) -> Any:
+    """Run calls of commands one after another, and return the result of the last one."""
+    result = None
+    for name, args, kwargs in calls:
+        if doing := declarations[name].doing:
+            activity.doing = doing
+        result = getattr(hosted, name)(*args, **kwargs)
+    return result
 
 
 @rpc.functions.async_execution

@@ -50,12 +50,15 @@ from strategies.pipeline.stage.stage import Stage
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
+from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
 from strategies.pipeline.worker.payload import Parcel, Payload, pickled
 from strategies.pipeline.worker.process import host
 
 _END_SECONDS = 5.0
+_MAX_COMMANDS = 32
+"""How many commands without a result may be under way to a stage on the data plane."""
 """How long a worker may take to end by itself."""
 
 
@@ -469,6 +472,7 @@ class Pipeline(NotCopyable):
             with self.failures.explained():
                 send_storages(parcel.storages, group, i, wait)
             remote.result(answer)
+            remote.connect(Sender(group, i, tag=COMMANDS_TAG, limit=_MAX_COMMANDS, wait=wait))
             holders.append(self._move_to_worker(i, remote))
             ending.callback(holders[-1].end)
         return _Workers(remotes, connections, processes, wait)

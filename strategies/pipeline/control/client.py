@@ -5,15 +5,17 @@ RemoteStage          sends numbered calls of commands ──▶ results
 other threads ── add ──▶ Failures ──▶ ends RemoteStage.result and InterruptibleWait at once, with the cause
 """
 
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
+import torch
 from torch import futures
 from torch.distributed import rpc
 
@@ -22,7 +24,7 @@ from strategies.commands.failure import Failure
 from strategies.commands.host import perform, progress
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.transport.channel import unrecorded
+from strategies.pipeline.transport.channel import Sender, unrecorded
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -31,6 +33,13 @@ StageCommand = Callable[Concatenate[StageCommands, P], R]
 
 _CHANGING = frozenset(name for name, declared in declarations_of(StageCommands).items() if declared.changes_values)
 """Names of the commands after which parameters, buffers or gradients of a stage may be others."""
+
+_NUM_BEFORE_CHANNEL = 4
+"""The command with this number in a row of commands without a result, and those after it, go over the data plane. A
+step that asks stages for the norms of gradients has three in a row: to change between RPC and data plane costs more."""
+
+_MESSAGE_BYTES = 512
+"""Commands on the data plane take a multiple of this size."""
 
 _DIAGNOSIS_SECONDS = 2.0
 """How long to wait for the cause of a failure that is only the consequence of another one."""
@@ -179,14 +188,19 @@ class RemoteStage(NotCopyable):
 
     A command is a method of :class:`~strategies.pipeline.control.commands.StageCommands`, followed by its arguments:
 
-        remote.start(StageCommands.backward, number)     send it, do not wait
+        remote.tell(StageCommands.backward, number)      send it; it has no result
+        remote.start(StageCommands.num_kept)             send it, do not wait for the result
         remote.queue(StageCommands.discard, number)      send it with the next call
         remote.call(StageCommands.grads)                 send it and wait for the result
         remote.read(StageCommands.value, "0.weight")     the same for user code; refused while a pass runs
         remote.rescue(StageCommands.attributes)          the same, even if another stage has failed
 
     Each call is one RPC, whatever the number of commands it carries, and has no time limit: how long a stage computes
-    depends on the model. :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs.
+    depends on the model. :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs. When several
+    commands without a result follow one another, the next ones go over the data plane, which costs less:
+
+        driver  ── RPC take_commands ──▶ ── message ──▶ ── message ──▶ ... ── end ──▶ ── RPC of another command ──▶
+                ◀── reply, after the end or as soon as a command fails ──
 
     Args:
         name: The RPC name of the worker.
@@ -203,6 +217,9 @@ class RemoteStage(NotCopyable):
         self._lost: Future[None] = Future()
         self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
         self._end: Callable[[], None] | None = None
+        self._channel: Sender | None = None
+        self._takes_commands = False
+        self._num_told = self._num_taking = 0
         self.version = 0
         """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
         self.in_pass = False
@@ -261,18 +278,53 @@ class RemoteStage(NotCopyable):
         else:
             self.queue(StageCommands.zero_grads, [name], set_to_none, module)
 
+    def connect(self, channel: Sender) -> None:
+        """Use a channel of the data plane for commands without a result."""
+        self._channel = channel
+
+    def tell(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Send a command that has no result, with the queued ones ahead of it.
+
+        Failures are recorded as soon as they are known.
+        """
+        channel, told = self._channel, self._num_told + 1
+        if channel is None or not (self._takes_commands or told == _NUM_BEFORE_CHANNEL):
+            self.start(command, *args, **kwargs)
+            self._num_told = told
+            return
+        if not self._takes_commands:
+            self._num_taking += 1
+            self.start_until(self._end_commands, StageCommands.take_commands, self._num_taking)
+            self._takes_commands = True
+        self.version += command.__name__ in _CHANGING
+        self._send([*self._taken_from_queue(), (command.__name__, args, kwargs)], channel)
+
+    def _send(self, calls: list[Call] | None, channel: Sender) -> None:
+        message = pickle.dumps((self._num_taking, calls))
+        padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")  # few different layouts
+        with suppress(RuntimeError):  # the process of the stage has ended, which the reply to take_commands reports
+            channel.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0)
+
+    def _end_commands(self) -> None:
+        if self._takes_commands and self._channel is not None:
+            self._send(None, self._channel)
+        self._takes_commands = False  # last: where Ctrl-C interrupts this, the next command does it again
+
+    def _taken_from_queue(self) -> list[Call]:
+        return [self._queued.popleft() for _ in range(len(self._queued))]
+
     def start(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
         """Send a command, with the queued ones ahead of it, without waiting for it.
 
         Failures are recorded as soon as they are known; see :meth:`result`.
         """
         self.version += command.__name__ in _CHANGING
+        self._num_told = 0
         if self._end is not None:
             self._end()  # if Ctrl-C interrupts this, the next command does it again
             self._end = None
         done: Future[R] = Future()
-        calls = [self._queued.popleft() for _ in range(len(self._queued))]
-        calls.append((command.__name__, args, kwargs))
+        calls = [*self._taken_from_queue(), (command.__name__, args, kwargs)]
         arguments = (self._host, calls, self._number)
         reply: Any = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
         self._number += 1

@@ -56,6 +56,16 @@ class StageCommands(Protocol):
         One command for each of these passes would cost more than a small model computes.
         """
 
+    @command(changes_values=False)
+    def take_commands(self, number: int) -> None:
+        """Run commands without a result that the data plane brings, until it brings the end of these.
+
+        A message over the data plane costs less than a call over RPC.
+
+        Args:
+            number: Number of this command among those of its kind; commands for an earlier one are skipped.
+        """
+
     @command()
     def share_values(self, number: int) -> None:
         """Send or receive the values of tied parameters ahead of a pass."""

@@ -263,7 +263,7 @@ class Executor(NotCopyable):
             return
         self._num_averaged = self._num_backward
         for remote in self.remotes:
-            remote.start(StageCommands.average_grads, share)
+            remote.tell(StageCommands.average_grads, share)
         with self.explained():
             self._parts.averaging.average(share)
 

@@ -89,7 +89,7 @@ class PerMicrobatch:
             this = executor.begin(len(codes), grad=True, context=context)
             run = Run(this, executor)
             for remote, row in zip(executor.remotes, executor.rows(this), strict=False):
-                remote.start(StageCommands.interleave, this, row)
+                remote.tell(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
             pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
             with gathered.gathering(), preserved_random_state(executor.stage.device):
@@ -121,7 +121,7 @@ def _release(
     factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
     with executor.explained():
         for remote in executor.remotes:
-            remote.start(StageCommands.release, run.this.number, factor, share.kept)
+            remote.tell(StageCommands.release, run.this.number, factor, share.kept)
         gathered.release(factor, share.kept)
     return []
 

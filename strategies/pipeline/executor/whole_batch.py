@@ -134,7 +134,7 @@ class WholeBatch:
         follows_another, self._evaluates = self._evaluates, not this.grad
         if this.grad or not follows_another or not remotes:
             for remote, (forward, backward) in zip(remotes, self._executor.parts_of_rows(this), strict=False):
-                remote.start(StageCommands.forward, this, forward, backward)
+                remote.tell(StageCommands.forward, this, forward, backward)
             return
         if self._announcing != this.context or any(remote.has_queued for remote in remotes):
             for remote in remotes:
@@ -179,7 +179,7 @@ class WholeBatch:
                 connections.output_grads.send(parts, this.number, m)
             executor.carry_changes()  # autograd computes no gradient for what requires none by now
             for remote in executor.remotes:
-                remote.start(StageCommands.backward, this.number)
+                remote.tell(StageCommands.backward, this.number)
             actions = executor.parts_of_rows(this)[-1][1]
             executor.run(actions, this)
             executor.move_tied_gradients(this)

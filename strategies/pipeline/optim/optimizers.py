@@ -125,7 +125,7 @@ class PipelineOptimizers:
         scaling = {name: value.cpu() for name, value in set_by_scaler.items() if value is not None}
         self.num_steps += 1
         for remote in self._remotes:
-            remote.start(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
+            remote.tell(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
         if self._shared_steps is not None:
             self._shared_steps.before_step(optimizer)
 

@@ -52,6 +52,9 @@ from strategies.common.waiting import Wait, wait_here
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
+COMMANDS_TAG = 10
+"""Tag of the channels from the driver to each worker for commands without a result."""
+
 FEED_TAG = 2
 """Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
 
@@ -476,6 +479,7 @@ class Receiver:
         device: Device of the received tensors.
         tag: The sender's tag.
         wait: Runs a function that blocks until a header has arrived.
+        timeout: How long to wait for a header; by default the group's time-out.
     """
 
     def __init__(
@@ -486,9 +490,11 @@ class Receiver:
         device: torch.device,
         tag: int = 0,
         wait: Wait = wait_here,
+        timeout: timedelta | None = None,
     ) -> None:
         self._recv, self._peer, self._device, self._tag, self._wait = cpu_backend(group).recv, peer, device, tag, wait
         self._timeout = timeout_of(group)
+        self._header_timeout = self._timeout if timeout is None else timeout
         self._layouts: dict[int, _Layout] = {}
         self._posted: deque[tuple[_Message, Work]] = deque()
         self._free: list[_Message] = []
@@ -520,7 +526,7 @@ class Receiver:
             PeerSilent: If nothing arrived within the group's time-out.
             RuntimeError: If the sender's process has ended.
         """
-        kind, *place, size_bytes, _, _ = self._next_header(self._timeout, self._wait)
+        kind, *place, size_bytes, _, _ = self._next_header(self._header_timeout, self._wait)
         assert kind != _END, "expected a value, but got the header that ends the announcements of passes"
         assert place == [pass_number, microbatch], (
             f"expected pass and micro-batch {pass_number, microbatch}, got {place}"

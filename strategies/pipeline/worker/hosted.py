@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from strategies.commands.declaration import Call, declarations_of
+from strategies.commands.host import run_calls
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
 from strategies.common.formatting import describe
@@ -45,6 +47,9 @@ _SHELVING = {
     PartKind.WHOLE_OPTIMIZER: "save, handing over optimizer states",
 }
 """What a stage does while it puts a part of its state on the shelf."""
+
+
+_DECLARATIONS = declarations_of(StageCommands)
 
 
 class HostedStage(StageCommands):
@@ -165,6 +170,16 @@ class HostedStage(StageCommands):
             )
             self._stage.run(actions, this)
         pass_on(None)
+
+    def take_commands(self, number: int) -> None:
+        assert self._wiring.commands is not None
+        calls: list[Call] | None = []
+        while calls is not None:
+            given, calls = pickle.loads(self._wiring.commands.receive(0, 0).numpy())
+            if given == number and calls is not None:
+                run_calls(self, calls, _DECLARATIONS, self._activity)
+            elif given != number:  # a second end of earlier ones, sent because Ctrl-C interrupted the first
+                calls = []
 
     def share_values(self, number: int) -> None:
         self._ties.share_values(number)

@@ -28,7 +28,7 @@ def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
     """
     activity = Activity(session.note(rank))
     group = join_data_plane(session, rank)
-    wire = partial(to_neighbours, group=group, wait=activity.wait)
+    wire = partial(to_neighbours, group=group, wait=activity.wait, idle=activity.idle)
     receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
     create = partial(unpack, blob, wire, activity, receive)
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
