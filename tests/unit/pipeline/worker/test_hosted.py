@@ -19,7 +19,7 @@ def hosted(folder: Path, layers: nn.Sequential, optimizer: torch.optim.Optimizer
     group = join_group(f"{folder.as_uri()}/data", 0, 1, 30)
     numbers = [numbers_of(optimizer, list(layers.parameters()))]
     payload = Payload(0, layers, 0, "cpu", False, optimizers=[taken_apart(optimizer)], numbers=numbers)
-    return HostedStage(payload, to_neighbours(payload, group, wait_here), Activity())
+    return HostedStage(payload, to_neighbours(payload, group, wait_here, wait_here), Activity())
 
 
 def test_what_a_gradient_scaler_sets_applies_to_one_step(tmp_path: Path) -> None:
