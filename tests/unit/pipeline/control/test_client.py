@@ -3,17 +3,20 @@
 Which failure of a pipeline is raised, and waits that end with a failure.
 """
 
+import pickle
 import threading
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ProcessGroup
 
 from strategies.commands.failure import Failure
 from strategies.common.errors import PeerFailed, WorkerLost
 from strategies.pipeline.control import client
 from strategies.pipeline.control.client import Failures, InterruptibleWait, RemoteStage, StageProcess, leading
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.transport.channel import COMMANDS_TAG, Receiver, Sender
 
 STAGE = "stage 0 (layers 0 to 1: Linear, ReLU)"
 
@@ -65,6 +68,43 @@ def test_a_command_without_an_end_is_ended_before_the_next_one(wire: Wire) -> No
     remote.start(StageCommands.num_kept)
     remote.start(StageCommands.num_kept)
     assert ended == [1]
+
+
+def test_commands_without_a_result_go_over_the_data_plane_when_they_follow_one_another(
+    wire: Wire, groups: tuple[ProcessGroup, ProcessGroup]
+) -> None:
+    remote, receiver = remote_stage(), Receiver(groups[1], 0, device=torch.device("cpu"), tag=COMMANDS_TAG)
+    remote.connect(Sender(groups[0], 1, tag=COMMANDS_TAG))
+
+    def sent() -> list[list[str]]:
+        """The names of the commands of each call over RPC so far."""
+        return [[name for name, *_ in calls] for calls, _ in wire.sent]
+
+    def message() -> tuple[int, Any]:
+        return pickle.loads(receiver.receive(0, 0).numpy())
+
+    for number in range(3):
+        remote.tell(StageCommands.backward, number)
+    remote.start(StageCommands.num_kept)
+    for number in range(3):
+        remote.tell(StageCommands.backward, number)
+    assert sent() == [["backward"]] * 3 + [["num_kept"]] + [["backward"]] * 3  # such a change would not pay
+
+    remote.queue(StageCommands.discard, 5)
+    remote.tell(StageCommands.backward, 3)
+    remote.queue(StageCommands.discard, 6)
+    remote.tell(StageCommands.backward, 4)
+    assert sent()[7:] == [["discard", "take_commands"]] and wire.sent[-1][0][-1][1] == (1,)
+    assert message() == (1, [("backward", (3,), {})])
+    assert message() == (1, [("discard", (6,), {}), ("backward", (4,), {})])
+
+    remote.start(StageCommands.num_kept)
+    assert message() == (1, None) and sent()[8:] == [["num_kept"]]
+    for number in range(4):
+        remote.tell(StageCommands.backward, number)
+    assert sent()[-1] == ["take_commands"] and wire.sent[-1][0][-1][1] == (2,)
+    assert message() == (2, [("backward", (3,), {})])
+    assert remote.version == 12
 
 
 def test_the_version_changes_with_commands_that_may_change_values(wire: Wire) -> None:
