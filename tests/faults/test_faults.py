@@ -196,7 +196,8 @@ def driver_killed_while_starting(moments: list[tuple[bool, float]]) -> list[floa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_a_driver_that_is_killed_while_the_processes_start() -> None:
     moments = [*MOMENTS[:4], *MOMENTS[4::2]]
-    seen = run(driver_killed_while_starting, moments, timeout_seconds=110, env=OWN_SERVER)
+    seen = run(driver_killed_while_starting, moments, timeout_seconds=170, env=OWN_SERVER)
     assert max(seen) < SECONDS, seen

@@ -326,7 +326,14 @@ class RemoteStage(NotCopyable):
         done: Future[R] = Future()
         calls = [*self._taken_from_queue(), (command.__name__, args, kwargs)]
         arguments = (self._host, calls, self._number)
-        reply: Any = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
+        reply: Any
+        try:
+            reply = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
+        except RuntimeError as error:  # RPC knows already that the process has ended
+            if self.process.ended() is None:
+                raise
+            reply = futures.Future()
+            reply.set_exception(error)
         self._number += 1
         failures = self.failures  # those of now: who leads the stages may have others by the time of the reply
         reply.add_done_callback(lambda reply: self._settle(reply, done, failures))

@@ -78,7 +78,10 @@ class _Watched:
             answer = self._answer()
         if self._has_gone:
             return
-        self._silent, self._asked = 0, self.remote.ask_for_progress()
+        try:
+            self._silent, self._asked = 0, self.remote.ask_for_progress()
+        except RuntimeError:  # RPC knows already that the process has ended; so does the next command
+            self._has_gone = True
         if answer is not None:
             self._judge(answer)
 

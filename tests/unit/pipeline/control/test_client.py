@@ -129,6 +129,20 @@ def test_results_and_failures_come_back(wire: Wire) -> None:
     assert remote.failures.raised
 
 
+def test_a_process_that_has_ended_before_it_is_called(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RPC may raise at once, because it could not create the host of the stage."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("ECONNREFUSED: connection refused")
+
+    monkeypatch.setattr(client.rpc, "rpc_async", refuse)
+    remote = remote_stage("was killed by signal 9")
+    with pytest.raises(WorkerLost, match=r"stage 0 .*, process 7 on here, was killed by signal 9"):
+        remote.call(StageCommands.num_kept)
+    with pytest.raises(RuntimeError, match=r"^ECONNREFUSED"):
+        remote_stage(None).call(StageCommands.num_kept)
+
+
 @pytest.mark.parametrize("ended", [None, "was killed by signal 9"])
 def test_a_stage_that_does_not_answer(wire: Wire, ended: str | None) -> None:
     remote = remote_stage(ended)
