@@ -11,6 +11,7 @@ ecosystem relies on them: ``Module._parameters``, ``Module._buffers`` and ``Modu
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -270,37 +271,21 @@ def record_functions(enabled: bool) -> None:
     torch.autograd._enable_record_function(enabled)
 
 
-# Modes of a thread
+# Modes of a thread, such as those of torch.device and saved_tensors_hooks. A stack's last entry is the innermost one.
 
-ThreadModes = tuple[list[Any], list[Any], list[Any]]
-"""Function modes, dispatch modes, and pairs of hooks on tensors that autograd saves; in each list, outermost first."""
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+pop_function_mode: Callable[[], Any] = torch._C._pop_torch_function_stack
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 
-_num_function_modes = torch._C._len_torch_function_stack
-_num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 
+top_saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
+"""Returns the innermost pair of hooks on tensors that autograd saves; ``None`` if there is none."""
 
-def take_modes() -> ThreadModes:
-    """Remove all modes from this thread, such as those of ``torch.device`` and ``saved_tensors_hooks``; return them."""
-    modes: ThreadModes = [], [], []
-    while _num_function_modes():
-        modes[0].insert(0, torch._C._pop_torch_function_stack())
-    while _num_dispatch_modes():
-        modes[1].insert(0, torch._C._pop_torch_dispatch_stack(None))
-    while (hooks := _saved_tensors_hooks(False)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        modes[2].insert(0, hooks)
-    return modes
-
-
-def add_modes(modes: ThreadModes) -> None:
-    """Add modes that :func:`take_modes` returned to those of this thread."""
-    for mode in modes[0]:
-        torch._C._push_on_torch_function_stack(mode)
-    for mode in modes[1]:
-        torch._C._push_on_torch_dispatch_stack(mode)
-    for hooks in modes[2]:
-        torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+push_saved_tensors_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 
 
 # Gradient scaler

@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from strategies.common.torch_compat import ThreadModes, add_modes, take_modes
+from strategies.common.torch_compat import (
+    num_dispatch_modes,
+    num_function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    pop_saved_tensors_hooks,
+    push_dispatch_mode,
+    push_function_mode,
+    push_saved_tensors_hooks,
+    top_saved_tensors_hooks,
+)
 from strategies.pipeline.stage.layers import (
     PassContext,
     random_state,
@@ -29,6 +39,33 @@ from strategies.pipeline.stage.layers import (
 
 class Abandoned(BaseException):
     """Ends a step that will get no output. Not an ``Exception``, so that user code does not catch it."""
+
+
+Modes = tuple[list[Any], list[Any], list[Any]]
+"""Function modes, dispatch modes, and pairs of hooks on tensors that autograd saves; in each list, outermost first."""
+
+
+def take_modes() -> Modes:
+    """Remove all modes of torch from this thread, such as those of ``torch.device`` and ``saved_tensors_hooks``."""
+    modes: Modes = [], [], []
+    while num_function_modes():
+        modes[0].insert(0, pop_function_mode())
+    while num_dispatch_modes():
+        modes[1].insert(0, pop_dispatch_mode())
+    while (hooks := top_saved_tensors_hooks()) is not None:
+        pop_saved_tensors_hooks()
+        modes[2].insert(0, hooks)
+    return modes
+
+
+def _add_modes(modes: Modes) -> None:
+    """Add modes that :func:`take_modes` returned to those of this thread."""
+    for mode in modes[0]:
+        push_function_mode(mode)
+    for mode in modes[1]:
+        push_dispatch_mode(mode)
+    for hooks in modes[2]:
+        push_saved_tensors_hooks(*hooks)
 
 
 @dataclass
@@ -43,7 +80,7 @@ class _ThreadSettings:
         autocast_depth: Number of contexts of autocast that are open; the outermost one clears the cache.
     """
 
-    modes: ThreadModes
+    modes: Modes
     grad: bool = True
     autocast: tuple[tuple[str, bool, torch.dtype], ...] = ()
     autocast_cache: bool = True
@@ -64,7 +101,7 @@ class _ThreadSettings:
 
     def put(self) -> None:
         """Give this thread, which has no modes, the settings."""
-        add_modes(self.modes)
+        _add_modes(self.modes)
         torch.set_grad_enabled(self.grad)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)

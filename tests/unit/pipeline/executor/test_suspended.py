@@ -18,8 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.common.torch_compat import take_modes
-from strategies.pipeline.executor.suspended import Step, Steps
+from strategies.pipeline.executor.suspended import Step, Steps, take_modes
 
 CPU = torch.device("cpu")
 
