@@ -232,11 +232,12 @@ class RemoteStage(NotCopyable):
     def close(self) -> None:
         """Refuse reading from now on, because the pipeline has ended.
 
-        Stand-ins of tensors may outlive the pipeline and refer to this client, which then must not refer to failures:
-        tracebacks refer to stand-ins in turn, and Python's garbage collector does not free a cycle that contains a
-        tensor to which autograd refers.
+        Stand-ins of tensors may outlive the pipeline and refer to this client, which then must not refer to the data
+        plane, whose port would stay open, nor to failures: tracebacks refer to stand-ins in turn, and Python's garbage
+        collector does not free a cycle that contains a tensor to which autograd refers.
         """
         self.has_closed, self.failures = True, Failures()
+        self._channel = self._end = None
 
     @property
     def has_ended(self) -> bool:

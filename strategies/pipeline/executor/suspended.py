@@ -101,7 +101,6 @@ class _ThreadSettings:
 
     def put(self) -> None:
         """Give this thread, which has no modes, the settings."""
-        _add_modes(self.modes)
         torch.set_grad_enabled(self.grad)
         for kind, enabled, dtype in self.autocast:
             torch.set_autocast_enabled(kind, enabled)
@@ -112,6 +111,7 @@ class _ThreadSettings:
             depth = torch.autocast_increment_nesting()
         while depth > self.autocast_depth:
             depth = torch.autocast_decrement_nesting()
+        _add_modes(self.modes)  # last: function modes are called for some of the above
 
 
 class Step:
