@@ -157,5 +157,6 @@ def test_memory_of_a_worker_does_not_grow_with_the_micro_batches() -> None:
     growth = run(all_growths, timeout_seconds=150)
     print({name: f"{bytes_ / MEBI:.1f} MiB" for name, bytes_ in growth.items()})
     assert growth["1f1b", FEW] >= STAGES * NUM_ACTIVATIONS * MEBI
-    assert growth["1f1b", MANY] <= 1.3 * growth["1f1b", FEW]
+    # 28 more micro-batches cost less than the activations of four: what arrives ahead, and what the allocator keeps.
+    assert growth["1f1b", MANY] <= growth["1f1b", FEW] + 4 * NUM_ACTIVATIONS * MEBI
     assert growth["gpipe", MANY] > 4 * growth["1f1b", MANY]  # it would be seen
