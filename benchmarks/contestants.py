@@ -107,11 +107,12 @@ class Relay:
     def prepare(self, microbatches: int) -> None:
         self.close()
         self.microbatches, self.batches = microbatches, endless(self.shape)
-        self.start(gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length), [0] * PROCESSES)
+        self.start(gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length), extra_layers=0)
 
-    def start(self, model: nn.Sequential, extra_layers: list[int]) -> None:
-        balance = [a + b for a, b in zip(gpt_balance(self.shape.num_blocks, PROCESSES), extra_layers, strict=True)]
+    def start(self, model: nn.Sequential, *, extra_layers: int) -> None:
         settings = Settings(microbatches=self.microbatches, checkpoint="never", schedule=self.schedule)
+        self.rank_of = settings.timetables(PROCESSES).rank_of
+        balance = [layers + extra_layers for layers in gpt_balance(self.shape.num_blocks, len(self.rank_of))]
         self.model, self.optimizer = model, make_optimizer(model)
         devices = [torch.device("cpu")] * PROCESSES
         self.pipeline = Pipeline(model, balance, devices, settings, optimizers=[self.optimizer])
@@ -145,17 +146,19 @@ class Relay:
         """Returns the spans of the third step of a pipeline with recording layers; these steps are not timed."""
         self.close()
         layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
-        stages = cut(layers, gpt_balance(self.shape.num_blocks, PROCESSES))
-        listeners = [RecordingLayer() for _ in stages]
-        model = nn.Sequential(*(m for own, stage in zip(listeners, stages, strict=True) for m in (own, *stage)))
-        self.start(model, [1] * PROCESSES)
+        chunks = cut(layers, gpt_balance(self.shape.num_blocks, len(self.rank_of)))
+        listeners = [RecordingLayer() for _ in chunks]
+        model = nn.Sequential(*(m for own, chunk in zip(listeners, chunks, strict=True) for m in (own, *chunk)))
+        self.start(model, extra_layers=1)
         for _ in range(3):
             began = perf_counter()
             self.step()
         self.close()
-        diaries = [listener.get_extra_state() for listener in listeners[-1:]]
-        notes = [*(listener.notes for listener in listeners[:-1]), *diaries]
-        return [span for i, own in enumerate(notes) for span in spans_of(own, i, began)]
+        spans = []
+        for rank, listener in zip(self.rank_of, listeners, strict=True):
+            notes = listener.get_extra_state() if rank == self.rank_of[-1] else listener.notes
+            spans += spans_of(notes, rank, began)
+        return spans
 
     def close(self) -> None:
         if self.pipeline is not None:

@@ -99,7 +99,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     Args:
         balance: Number of layers of each stage, or ``"even"`` for equal numbers. ``None`` (default) finds the numbers
-            by ``balance_mode``. After ``setup`` the attribute ``balance`` is the list in use.
+            by ``balance_mode``. After ``setup`` the attribute ``balance`` is the list in use. If stages have several
+            chunks of layers (see ``chunks_per_stage``), it has one number for each chunk, in the order of the layers.
         microbatches: Number of parts into which each batch is split. More parts shorten the time for which stages are
             idle, but each part must be large enough to be computed efficiently. Default: 8.
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
@@ -116,10 +117,23 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             stage has finished all of its own.
         rpc_timeout_sec: Seconds for which a process that others wait for may be idle before it is declared hung.
             Default: 60.
-        schedule: Order of the passes. ``"gpipe"`` (default): all forward passes, then all backward passes;
-            ``training_step`` runs once for the batch. ``"1f1b"``: each backward pass as early as possible, which needs
-            less memory; ``training_step`` runs once per micro-batch, and its results are means weighted by
-            ``loss_weight``.
+        schedule: Order of the passes. Under ``"gpipe"`` (default), all forward passes precede all backward passes, and
+            ``training_step`` runs once for the batch. Under all others, ``training_step`` runs once per micro-batch,
+            and its results are means weighted by ``loss_weight``. They need less memory or time:
+
+            * ``"1f1b"``: each backward pass as early as possible. The first stage keeps the activations of as many
+              micro-batches as there are stages.
+            * ``"interleaved"``: 1F1B with several chunks of layers per stage, which are idle for less time at the start
+              and at the end of a batch, and send more.
+            * ``"zb-h1"``: 1F1B in which the weight gradients of linear layers and convolutions wait until a stage would
+              be idle.
+            * ``"zbv"``: the same with two chunks per stage, of which the driver has the first and the last one.
+            * ``"v-half"``: the same chunks with about half of the activations of 1F1B.
+            * A table of one's own: the path of a CSV file in the format of ``torch.distributed.pipelining``, or a
+              function ``(processes, microbatches) -> table``; see
+              :func:`~strategies.pipeline.schedule.custom.custom_table`.
+        chunks_per_stage: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2)
+            and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
@@ -167,7 +181,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         pipelined_backward: bool = True,
         rpc_timeout_sec: float = 60.0,
         *,
-        schedule: str = "gpipe",
+        schedule: str | Path | Callable[[int, int], Any] = "gpipe",
+        chunks_per_stage: int | None = None,
         deferred_batch_norm: bool = False,
         module: str | None = None,
         loss_weight: Literal["rows", "tokens"] = "rows",
@@ -188,6 +203,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 microbatches=microbatches,
                 checkpoint=checkpoint,
                 schedule=schedule,
+                chunks_per_stage=chunks_per_stage,
                 pipelined_backward=pipelined_backward,
                 deferred_batch_norm=deferred_batch_norm,
                 rpc_timeout_sec=rpc_timeout_sec,
@@ -294,6 +310,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
 
+    @property
+    def _stage_of_chunk(self) -> Sequence[int]:
+        """The number of the stage of each chunk of layers."""
+        with checks.as_misconfiguration():
+            return self._settings.timetables(len(self.devices)).rank_of
+
     def _start_fork_server(self) -> None:
         """Start the process that forks the workers, if there is none: it imports torch while this one goes on."""
         if self.world is None and len(self.devices) > 1:
@@ -305,7 +327,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             checks.check_callbacks(trainer)
             checks.check_automatic_optimization(model, self._settings.schedule)
             checks.check_loggers(trainer)
-        self._module_path = find_path(model, self._given_path, len(self.devices))
+        self._module_path = find_path(model, self._given_path, len(self._stage_of_chunk))
         self._initialise(model)
         module = find_module(model, self._module_path, self._construction)
         if isinstance(module, nn.Sequential):
@@ -339,6 +361,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 module,
                 path=self._module_path,
                 num_stages=len(self.devices),
+                num_chunks=len(self._stage_of_chunk),
                 given=self._given_balance,
                 mode=self._balance_mode,
                 settings=self._settings,
@@ -346,7 +369,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 convert=convert,
                 in_reverse=self._is_reversed,
             )
-        *elsewhere, here = cut(module, balance, is_reversed=self._is_reversed)
+        *elsewhere, here = cut(module, balance, self._stage_of_chunk, is_reversed=self._is_reversed)
         self._build(here.modules(), built)
         with without_layers(module, [name for stage in elsewhere for name in stage._modules]):
             self.model_to_device()
@@ -443,7 +466,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         super().barrier(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step`` once for the batch, or once per micro-batch if the schedule is ``"1f1b"``."""
+        """Run ``training_step`` once for the batch, or once per micro-batch."""
         model = self.lightning_module
         assert model is not None
         if self._batch_norms and not self._has_warned_of_batch_norm:
@@ -624,7 +647,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         module = dict(model.named_modules()).get(self._module_path)
         stage_of: DescribeStage = no_stage
         if given is not None and given != "even" and isinstance(module, Pipelined):
-            stage_of = stages_by_name(cut(module, given), f"{self._module_path}.")
+            stage_of = stages_by_name(cut(module, given, self._stage_of_chunk), f"{self._module_path}.")
         check_fit(model, state, strict=strict, stage_of=stage_of)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

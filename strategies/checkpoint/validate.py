@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from strategies.common.formatting import describe
 from strategies.common.patching import replaced
+from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, non_persistent_buffers
 
 _ANY = "any"
@@ -30,14 +30,9 @@ def no_stage(name: str) -> str:
     return ""
 
 
-def stages_by_name(stages: Sequence[nn.Sequential], prefix: str) -> DescribeStage:
+def stages_by_name(stages: Sequence[StageLayers], prefix: str) -> DescribeStage:
     """The :data:`DescribeStage` of a module that has the stages' layers under ``prefix``."""
-    firsts = [sum(map(len, stages[:i])) for i in range(len(stages))]
-    described = {
-        name: describe(i, layers, first)
-        for i, (layers, first) in enumerate(zip(stages, firsts, strict=True))
-        for name in layers._modules
-    }
+    described = {name: describe(i, layers) for i, layers in enumerate(stages) for name in layers._modules}
     return lambda name: described.get(name[len(prefix) :].partition(".")[0], "") if name.startswith(prefix) else ""
 
 
@@ -87,7 +82,7 @@ def check_fit(
 
 
 def check_before_loading(
-    model: nn.Module, path: str, stages: Sequence[nn.Sequential], dry_run: Callable[[], AbstractContextManager[Any]]
+    model: nn.Module, path: str, stages: Sequence[StageLayers], dry_run: Callable[[], AbstractContextManager[Any]]
 ) -> list[Callable[[], None]]:
     """Make ``load_state_dict`` call :func:`check_fit` first, on the modules from ``model`` to the one at ``path``.
 

@@ -281,6 +281,9 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 pop_dispatch_mode: Callable[[], Any] = partial(torch._C._pop_torch_dispatch_stack, None)
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 
+is_functorch_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transformation of ``torch.func``, such as ``vmap``, is running."""
+
 top_saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 """Returns the innermost pair of hooks on tensors that autograd saves; ``None`` if there is none."""
 

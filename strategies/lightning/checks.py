@@ -27,7 +27,7 @@ from strategies.lightning.compat import (
     sized_len,
     training_loaders,
 )
-from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.executor.settings import ScheduleChoice, Settings
 
 _RESTART_OUTSIDE = (
     "Leave it out, start the run with torchrun --max-restarts, have ModelCheckpoint(dirpath=..., save_last=True) keep "
@@ -205,7 +205,7 @@ def check_callbacks(trainer: Any) -> None:
             )
 
 
-def check_automatic_optimization(model: LightningModule, schedule: str) -> None:
+def check_automatic_optimization(model: LightningModule, schedule: ScheduleChoice) -> None:
     """Check that optimization is automatic if the schedule runs ``training_step`` once per micro-batch.
 
     Raises:

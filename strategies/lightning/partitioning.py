@@ -183,6 +183,7 @@ def find_balance(
     *,
     path: str,
     num_stages: int,
+    num_chunks: int,
     given: list[int] | Literal["even"] | None,
     mode: str,
     settings: Settings,
@@ -198,7 +199,8 @@ def find_balance(
         module: The pipelined part of the model.
         path: Its dotted path in the model, for messages.
         num_stages: Number of stages.
-        given: The number of layers of each stage; ``"even"`` for equal numbers; ``None`` to measure each layer and the
+        num_chunks: Number of chunks of layers in all stages.
+        given: The number of layers of each chunk; ``"even"`` for equal numbers; ``None`` to measure each layer and the
             rest of the model, which the process of the last stage runs. Without an input, only parameters count, and
             only if the layers are all alike.
         mode: What is measured: ``"balance_by_size"`` (bytes) or ``"balance_by_time"`` (seconds).
@@ -213,28 +215,35 @@ def find_balance(
     """
     if given is not None and given != "even":
         with as_misconfiguration():
-            return check_balance(given, len(module), num_stages)
+            return check_balance(given, len(module), num_stages, chunks_per_stage=num_chunks // num_stages)
+    if len(module) < num_chunks and num_chunks > num_stages:
+        raise MisconfigurationException(
+            f"The pipelined {type(module).__name__} has {len(module)} layers, too few for {num_stages} devices with "
+            f"{num_chunks} chunks of layers under schedule={settings.schedule!r}: each chunk needs one. Use fewer "
+            "devices or a smaller chunks_per_stage, schedule='1f1b', or divide the module into more layers."
+        )
     if len(module) < num_stages:
         raise MisconfigurationException(
             f"The pipelined {type(module).__name__} has {len(module)} layers, too few for {num_stages} devices: each "
             f"stage needs one. Set devices to at most {len(module)}, or divide it into more layers."
         )
-    if num_stages == 1:
+    if num_chunks == 1:
         return [len(module)]
-    if given == "even":
-        return partition_costs([1] * len(module), num_stages)
+    if given == "even" or num_stages == 1:
+        return partition_costs([1] * len(module), num_chunks)
     by_time = mode == "balance_by_time"
     if model.example_input_array is None and example_of(model, module) is None and not _are_alike(module):
+        each = f"{num_stages} devices" if num_chunks == num_stages else f"{num_chunks} chunks"
         raise MisconfigurationException(
             f"Measuring the layers needs an example input: set `self.example_input_array` on {type(model).__name__} "
-            f"to a batch of inputs, or give the balance, one number of layers for each of the {num_stages} devices. "
-            'balance="even" gives each stage the same number of layers, whatever they cost.'
+            f"to a batch of inputs, or give the balance, one number of layers for each of the {each}. "
+            'balance="even" gives each the same number of layers, whatever they cost.'
         )
     with _threads(share_of_threads(num_stages)), _without_cache(model):
         costs = _costs(model, module, by_time=by_time, settings=settings, device=device, convert=convert)
     is_counted = settings.interleaves or not by_time
     layers = costs.layers[::-1] if in_reverse else costs.layers
-    balance = partition_costs(layers, num_stages, last=costs.driver if is_counted else 0.0)
+    balance = partition_costs(layers, num_chunks, last=costs.driver if is_counted else 0.0)
     rank_zero_info(f"RPCSequentialStrategy: {_explained(balance, costs, module, path, is_counted=is_counted)}")
     return balance
 

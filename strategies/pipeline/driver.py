@@ -2,6 +2,8 @@
 
     input ──▶ worker: stage 0 ──▶ worker: stage 1 ──▶ driver: last stage ──▶ output
 
+Under some schedules each stage has several chunks of layers, and the values pass all stages several times.
+
 Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Sequential`` runs the pipeline. For an
 ``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.blocks`).
 """
@@ -19,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
-from strategies.common.formatting import describe, locate
 from strategies.common.patching import replaced
+from strategies.common.stage_layers import StageLayers, describe, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.ranks import Ranks, World
@@ -44,9 +46,9 @@ from strategies.pipeline.microbatch.split import NoChunk
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
 from strategies.pipeline.partition.sequential import Pipelined, cut
-from strategies.pipeline.stage.layers import Layers, PassContext, Seeds, call_in_turn
+from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.side_outputs import SideOutputs
-from strategies.pipeline.stage.stage import Stage
+from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
@@ -57,9 +59,10 @@ from strategies.pipeline.worker.payload import Parcel, Payload, pickled
 from strategies.pipeline.worker.process import host
 
 _END_SECONDS = 5.0
+"""How long a worker may take to end by itself."""
+
 _MAX_COMMANDS = 32
 """How many commands without a result may be under way to a stage on the data plane."""
-"""How long a worker may take to end by itself."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ class Pipeline(NotCopyable):
 
     Args:
         module: The layers: an ``nn.Sequential``, or an ``nn.ModuleList`` whose blocks the model calls itself.
-        balance: Number of layers of each stage.
+        balance: Number of layers of each chunk.
         devices: Device of each stage; the last one is this process's.
         settings: How to run.
         optimizers: Optimizers over parameters of ``module`` (and of others, which stay here).
@@ -144,7 +147,9 @@ class Pipeline(NotCopyable):
         gathers_on_end: bool = True,
     ) -> None:
         self.module, self.balance = module, list(balance)
-        self.stages = cut(module, balance, is_reversed=is_reversed)
+        self._timetables = settings.timetables(len(devices))
+        stage_of = self._timetables.rank_of
+        self.stages = cut(module, balance, stage_of, is_reversed=is_reversed)
         self.optimizers = PipelineOptimizers(
             optimizers,
             partial(locate, self.stages, model),
@@ -159,7 +164,7 @@ class Pipeline(NotCopyable):
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._construction = construction
-        self._copies = [(copy, cut(copy.module, balance, is_reversed=is_reversed)) for copy in copies]
+        self._copies = [(copy, cut(copy.module, balance, stage_of, is_reversed=is_reversed)) for copy in copies]
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
             order = [name for stage in self.stages for name in stage._modules]
@@ -335,24 +340,26 @@ class Pipeline(NotCopyable):
 
         ``holders`` gets an entry for each stage whose layers have left this process.
         """
-        last, first_layer = len(self.stages) - 1, sum(self.balance[:-1])
+        last = len(self.stages) - 1
         ending.callback(torch.set_num_threads, torch.get_num_threads())
         num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
-        workers = _Workers([], Connections.of_one_stage())
+        workers = _Workers([], Connections.of_one_process(len(self.balance)))
         if parcels:
             workers = self._launch(parcels, threads, holders, ending)
         self.optimizers.drop_shipped_states()
-        layers = Layers(
-            self.stages[last],
-            first_layer,
-            self.device,
-            deferred_batch_norm=self._settings.deferred_batch_norm,
-            call=call_in_turn if self._blocks is None else self._blocks.call,
+        stage = Stage(
+            chunks_of(
+                self.stages[last],
+                workers.connections.ports,
+                self.device,
+                deferred_batch_norm=self._settings.deferred_batch_norm,
+                call=call_in_turn if self._blocks is None else self._blocks.call,
+                side_outputs=SideOutputs.of(last, self.stages[last]),
+            )
         )
-        stage = Stage(layers, workers.connections.ports, side_outputs=SideOutputs.of(last, self.stages[last]))
         ending.callback(stage.close)
         averaging = None
         if self._replicas is not None:
@@ -365,6 +372,7 @@ class Pipeline(NotCopyable):
                 module=self.module,
                 stages=self.stages,
                 stage=stage,
+                timetables=self._timetables,
                 connections=workers.connections,
                 remotes=workers.remotes,
                 failures=self.failures,
@@ -416,7 +424,7 @@ class Pipeline(NotCopyable):
         averaging.share()
         return averaging
 
-    def _all(self) -> list[tuple[nn.Module, nn.Module, list[nn.Sequential], Sequence[Optimizer]]]:
+    def _all(self) -> list[tuple[nn.Module, nn.Module, list[StageLayers], Sequence[Optimizer]]]:
         """The model and its copies: each with its pipelined module, the stages of that, and its optimizers."""
         own = self._model or self.module, self.module, self.stages, self.optimizers.optimizers
         return [own, *((copy.model, copy.module, stages, ()) for copy, stages in self._copies)]
@@ -435,7 +443,6 @@ class Pipeline(NotCopyable):
         return Payload(
             index=i,
             layers=self.stages[i],
-            first_layer=sum(self.balance[:i]),
             device=str(self._devices[i]),
             deferred_batch_norm=self._settings.deferred_batch_norm,
             optimizers=[taken_apart(restricted(optimizer, owned)) for optimizer in self.optimizers.optimizers],
@@ -445,11 +452,12 @@ class Pipeline(NotCopyable):
             call=call_in_turn if self._blocks is None else call_blocks,
             reports_side_outputs=True,
             copies=[stages[i] for _, stages in self._copies],
+            placement=self._timetables.placement,
         )
 
     def _launch(self, parcels: Sequence[Parcel], threads: int, holders: list[Holder], ending: ExitStack) -> _Workers:
         """Start the workers, connect the data plane, and ship the stages, each of which leaves this process then."""
-        stages = [describe(i, layers, sum(self.balance[:i])) for i, layers in enumerate(self.stages[:-1])]
+        stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
         remotes: list[RemoteStage] = []
         ending.callback(_close, remotes)
         processes = Workers(stages) if self._world is None else Ranks(self._world)
@@ -466,7 +474,8 @@ class Pipeline(NotCopyable):
         with self.failures.explained():
             group = join_data_plane(session, len(parcels), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        connections = Connections.to_workers(group, self.device, self._ties, named, wait)
+        rank_of = self._timetables.rank_of
+        connections = Connections.to_workers(group, rank_of, self.device, self._ties, named, wait)
         del named
         for i, (parcel, remote, answer) in enumerate(zip(parcels, remotes, unpacked, strict=True)):
             with self.failures.explained():

@@ -51,6 +51,7 @@ _IN_TORCH_COMPAT = {
     "torch.distributed._composable.contract.REGISTRY_KEY": "make a model whole again after ZeRO stage 3",
     "torch.distributed._composable.contract.STATE_KEY": "make a model whole again after ZeRO stage 3",
     "torch.distributed._composable_state._module_state_mapping": "make a model whole again after ZeRO stage 3",
+    "torch._C._are_functorch_transforms_active": "compute weight gradients at once in a transformed function",
     "torch._C._will_engine_execute_node": "refuse torch.autograd.grad through a pipeline",
     "torch._C._current_graph_task_id": "tell one backward pass from the next under ZeRO",
     "torch.autograd.Variable._execution_engine": "run code at the end of a backward pass under ZeRO",

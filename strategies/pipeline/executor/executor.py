@@ -1,11 +1,11 @@
-"""Runs rows of actions over the stages of a pipeline, led by the driver, which runs the last stage itself.
+"""Runs rows of actions over the stages of a pipeline, led by the driver, which runs the last chunk of layers itself.
 
     whole_batch.py      one forward and one backward part per batch ──┐
                                                                       ├──▶ Executor ──▶ stages on workers, own stage
     per_microbatch.py   both in turn, per micro-batch ────────────────┘
 
-The two front ends decide when an action of the last stage runs and what happens to its output; they share what every
-pass needs: bringing all stages to the same state, feeding stage 0, running the last stage, and raising errors.
+The two front ends decide when an action of the driver runs and what happens to its output; they share what every
+pass needs: bringing all stages to the same state, feeding the first chunk, running the own stage, and raising errors.
 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
@@ -13,65 +13,64 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from strategies.common.stage_layers import StageLayers
 from strategies.common.waiting import Wait
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
-from strategies.pipeline.schedule.tables import SCHEDULES, Action
+from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.timetable import Timetables
+from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, num_recomputed
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
-from strategies.pipeline.stage.stage import Input, Mailbox, Output, Pass, Ports, Stage
+from strategies.pipeline.stage.stage import Mailbox, Pass, Stage
 from strategies.pipeline.state.mirror import Mirror
-from strategies.pipeline.transport.channel import FEED_TAG, Receiver, Sender
+from strategies.pipeline.transport.channel import Receiver, Sender
 from strategies.pipeline.transport.ties import Tie, TiedParameters
 
 
-@dataclass(frozen=True)
 class Connections:
     """The driver's ends of all channels.
 
-    Attributes:
-        feed: Inputs of micro-batches, to stage 0.
-        fed_back: Gradients of those inputs, from stage 0.
-        inputs: Inputs of the driver's own stage.
-        input_grads: Gradients of those inputs.
-        outputs: Outputs of the own stage.
-        output_grads: Gradients of those outputs.
+    Args:
+        edges: The ends of edges between chunks, and between chunks and the driver's code.
         ties: Tied parameters; ``None`` if no two processes share a parameter.
+
+    Attributes:
+        feed: Inputs of micro-batches, to the first chunk.
+        fed_back: Gradients of those inputs, from the first chunk.
+        outputs: Outputs of the last chunk.
+        output_grads: Gradients of those outputs.
+        starts_of_passes: Channels on which passes without a backward part can be announced to workers.
+        senders: Channels that carry values of every pass.
     """
 
-    feed: Sender | Mailbox
-    fed_back: Input
-    inputs: Input
-    input_grads: Output
-    outputs: Mailbox = field(default_factory=Mailbox)
-    output_grads: Mailbox = field(default_factory=Mailbox)
-    ties: TiedParameters | None = None
-
-    @property
-    def ports(self) -> Ports:
-        """The ports of the driver's own stage."""
-        return Ports(self.inputs, self.outputs, self.output_grads, self.input_grads)
+    def __init__(self, edges: Edges, ties: TiedParameters | None = None) -> None:
+        self.ties = ties
+        code, last = edges.sources[0], edges.targets[len(edges.rank_of)]
+        assert isinstance(code.values, Mailbox | Sender)
+        assert isinstance(last.values, Mailbox) and isinstance(last.grads, Mailbox)
+        self.feed, self.fed_back, self.outputs, self.output_grads = code.values, code.grads, last.values, last.grads
+        self.ports, self.senders, self.starts_of_passes = edges.ports(), edges.senders, edges.starts_of_passes()
 
     @classmethod
-    def of_one_stage(cls) -> "Connections":
-        """Connections of a driver without workers: the own stage is also stage 0."""
-        inputs, input_grads = Mailbox(copies=True), Mailbox()
-        return cls(feed=inputs, fed_back=input_grads, inputs=inputs, input_grads=input_grads)
+    def of_one_process(cls, num_chunks: int) -> "Connections":
+        """Connections of a driver without workers."""
+        return cls(Edges(0, [0] * num_chunks, _no_channel, _no_channel))
 
     @classmethod
     def to_workers(
         cls,
         group: ProcessGroup,
+        rank_of: Sequence[int],
         device: torch.device,
         ties: Sequence[Tie],
         parameters: Mapping[str, nn.Parameter],
@@ -81,6 +80,7 @@ class Connections:
 
         Args:
             group: The data plane; ranks are numbers of stages.
+            rank_of: The stage of each chunk.
             device: Where received tensors are put.
             ties: All ties of the pipeline.
             parameters: Those of the whole module, by name.
@@ -94,13 +94,12 @@ class Connections:
         def receiver(peer: int, tag: int) -> Receiver:
             return Receiver(group, peer, device=device, tag=tag, wait=wait)
 
-        return cls(
-            feed=sender(0, FEED_TAG),
-            fed_back=receiver(0, FEED_TAG),
-            inputs=receiver(last - 1, 0),
-            input_grads=sender(last - 1, 0),
-            ties=TiedParameters(last, ties, parameters, sender, receiver) if ties else None,
-        )
+        tied = TiedParameters(last, ties, parameters, sender, receiver) if ties else None
+        return cls(Edges(last, rank_of, sender, receiver), tied)
+
+
+def _no_channel(peer: int, tag: int) -> NoReturn:
+    raise AssertionError(f"a channel to rank {peer} in a pipeline of one process")
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ class PipelineParts:
         module: The whole module, whose modes and ``requires_grad`` flags are carried to the stages.
         stages: The parts of ``module``.
         stage: The last stage, on this process.
+        timetables: What each process does in a pass.
         connections: The driver's ends of all channels.
         remotes: The other stages, in order.
         failures: Failures of all stages.
@@ -121,8 +121,9 @@ class PipelineParts:
     """
 
     module: nn.Module
-    stages: Sequence[nn.Sequential]
+    stages: Sequence[StageLayers]
     stage: Stage
+    timetables: Timetables
     connections: Connections
     remotes: Sequence[RemoteStage]
     failures: Failures
@@ -142,10 +143,9 @@ class Executor(NotCopyable):
     def __init__(self, parts: PipelineParts) -> None:
         self._parts, self.stage, self.connections, self.remotes = parts, parts.stage, parts.connections, parts.remotes
         self.module, self.settings = parts.module, parts.settings
-        self.num_stages = len(parts.stages)
-        ends = (self.connections.feed, self.connections.input_grads)
-        self.senders = [port for port in ends if isinstance(port, Sender)]
-        """Channels that carry values of every pass."""
+        self.timetables, self.num_stages = parts.timetables, len(parts.stages)
+        self.last_chunk = len(parts.timetables.rank_of) - 1
+        """Number of the chunk whose output goes to the driver's code."""
         self.mirrors = [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
@@ -158,20 +158,23 @@ class Executor(NotCopyable):
         self._num_passes = self._num_backward = self._num_averaged = 0
         self._shared = self._state_of_ties()
 
-    def begin(self, microbatches: int, *, grad: bool, context: PassContext | None = None) -> Pass:
+    def begin(
+        self, microbatches: int, *, grad: bool, context: PassContext | None = None, limit: int | None = None
+    ) -> Pass:
         """Start a pass, and queue for every stage the changes since the last one.
 
         Args:
             microbatches: Number of micro-batches.
             grad: Whether a backward part may follow.
             context: Settings that forward passes run under; by default those of the calling thread.
+            limit: How many values on one channel may be under way; ``None``: no limit.
         """
         if list(self.module._modules.values()) != self._children:
             raise RuntimeError(
                 "the pipelined module has got other layers since the pipeline started, which cannot change it in "
                 "mid-run. Change the model before fit, or in configure_model."
             )
-        for sender in self.senders:
+        for sender in self.connections.senders:
             sender.flush()  # what earlier passes sent has arrived: their results are here
         number, self._num_passes = self._num_passes, self._num_passes + 1
         this = Pass(
@@ -182,6 +185,8 @@ class Executor(NotCopyable):
             at_once=not self.settings.pipelined_backward,
             seed=self._parts.next_seed(grad),
             context=context or PassContext.capture(self.stage.device.type),
+            limit=limit,
+            splits=grad and self.timetables.splits,
         )
         self._share_ties(number)
         self.carry_changes()
@@ -191,16 +196,8 @@ class Executor(NotCopyable):
         """Count a pass whose gradients are not averaged yet."""
         self._num_backward += 1
 
-    def rows(self, this: Pass) -> list[list[Action]]:
-        """The actions of a whole pass, one row per stage."""
-        return _rows(self.settings.schedule, self.num_stages, this.microbatches)
-
-    def parts_of_rows(self, this: Pass) -> list[tuple[list[Action], list[Action]]]:
-        """The forward and the backward actions of a pass, per stage."""
-        return _parts_of_rows(self.settings.schedule, self.num_stages, this.microbatches)
-
     def feed(self, parts: Sequence[Any], this: Pass, m: int, requires_grad: list[bool]) -> int:
-        """Send the inputs of micro-batches to stage 0, as many as one message takes; return their number.
+        """Send the inputs of micro-batches to the first chunk, as many as one message takes; return their number.
 
         Args:
             parts: The inputs of consecutive micro-batches.
@@ -215,7 +212,7 @@ class Executor(NotCopyable):
         return feed.send_inputs(parts, this.number, m, requires_grad)
 
     def run(self, actions: Iterable[Action], this: Pass) -> None:
-        """Run actions of the last stage."""
+        """Run actions of the driver's stage."""
         with self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext():
             self.stage.run(actions, this)
 
@@ -285,7 +282,7 @@ class Executor(NotCopyable):
     def _fail(self) -> None:
         self.has_failed = True
         ties = self.connections.ties
-        for sender in (*self.senders, *(ties.senders if ties is not None else ())):
+        for sender in (*self.connections.senders, *(ties.senders if ties is not None else ())):
             sender.fail()
 
 
@@ -335,14 +332,3 @@ class Run(Generic[AnyLeader]):
         leader = self._leader()
         if leader is not None and self.this.grad and not self._is_spent:
             leader.forget(self.this.number)
-
-
-@cache
-def _rows(schedule: str, stages: int, microbatches: int) -> list[list[Action]]:
-    return SCHEDULES[schedule](stages, microbatches)
-
-
-@cache
-def _parts_of_rows(schedule: str, stages: int, microbatches: int) -> list[tuple[list[Action], list[Action]]]:
-    rows = _rows(schedule, stages, microbatches)
-    return [([a for a in row if a.kind == "F"], [a for a in row if a.kind == "B"]) for row in rows]

@@ -1,4 +1,4 @@
-"""Runs one micro-batch after the other, forward and backward in turn (``1f1b``).
+"""Runs one micro-batch after the other, forward and backward in turn (every schedule but ``gpipe``).
 
 The user's code runs once per micro-batch and is suspended where it calls the module (:mod:`.suspended`). On three
 stages, with ``b`` for the code before the call, ``a`` for the code after it (the loss), and the driver as the last
@@ -28,6 +28,7 @@ from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
 from strategies.pipeline.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
 from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, tensors_of
@@ -86,14 +87,15 @@ class PerMicrobatch:
         """
         executor = self._executor
         with torch.no_grad(), executor.explained():
-            this = executor.begin(len(codes), grad=True, context=context)
+            timetable = executor.timetables.training[len(codes)]
+            this = executor.begin(len(codes), grad=True, context=context, limit=timetable.limit)
             run = Run(this, executor)
-            for remote, row in zip(executor.remotes, executor.rows(this), strict=False):
+            for remote, row in zip(executor.remotes, timetable.rows, strict=False):
                 remote.tell(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
             pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
             with gathered.gathering(), preserved_random_state(executor.stage.device):
-                losses = pass_.run()
+                losses = pass_.run(timetable)
                 if not pass_.learns and any(loss is not None for loss in losses):
                     raise RuntimeError(
                         "the loss that training_step returns does not depend on anything that is trained"
@@ -139,26 +141,33 @@ class _Pass:
         self._steps: list[Step] = []
         self._inputs: list[list[Tensor]] = []
         """Per micro-batch, the tensors in the module's input that require a gradient."""
-        self._num_answered = 0
 
-    def run(self) -> list[Tensor | None]:
+    def run(self, timetable: Timetable) -> list[Tensor | None]:
         """Return the loss of each micro-batch, detached."""
-        stages, num = self._executor.num_stages, len(self._codes)
+        executor, last = self._executor, self._executor.last_chunk
+        losses: list[Tensor | None] = []
+        ahead: list[Action] = []
         try:
-            losses = []
-            for m in range(num):
-                while len(self._steps) < min(m + stages + 1, num):
-                    # Stage 0 has answered micro-batches of a period ago: taking those bounds memory without waiting.
-                    self._answer(len(self._steps) - 2 * stages)
-                    self._begin(len(self._steps))
-                losses.append(self._forward_and_backward(m))
-                for sender in self._executor.senders:
-                    sender.release(keep=stages + 2)  # the input of the next stage was computed from all else
-            self._answer(num)
+            for step in timetable.driver:
+                if isinstance(step, Action) and (step.stage != last or step.kind != "F"):
+                    ahead.append(step)
+                    continue
+                if ahead:
+                    executor.run(ahead, self._this)
+                    ahead = []
+                if isinstance(step, Action):
+                    losses.append(self._forward_and_loss(step))
+                    for sender in executor.connections.senders:
+                        sender.release(keep=timetable.limit)
+                elif step.part == "b":
+                    self._begin(step.microbatch)
+                else:
+                    self._answer(step.microbatch)
+            executor.run(ahead, self._this)
             return losses
         except BaseException:
-            for step in self._steps:
-                step.abandon()
+            for suspended in self._steps:
+                suspended.abandon()
             raise
 
     def _begin(self, m: int) -> None:
@@ -188,12 +197,13 @@ class _Pass:
         with self._this.context.entered(grad=True):
             return code()
 
-    def _forward_and_backward(self, m: int) -> Tensor | None:
-        executor, this, step = self._executor, self._this, self._steps[m]
-        last = executor.num_stages - 1
+    def _forward_and_loss(self, action: Action) -> Tensor | None:
+        """Run the last forward action of a micro-batch, and the code after it with its backward pass."""
+        executor, this, m = self._executor, self._this, action.microbatch
+        step = self._steps[m]
         if self._side_outputs.known:
             self._side_outputs.restore()
-        executor.run([Action("F", m, last)], this)
+        executor.run([action], this)
         leaves = executor.output(this, m)
         if self._side_outputs.known:
             self._side_outputs.insert(
@@ -216,15 +226,12 @@ class _Pass:
             loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
             self._connections.output_grads.send([slot.value for slot in slots], this.number, m)
-        executor.run([Action("B", m, last)], this)
         return None if loss is None else loss.detach()
 
-    def _answer(self, limit: int) -> None:
-        """Differentiate the code before the call, for the micro-batches below ``limit``."""
-        for m in range(self._num_answered, limit):
-            inputs, self._inputs[m] = self._inputs[m], []
-            if inputs:
-                grads = self._connections.fed_back.receive(self._this.number, m)
-                known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]
-                torch.autograd.backward([t for t, _ in known], [grad for _, grad in known])
-            self._num_answered = m + 1
+    def _answer(self, m: int) -> None:
+        """Run the backward pass of the code before the call."""
+        inputs, self._inputs[m] = self._inputs[m], []
+        if inputs:
+            grads = self._connections.fed_back.receive(self._this.number, m)
+            known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]
+            torch.autograd.backward([t for t, _ in known], [grad for _, grad in known])

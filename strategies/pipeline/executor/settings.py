@@ -1,12 +1,19 @@
 """The settings of a pipeline, validated."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from strategies.common.names import did_you_mean
 from strategies.launch.session import BUSY_FACTOR
-from strategies.pipeline.schedule.tables import SCHEDULES
+from strategies.pipeline.schedule.custom import CustomTable, custom_table
+from strategies.pipeline.schedule.tables import SCHEDULES, Placement
+from strategies.pipeline.schedule.timetable import Timetables
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
+
+ScheduleChoice = str | Path | Callable[[int, int], CustomTable]
+"""The name of a schedule, the file of a table, or a function of processes and micro-batches that returns a table."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +26,8 @@ class Settings:
 
     microbatches: int = 8
     checkpoint: str = "except_last"
-    schedule: str = "gpipe"
+    schedule: ScheduleChoice = "gpipe"
+    chunks_per_stage: int | None = None
     pipelined_backward: bool = True
     deferred_batch_norm: bool = False
     rpc_timeout_sec: float = 60.0
@@ -34,11 +42,32 @@ class Settings:
         """Whether ``training_step`` runs once per micro-batch, with forward and backward passes in turn."""
         return self.schedule != "gpipe"
 
+    def timetables(self, processes: int) -> Timetables:
+        """Return what each process does in a pass.
+
+        Raises:
+            ValueError: If the file of a table cannot be read, or a table of one's own cannot run on this number of
+                processes.
+        """
+        schedule = self.schedule
+        if isinstance(schedule, str) and schedule in SCHEDULES:
+            named = SCHEDULES[schedule]
+            chunks = self.chunks_per_stage or named.chunks[1]
+            return Timetables(lambda m: named.table(processes, m, chunks), named.placement(processes, chunks))
+        try:
+            placement = Placement.of(custom_table(schedule, processes, self.microbatches))
+        except OSError as error:
+            raise ValueError(f"schedule={str(schedule)!r} is the path of a table, but: {error}.") from error
+        tables = Timetables(lambda m: custom_table(schedule, processes, m), placement)
+        tables.training[self.microbatches]  # raises an error if it cannot run
+        return tables
+
     def __post_init__(self) -> None:
-        for name, valid in (("checkpoint", RECOMPUTE_MODES), ("schedule", tuple(SCHEDULES))):
-            value = getattr(self, name)
-            if value not in valid:
-                raise ValueError(f"Unknown {name} {value!r}{did_you_mean(str(value), valid)}")
+        if self.checkpoint not in RECOMPUTE_MODES:
+            raise ValueError(
+                f"Unknown checkpoint {self.checkpoint!r}{did_you_mean(str(self.checkpoint), RECOMPUTE_MODES)}"
+            )
+        self._check_schedule()
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise ValueError(f"microbatches must be a whole number of at least 1, got {self.microbatches!r}.")
         seconds = self.rpc_timeout_sec
@@ -48,4 +77,35 @@ class Settings:
             raise ValueError(
                 f"pipelined_backward=False waits for all forward passes, which schedule={self.schedule!r} does not do; "
                 "leave it out, or use schedule='gpipe'."
+            )
+
+    def _check_schedule(self) -> None:
+        schedule, chunks = self.schedule, self.chunks_per_stage
+        if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
+            raise ValueError(f"chunks_per_stage must be a whole number of at least 1, got {chunks!r}.")
+        if isinstance(schedule, str) and schedule in SCHEDULES:
+            least, _, most = SCHEDULES[schedule].chunks
+            if chunks is not None and not least <= chunks <= most:
+                number = f"{least}" if least == most else f"at least {least}"
+                instead = "" if most > 1 else "; schedule='interleaved' has several"
+                raise ValueError(
+                    f"schedule={schedule!r} has {number} chunk{'s' if least > 1 else ''} of layers per stage, got "
+                    f"chunks_per_stage={chunks}{instead}."
+                )
+            return
+        if callable(schedule) or isinstance(schedule, Path):
+            pass
+        elif not isinstance(schedule, str):
+            raise ValueError(
+                f"schedule must be a name ({', '.join(map(repr, SCHEDULES))}), the path of a CSV file with a table, or "
+                f"a function (processes, microbatches) -> table, got {schedule!r}."
+            )
+        elif not schedule.endswith(".csv"):
+            raise ValueError(
+                f"Unknown schedule {schedule!r}{did_you_mean(schedule, tuple(SCHEDULES))} (The name of a file with a "
+                "table of one's own ends with .csv.)"
+            )
+        if chunks is not None:
+            raise ValueError(
+                f"A table of one's own determines the chunks of layers, so leave chunks_per_stage={chunks} out."
             )

@@ -31,6 +31,7 @@ from strategies.pipeline.microbatch.split import (
     unpack_objects,
 )
 from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.side_outputs import with_graph
 from strategies.pipeline.stage.stage import Pass, tensors_of
@@ -81,8 +82,10 @@ class WholeBatch:
         inputs = [t for t in given if grad and t.requires_grad]
         with torch.no_grad(), self._executor.explained():
             parts = split(input, microbatches or self._executor.settings.microbatches)
-            this = self._executor.begin(len(parts), grad=grad)
-            results = self._forward(parts, this, [grad and t.requires_grad for t in given])
+            timetable = self._executor.timetables.forward[len(parts)]
+            backward = self._executor.timetables.backward[len(parts)]
+            this = self._executor.begin(len(parts), grad=grad, limit=max(timetable.limit, backward.limit))
+            results = self._forward(parts, this, timetable, [grad and t.requires_grad for t in given])
             output = merge(results)
         columns = [*zip(*map(tensors_of, results), strict=True)]
         required = [[t.requires_grad for t in column] for column in columns]
@@ -98,32 +101,34 @@ class WholeBatch:
         output = with_backward(output, wanted, [plain(t) for t in inputs], partial(_backward, run, gradients))
         return unpack_objects(output)
 
-    def _forward(self, parts: Sequence[Any], this: Pass, requires_grad: list[bool]) -> list[Any]:
+    def _forward(self, parts: Sequence[Any], this: Pass, timetable: Timetable, requires_grad: list[bool]) -> list[Any]:
         """Run the forward part of a pass, and return the output of each micro-batch."""
         executor = self._executor
-        self._tell(this)
+        self._tell(this, timetable)
         if executor.side_outputs.known:
             executor.side_outputs.restore()
         results: list[Any] = []
-        actions = executor.parts_of_rows(this)[-1][0]
+        feed = executor.connections.feed
+        ahead = 2 * executor.num_stages if isinstance(feed, Sender) else 1
 
         def fed() -> Iterator[Action]:
-            """The forward actions of the last stage; stage 0 gets its inputs a bounded number ahead of them."""
+            """The forward actions of the driver; the first chunk gets its inputs a bounded number ahead of them."""
             num_fed = 0
-            for action in actions:
-                while num_fed < min(len(parts), action.microbatch + 2 * executor.num_stages):
+            for action in timetable.rows[-1]:
+                while num_fed < min(len(parts), action.microbatch + ahead):
                     num_fed += executor.feed(parts[num_fed:], this, num_fed, requires_grad)
                 yield action
-                results.append(executor.output(this, action.microbatch))
+                if action.stage == executor.last_chunk:
+                    results.append(executor.output(this, action.microbatch))
 
         executor.run(fed(), this)
-        if isinstance(executor.connections.feed, Sender):
-            executor.connections.feed.release()  # the outputs were computed from all of it
+        if isinstance(feed, Sender):
+            feed.release()  # the outputs were computed from all of it
         if executor.side_outputs.known:
             executor.side_outputs.insert(partial(_is_of_whole_batch, this))
         return results
 
-    def _tell(self, this: Pass) -> None:
+    def _tell(self, this: Pass, timetable: Timetable) -> None:
         """Tell the stages on workers to run the forward part of a pass.
 
         Normally by one command per stage, over the control plane. Where passes without a backward part follow each
@@ -133,7 +138,8 @@ class WholeBatch:
         remotes = self._executor.remotes
         follows_another, self._evaluates = self._evaluates, not this.grad
         if this.grad or not follows_another or not remotes:
-            for remote, (forward, backward) in zip(remotes, self._executor.parts_of_rows(this), strict=False):
+            later = self._executor.timetables.backward[this.microbatches].rows if this.grad else timetable.rows
+            for remote, forward, backward in zip(remotes, timetable.rows, later, strict=False):
                 remote.tell(StageCommands.forward, this, forward, backward)
             return
         if self._announcing != this.context or any(remote.has_queued for remote in remotes):
@@ -142,15 +148,15 @@ class WholeBatch:
             self._announcing = this.context
         for remote in remotes:
             remote.version += 1
-        assert isinstance(self._executor.connections.feed, Sender)
-        self._executor.connections.feed.announce(Announcement(this.number, this.microbatches, this.seed))
+        for channel in self._executor.connections.starts_of_passes:
+            channel.announce(Announcement(this.number, this.microbatches, this.seed))
 
     def end_announcements(self) -> None:
         """Make the stages on workers take commands again."""
         if self._announcing is not None:
             if not self._executor.has_failed:  # or stages take no more passes anyway
-                assert isinstance(self._executor.connections.feed, Sender)
-                self._executor.connections.feed.end_passes()
+                for channel in self._executor.connections.starts_of_passes:
+                    channel.end_passes()
             self._announcing = None  # last: where Ctrl-C interrupts this, the next command does it again
 
     def backward(
@@ -180,12 +186,13 @@ class WholeBatch:
             executor.carry_changes()  # autograd computes no gradient for what requires none by now
             for remote in executor.remotes:
                 remote.tell(StageCommands.backward, this.number)
-            actions = executor.parts_of_rows(this)[-1][1]
+            actions = executor.timetables.backward[this.microbatches].rows[-1]
             executor.run(actions, this)
             executor.move_tied_gradients(this)
             if not inputs:
                 return []
-            received = {a.microbatch: connections.fed_back.receive(this.number, a.microbatch) for a in actions}
+            order = [a.microbatch for a in actions if a.stage == executor.last_chunk and a.kind != "W"]
+            received = {m: connections.fed_back.receive(this.number, m) for m in order}
         return [
             merge_gradients([received[m][k] for m in range(this.microbatches)], original, is_split=is_split)
             for k, (original, is_split) in enumerate(zip(inputs, gradients.inputs_split, strict=True))

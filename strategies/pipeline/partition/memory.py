@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from strategies.common.formatting import describe
+from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.trees import tensors_in
 from strategies.launch.limits import limits_of_process, room_on_host
 from strategies.optim.restricted import parameters_of
@@ -38,7 +38,7 @@ class Placement:
         on_host: For each process on this host the number of its stage; several times the same with replicas.
     """
 
-    stages: Sequence[nn.Sequential]
+    stages: Sequence[StageLayers]
     outside: Sequence[nn.Module]
     devices: Sequence[torch.device]
     on_host: Sequence[int]
@@ -47,7 +47,7 @@ class Placement:
     def of(
         cls,
         model: nn.Module,
-        stages: Sequence[nn.Sequential],
+        stages: Sequence[StageLayers],
         devices: Sequence[torch.device],
         on_host: Sequence[int],
     ) -> "Placement":
@@ -270,7 +270,7 @@ def _way_out(lack: _Lack, smallest: Sequence[int] | None, num_stages: int) -> st
 
 
 def _name(placement: Placement, i: int) -> str:
-    stage = describe(i, placement.stages[i], sum(map(len, placement.stages[:i])))
+    stage = describe(i, placement.stages[i])
     return f"{stage[0].upper()}{stage[1:]}"
 
 

@@ -1,19 +1,22 @@
-"""Splitting an ``nn.Sequential`` or an ``nn.ModuleList`` into stages of consecutive layers."""
+"""Splitting an ``nn.Sequential`` or an ``nn.ModuleList`` into stages, each of one or several chunks of layers."""
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import nn
+
+from strategies.common.stage_layers import StageLayers
 
 Pipelined = nn.Sequential | nn.ModuleList
 """What can be divided into stages: layers that call each other's output, or blocks that the model calls itself."""
 
 
-def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> list[int]:
-    """Return the balance as a list of numbers of layers, one for each stage.
+def check_balance(balance: Sequence[int], num_layers: int, num_stages: int, *, chunks_per_stage: int = 1) -> list[int]:
+    """Return the balance as a list of numbers of layers, one for each chunk, of which each stage has a given number.
 
     Raises:
-        ValueError: If it does not place every layer on one stage, if a stage is empty, or if the number of stages
+        ValueError: If it does not place every layer on one stage, if a chunk is empty, or if the number of chunks
             differs.
     """
     if not isinstance(balance, Sequence) or isinstance(balance, str):
@@ -28,7 +31,13 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> l
             f"The provided balance sum: {sum(sizes)} does not match your Sequential length: {num_layers}. "
             f"Give each layer to exactly one stage, or leave the balance out to have it found."
         )
-    if len(sizes) != num_stages:
+    if chunks_per_stage > 1 and len(sizes) != num_stages * chunks_per_stage:
+        raise ValueError(
+            f"The provided balance {sizes} is for {len(sizes)} chunks, but {num_stages} devices with "
+            f"chunks_per_stage={chunks_per_stage} have {num_stages * chunks_per_stage}. Give one number of layers for "
+            "each chunk, in the order of the layers."
+        )
+    if len(sizes) != num_stages * chunks_per_stage:
         raise ValueError(
             f"The provided balance {sizes} is for {len(sizes)} stages, but there are {num_stages} devices. "
             f"Give one number of layers for each device, or set devices={len(sizes)}."
@@ -36,22 +45,28 @@ def check_balance(balance: Sequence[int], num_layers: int, num_stages: int) -> l
     return sizes
 
 
-def cut(module: nn.Module, balance: Sequence[int], *, is_reversed: bool = False) -> list[nn.Sequential]:
-    """Split ``module`` into stages of consecutive layers, which share its layers and keep their names.
+def cut(
+    module: nn.Module, balance: Sequence[int], stage_of: Sequence[int] | None = None, *, is_reversed: bool = False
+) -> list[StageLayers]:
+    """Split ``module`` into stages, which share its layers and keep their names.
 
     Args:
         module: The layers.
-        balance: Number of layers of each stage.
-        is_reversed: Whether the first stage gets the last layers, because the model calls its blocks in that order.
+        balance: Number of layers of each chunk.
+        stage_of: The number of the stage of each chunk; by default each chunk is a stage.
+        is_reversed: Whether the first chunk gets the last layers, because the model calls its blocks in that order.
     """
-    children = list(module._modules.items())  # named_children() leaves out a layer that is there twice
+    children: list[tuple[str, Any]] = list(module._modules.items())  # named_children() leaves out repetitions
     if is_reversed:
         children.reverse()
-    ends = list(accumulate(balance))
-    stages = []
-    for start, stop in zip([0, *ends], ends, strict=False):
-        stage = nn.Sequential()
-        for name, child in children[start:stop]:
-            stage.add_module(name, child)
-        stages.append(stage)
-    return stages
+    stages = list(range(len(balance))) if stage_of is None else stage_of
+    spans = [range(start, stop) for start, stop in pairwise([0, *accumulate(balance)])]
+    cut = []
+    for i in range(1 + max(stages)):
+        own = [span for span, stage in zip(spans, stages, strict=True) if stage == i]
+        layers = StageLayers(own)
+        for span in own:
+            for name, child in children[span.start : span.stop]:
+                layers._modules[name] = child  # add_module refuses a layer that is called "chunks"
+        cut.append(layers)
+    return cut

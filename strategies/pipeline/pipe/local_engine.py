@@ -96,7 +96,7 @@ class _LocalPartition:
         self._description, self._device = description, partition.place.device
         self._layers = Layers(
             partition.layers,
-            partition.first_layer,
+            partition.layers.spans[0].start,
             self._device,
             deferred_batch_norm=deferred_batch_norm,
             call=call_partition,

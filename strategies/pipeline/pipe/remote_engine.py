@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from strategies.commands.host import Host, close
 from strategies.common.activity import Activity
 from strategies.common.autograd import with_backward
-from strategies.common.formatting import locate
+from strategies.common.stage_layers import StageLayers, locate
 from strategies.common.torch_compat import rpc_is_initialized, tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
@@ -43,9 +43,8 @@ from strategies.pipeline.pipe.routing import Inbox, MessageKey, Post, Router, Ro
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.calling import call_partition
-from strategies.pipeline.stage.layers import Layers
 from strategies.pipeline.stage.skip import Key, skips_of
-from strategies.pipeline.stage.stage import Pass, Ports, Stage
+from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.stand_ins import move_to_meta
 from strategies.pipeline.state.state_dict import StateOfStages
@@ -233,15 +232,10 @@ class RemoteEngine(NotCopyable):
 
     def _add_local(self, i: int, partition: Partition, routes: Routes, deferred_batch_norm: bool) -> None:
         router = self._routers[i] = Router(routes, partition.place.device)
-        wiring = router.wiring()
-        layers = Layers(
-            partition.layers,
-            partition.first_layer,
-            partition.place.device,
-            deferred_batch_norm=deferred_batch_norm,
-            call=call_partition,
+        device, ports = partition.place.device, router.wiring(i).ports
+        self._stages[i] = Stage(
+            chunks_of(partition.layers, ports, device, deferred_batch_norm=deferred_batch_norm, call=call_partition)
         )
-        self._stages[i] = Stage(layers, Ports(wiring.inputs, wiring.outputs, wiring.output_grads, wiring.input_grads))
 
     def _remote(self, worker: str, host: Any, description: str) -> RemoteStage:
         process = StageProcess(
@@ -277,7 +271,7 @@ class FollowedOptimizers:
         remotes: The stages on workers, in the same order.
     """
 
-    def __init__(self, elsewhere: Sequence[nn.Sequential], remotes: Sequence[RemoteStage]) -> None:
+    def __init__(self, elsewhere: Sequence[StageLayers], remotes: Sequence[RemoteStage]) -> None:
         self._elsewhere, self._remotes = list(elsewhere), list(remotes)
         self.optimizers = PipelineOptimizers([], partial(locate, self._elsewhere, None), lambda: None)
         self.optimizers.connect(self._remotes, [[] for _ in self._remotes])
@@ -322,7 +316,7 @@ def host_partition(blob: bytes, routes: Routes) -> Host[HostedStage]:
     activity = Activity()
 
     def wire(payload: Payload) -> Wiring:
-        return Router(routes, torch.device(payload.device), activity.wait).wiring()
+        return Router(routes, torch.device(payload.device), activity.wait).wiring(payload.index)
 
     create = partial(unpack, blob, wire, activity)
     return Host(create, StageCommands, name=routes.description, activity=activity).start()
@@ -341,7 +335,6 @@ def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
     payload = Payload(
         index=i,
         layers=partition.layers,
-        first_layer=partition.first_layer,
         device=str(partition.place.device),
         deferred_batch_norm=deferred_batch_norm,
         call=call_partition,

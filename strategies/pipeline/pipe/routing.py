@@ -24,6 +24,7 @@ from strategies.common.trees import tensors_in
 from strategies.common.waiting import Wait, wait_here
 from strategies.pipeline.pipe.local_engine import check_output
 from strategies.pipeline.stage.skip import Key
+from strategies.pipeline.stage.stage import Ports
 from strategies.pipeline.worker.wiring import Wiring
 
 _UNDER_WAY = 8
@@ -146,16 +147,15 @@ class Router:
         self._wanting: dict[tuple[int, int], list[tuple[Key | None, int]]] = {}
         self._expected: dict[tuple[int, int], list[Key | None]] = {}
 
-    def wiring(self) -> Wiring:
-        """Return the connections of a stage on a worker."""
+    def wiring(self, number: int) -> Wiring:
+        """Return the connections of the partition with this number."""
+        outputs, input_grads = _Output(self.send, self._post), _Output(self.send_grads, self._post)
         return Wiring(
-            inputs=_Input(self.receive),
-            outputs=_Output(self.send, self._post),
-            output_grads=_Input(self.receive_grads),
-            input_grads=_Output(self.send_grads, self._post),
+            ports={number: Ports(_Input(self.receive), outputs, _Input(self.receive_grads), input_grads)},
+            outputs=[outputs],
+            input_grads=[input_grads],
             sender=_no_ties,
             receiver=_no_ties,
-            limit=_UNDER_WAY,
             settle=self.settle,
             forget=self.forget,
         )
@@ -230,6 +230,7 @@ class _Input:
 class _Output:
     def __init__(self, send: Callable[..., None], post: Post) -> None:
         self._send, self._post = send, post
+        self.limit: int | None = None
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
         self._send(value, pass_number, microbatch, requires_grad=requires_grad or [])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import RemoteDevice
 
 
@@ -75,19 +76,17 @@ class Partition:
 
     Attributes:
         layers: The layers, named as in the whole module.
-        first_layer: Index of the first layer in the whole module.
         place: Worker and device of the layers.
     """
 
-    layers: nn.Sequential
-    first_layer: int
+    layers: StageLayers
     place: Place
 
     def describe(self, number: int) -> str:
         """``partition 1 on worker1/cpu (layers 3 to 5: Block, Block, Linear)``."""
         kinds = ", ".join(type(layer).__name__ for layer in self.layers)
-        last = self.first_layer + len(self.layers) - 1
-        return f"partition {number} on {self.place} (layers {self.first_layer} to {last}: {kinds})"
+        (span,) = self.layers.spans
+        return f"partition {number} on {self.place} (layers {span.start} to {span.stop - 1}: {kinds})"
 
 
 def partitions_of(module: nn.Sequential, here: str | None) -> list[Partition]:
@@ -113,8 +112,10 @@ def partitions_of(module: nn.Sequential, here: str | None) -> list[Partition]:
             layer.to(place.device)
         joins = partitions and partitions[-1].place == place and place != Place(None, torch.device("cpu"))
         if not joins:
-            partitions.append(Partition(nn.Sequential(), number, place))
-        partitions[-1].layers.add_module(name, layer)
+            partitions.append(Partition(StageLayers([range(number, number)]), place))
+        layers = partitions[-1].layers
+        layers._modules[name] = layer  # add_module refuses a layer that is called "chunks"
+        layers.spans = (range(layers.spans[0].start, number + 1),)
     _check_shared(partitions)
     return partitions
 

@@ -442,7 +442,28 @@ class _Row:
         return self
 
 
-SCHEDULES: Mapping[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+class Named(NamedTuple):
+    """A schedule that a user can choose by its name.
+
+    Attributes:
+        table: Returns the table for a number of processes, micro-batches and stages per process.
+        placement: Returns which process has which stages, given the number of processes and of stages per process.
+        chunks: The smallest, the default and the largest number of stages per process.
+    """
+
+    table: Callable[[int, int, int], Schedule]
+    placement: Callable[[int, int], Placement]
+    chunks: tuple[int, int, int]
+
+
+SCHEDULES: Mapping[str, Named] = {
+    "gpipe": Named(lambda p, m, chunks: gpipe(p, m), loop, (1, 1, 1)),
+    "1f1b": Named(lambda p, m, chunks: one_f_one_b(p, m), loop, (1, 1, 1)),
+    "interleaved": Named(interleaved, loop, (2, 2, 2**10)),
+    "zb-h1": Named(zb_h1, loop, (1, 1, 2**10)),
+    "zbv": Named(lambda p, m, chunks: zbv(p, m), lambda p, chunks: v(p), (2, 2, 2)),
+    "v-half": Named(lambda p, m, chunks: v_half(p, m), lambda p, chunks: v(p), (2, 2, 2)),
+}
 """The schedules that a user can choose, by name."""
 
 

@@ -42,6 +42,7 @@ from strategies.common.torch_compat import (
 )
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
+from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
 
 Carried = tuple[Any, dict[Key, Tensor | None]]
 """What a stage sends to the next one: the output of its last layer, and the skips that a later layer pops."""
@@ -218,6 +219,35 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
         set_random_state(state, device)
 
 
+class RandomStateKeeper:
+    """Restores the random state of the process after a part of a pass, if layers have drawn random numbers in it.
+
+    Args:
+        device: The device whose generator layers use beside that of the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._is_entered = device, False
+        self._state: list[Any] | None = None
+
+    @contextmanager
+    def preserving(self) -> Iterator[None]:
+        """Restore the state after the body, if :meth:`keep` has been called in it."""
+        self._is_entered = True
+        try:
+            yield
+        finally:
+            self._is_entered = False
+            if self._state is not None:
+                set_random_state(self._state, self._device)
+                self._state = None
+
+    def keep(self) -> None:
+        """Store the state, before it changes for the first time."""
+        if self._is_entered and self._state is None:
+            self._state = random_state(self._device)
+
+
 _KINDS_THAT_DRAW_NOTHING = frozenset(
     {
         *(nn.Sequential, nn.Identity, nn.Flatten, nn.Unflatten, nn.Upsample, nn.PixelShuffle, nn.ZeroPad2d),
@@ -355,6 +385,7 @@ class Layers:
         device: Device of the layers.
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
         call: Calls the layers; by default one after the other.
+        random_state: What restores the random state after a part of a pass; several chunks of a process share it.
     """
 
     def __init__(
@@ -365,12 +396,13 @@ class Layers:
         *,
         deferred_batch_norm: bool = False,
         call: CallLayers = call_in_turn,
+        random_state: RandomStateKeeper | None = None,
     ) -> None:
         self.layers, self.first_layer, self.device = layers, first_layer, device
+        self.random_state = random_state or RandomStateKeeper(device)
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._call = call
-        self._preserves = False
-        self._random_state: list[Any] | None = None
+        self._delays = DelayedWeights()
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -380,6 +412,7 @@ class Layers:
         modules = list(self.layers.modules())
         self._norms = [module for module in modules if isinstance(module, NormBase)]
         self._seeded = [not draws_nothing(layer) for layer in self.layers]
+        self._is_compiled = any(map(_is_compiled, modules))
         self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
 
     def run(
@@ -393,6 +426,7 @@ class Layers:
         checkpointing: bool,
         recomputing: bool,
         doing: Callable[[str], None] | None = None,
+        splits: bool = False,
     ) -> Carried:
         """Run one micro-batch through the layers.
 
@@ -406,6 +440,7 @@ class Layers:
             checkpointing: Whether the layers will be recomputed for this micro-batch in the backward pass.
             recomputing: Whether this call recomputes the layers.
             doing: Called before each layer with a description for error reports.
+            splits: Whether weight gradients may be left for later; see :meth:`in_backward`.
         """
         if microbatch == 0 and not recomputing:
             self._begin_pass()
@@ -424,14 +459,15 @@ class Layers:
                 if labels is not None:
                     labels.next(what)
             if self._seeded[place]:
-                self._keep_random_state()
+                self.random_state.keep()
                 seed_device(layer_seed(seed, microbatch, layer), self.device)
 
         skipping = waiting_skips(skips) if self._has_skips else nullcontext()
         frozen = self._frozen(NormBase if recomputing else BatchNorm if self._deferred else None)
         phases = checkpointing, recomputing
         phase = nullcontext() if phases == (_here.checkpointing, _here.recomputing) else _phase(*phases)
-        with context.entered(grad=grad), frozen, gathering, phase:
+        delays = self._delays if splits and grad and not self._is_compiled else nullcontext()
+        with context.entered(grad=grad), frozen, gathering, phase, delays:
             try:
                 with skipping:
                     return self._call(self.layers, given, before), skips
@@ -443,29 +479,22 @@ class Layers:
                     labels.end()
 
     @contextmanager
-    def preserving_random_state(self) -> Iterator[None]:
-        """Restore the process's random state after the body, if layers may draw random numbers in it."""
-        self._preserves = True
-        try:
-            yield
-        finally:
-            self._preserves = False
-            if self._random_state is not None:
-                set_random_state(self._random_state, self.device)
-                self._random_state = None
-
-    def _keep_random_state(self) -> None:
-        if self._preserves and self._random_state is None:
-            self._random_state = random_state(self.device)
-
-    def in_backward(self) -> AbstractContextManager[None]:
+    def in_backward(self, left: WeightGradients | None = None) -> Iterator[None]:
         """Run the body, a backward pass, in which layers may draw random numbers, with frozen running statistics.
 
         A layer that checkpoints itself runs again in a backward pass, and would update them a second time.
+
+        Args:
+            left: Where to leave weight gradients that can wait; ``None`` to compute all.
         """
         if any(self._seeded):
-            self._keep_random_state()
-        return self._frozen(BatchNorm if self._deferred else None)
+            self.random_state.keep()
+        self._delays.left = left
+        try:
+            with self._frozen(BatchNorm if self._deferred else None):
+                yield
+        finally:
+            self._delays.left = None
 
     def _frozen(self, kind: type[NormBase] | None) -> AbstractContextManager[None]:
         norms = [norm for norm in self._norms if isinstance(norm, kind) and norm.training] if kind else []
@@ -497,6 +526,10 @@ class Layers:
         """Remove hooks from the layers."""
         if self._deferred is not None:
             self._deferred.remove()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
 
 
 @contextmanager

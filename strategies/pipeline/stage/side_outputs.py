@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
 
-from strategies.common.formatting import describe
+from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.torch_compat import forward_hooks, version_of
 
 _MAX_ITEMS = 1000
@@ -163,8 +163,11 @@ class Placeholders:
         stages: The layers of each stage on the driver; the last stage is the driver's own.
     """
 
-    def __init__(self, stages: Sequence[nn.Sequential]) -> None:
+    def __init__(self, stages: Sequence[StageLayers]) -> None:
         self._stages, self._own = stages, len(stages) - 1
+        run_ahead = {module for chunk in stages[-1].chunks[:-1] for module in chunk.modules()}
+        self._run_last = {k for k, module in enumerate(stages[-1].modules()) if module not in run_ahead}
+        """Places of the modules of the last chunk. Other chunks here run ahead, for later micro-batches."""
         self.known: dict[Attribute, tuple[dict[str, Any], Placeholder]] = {}
         """For each side output that a stage has found: the attributes of its module, and its placeholder."""
         self._stored: dict[Attribute, Any] = {}
@@ -183,7 +186,9 @@ class Placeholders:
         for attribute, (own, placeholder) in self.known.items():
             if attribute.stage != self._own:
                 own[attribute.name] = placeholder
-            elif own.get(attribute.name) is not placeholder and not is_right(own.get(attribute.name)):
+            elif own.get(attribute.name) is not placeholder and not (
+                attribute.module in self._run_last and is_right(own.get(attribute.name))
+            ):
                 self._replace(attribute)
 
     @contextmanager
@@ -234,8 +239,7 @@ class Placeholders:
         stage = self._stages[attribute.stage]
         name, module = next(islice(stage.named_modules(), attribute.module, None))
         what = f"the forward pass of layer {name}, a {type(module).__name__}, leaves tensors in its attribute"
-        first_layer = sum(len(before) for before in self._stages[: attribute.stage])
-        where = describe(attribute.stage, stage, first_layer)
+        where = describe(attribute.stage, stage)
         if attribute.stage != self._own:
             message = f"{what} {attribute.name!r} on {where}, in another process, so they are not here."
         else:
@@ -266,6 +270,8 @@ def with_graph(value: Any) -> bool:
 
 
 def _may_have(module: nn.Module) -> bool:
+    if isinstance(module, StageLayers):
+        return False
     return any(forward_hooks(module)) or not type(module).__module__.startswith("torch.nn.")
 
 

@@ -1,15 +1,17 @@
-"""One stage: consecutive layers, and the forward and backward passes of micro-batches through them.
+"""One stage: chunks of consecutive layers, and the forward and backward passes of micro-batches through them.
 
-The driver and the workers use the same class :class:`Stage`, and connect its four ports differently:
+The driver and the workers use the same classes, and connect the four ports of a chunk differently:
 
     inputs ─────▶ ┌───────┐ ─────▶ outputs
-                  │ Stage │
+                  │ Chunk │
     input_grads ◀─└───────┘◀───── output_grads
 
-Index letter: ``m`` micro-batch.
+Under most schedules a stage has one chunk. In tables of actions each chunk counts as a stage.
+
+Index letters: ``m`` micro-batch, ``i`` chunk.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,11 +20,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from strategies.common.activity import Activity
+from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten, version_of
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.layers import Carried, Flags, Layers, PassContext
+from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, PassContext, RandomStateKeeper
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
+from strategies.pipeline.stage.weight_gradients import WeightGradients
+
+Note = Callable[[str], None]
+"""Records what a stage does, such as ``F3, layer 5``."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,8 @@ class Pass:
         at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
         seed: Base of the random seeds of the layers in this pass.
         context: The driver's settings, such as autocast and default dtype.
+        limit: How many values on one channel may not have arrived yet; ``None``: no limit.
+        splits: Whether backward passes have two parts.
     """
 
     number: int
@@ -46,6 +55,8 @@ class Pass:
     at_once: bool
     seed: int
     context: PassContext
+    limit: int | None = None
+    splits: bool = False
 
 
 class Output(Protocol):
@@ -64,7 +75,7 @@ class Input(Protocol):
 
 @dataclass(frozen=True)
 class Ports:
-    """The four ports of one stage, as in the picture above."""
+    """The four ports of one chunk, as in the picture above."""
 
     inputs: Input
     outputs: Output
@@ -189,49 +200,33 @@ class _Kept:
 
 
 class Stage:
-    """Runs actions of a schedule on consecutive layers.
-
-    A stage receives and sends a value together with the skips that a later layer pops
-    (:data:`~strategies.pipeline.stage.layers.Carried`). Objects in the value are packed
-    (:func:`~strategies.pipeline.microbatch.split.pack_objects`).
+    """The layers of one process: runs actions of a schedule on one or several chunks.
 
     Args:
-        layers: Runs the layers.
-        ports: The connections to other stages and to the driver.
+        chunks: The chunks by their numbers, which are those of stages in tables of actions.
         activity: Records what the stage does; ``None`` on the driver.
-        side_outputs: Finds tensors that layers store in attributes; ``None`` if no layer can do so.
     """
 
-    def __init__(
-        self,
-        layers: Layers,
-        ports: Ports,
-        *,
-        activity: Activity | None = None,
-        side_outputs: SideOutputs | None = None,
-    ) -> None:
-        self.layers: nn.Sequential = layers.layers
-        self.first_layer, self.device = layers.first_layer, layers.device
-        self._runner, self._ports = layers, ports
-        self._activity, self._side_outputs = activity, side_outputs
-        self._kept: dict[tuple[int, int], _Kept] = {}
-        self._writes_input: bool | None = None
+    def __init__(self, chunks: "Mapping[int, Chunk]", *, activity: Activity | None = None) -> None:
+        self.chunks, self._activity = chunks, activity
+        first = next(iter(chunks.values()))
+        self.device = first.device
+        self._random_state = first.random_state
 
     def close(self) -> None:
         """Discard all passes, and remove hooks from the layers."""
-        self._kept.clear()
-        self._runner.close()
+        for chunk in self.chunks.values():
+            chunk.close()
 
     @property
     def num_kept(self) -> int:
-        """Number of micro-batches that wait for their backward pass."""
-        return len(self._kept)
+        """Number of micro-batches that wait for their backward pass, in all chunks."""
+        return sum(chunk.num_kept for chunk in self.chunks.values())
 
     def discard(self, pass_number: int) -> None:
         """Discard a pass that will have no backward part. The garbage collector may call this at any time."""
-        for key in list(self._kept):  # a copy, which CPython makes without switching threads
-            if key[0] == pass_number:
-                self._kept.pop(key, None)
+        for chunk in self.chunks.values():
+            chunk.discard(pass_number)
 
     def note(self, what: str) -> None:
         """Record what the stage does now, such as ``F3, layer 5``."""
@@ -249,20 +244,63 @@ class Stage:
             Exception: Whatever a layer raises.
             RuntimeError: If a neighbour fails or does not answer in time.
         """
-        at_once = []
-        with self._runner.preserving_random_state():
-            for action in actions:
-                if action.kind == "F":
-                    self._forward(this, action.microbatch)
+        chunks, note, at_once = self.chunks, self.note, []
+        with self._random_state.preserving():
+            for kind, m, i in actions:
+                if kind == "F":
+                    chunks[i].forward(this, m, note)
+                elif kind == "W":
+                    chunks[i].weight_gradients(this, m, note)
                 elif this.at_once:
-                    at_once.append(action.microbatch)
+                    at_once.append((i, m))
                 else:
-                    self._backward(this, [action.microbatch])
-            if at_once:
-                self._backward(this, at_once)
+                    chunks[i].backward(this, [m], note, splits=kind == "I")
+            for i in dict.fromkeys(i for i, _ in at_once):
+                chunks[i].backward(this, [m for chunk, m in at_once if chunk == i], note)
 
-    def _forward(self, this: Pass, m: int) -> None:
-        self.note(f"F{m}, waiting for its input")
+
+class Chunk:
+    """Consecutive layers, and the passes of micro-batches through them.
+
+    A chunk receives and sends a value together with the skips that a later layer pops
+    (:data:`~strategies.pipeline.stage.layers.Carried`). Objects in the value are packed
+    (:func:`~strategies.pipeline.microbatch.split.pack_objects`).
+
+    Args:
+        layers: Runs the layers.
+        ports: The connections to other chunks and to the driver's code.
+        side_outputs: Finds tensors that layers of the stage store in attributes; ``None`` if no layer can do so.
+    """
+
+    def __init__(self, layers: Layers, ports: Ports, *, side_outputs: SideOutputs | None = None) -> None:
+        self.layers: nn.Sequential = layers.layers
+        self.device, self.random_state = layers.device, layers.random_state
+        self._runner, self._ports, self._side_outputs = layers, ports, side_outputs
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._delayed: dict[tuple[int, int], WeightGradients] = {}
+        self._writes_input: bool | None = None
+
+    def close(self) -> None:
+        """Discard all passes, and remove hooks from the layers."""
+        self._kept.clear()
+        self._delayed.clear()
+        self._runner.close()
+
+    @property
+    def num_kept(self) -> int:
+        """Number of micro-batches that wait for their backward pass."""
+        return len(self._kept)
+
+    def discard(self, pass_number: int) -> None:
+        """Discard a pass that will have no backward part. The garbage collector may call this at any time."""
+        for known in (self._kept, self._delayed):
+            for key in list(known):  # a copy, which CPython makes without switching threads
+                if key[0] == pass_number:
+                    known.pop(key, None)
+
+    def forward(self, this: Pass, m: int, note: Note) -> None:
+        """Run the forward pass of a micro-batch."""
+        note(f"F{m}, waiting for its input")
         x = self._ports.inputs.receive(this.number, m)
         x, attributes = x if isinstance(x, WithSideOutputs) else (x, ())
         recompute = this.grad and m < this.recomputed
@@ -274,7 +312,7 @@ class Stage:
             before = _versions(x)
         elif this.grad:
             x = entered(x, kept.inputs)
-        y = self._run_layers(this, m, x, grad=this.grad and not recompute, recomputing=False)
+        y = self._run_layers(this, m, x, note, grad=this.grad and not recompute, recomputing=False)
         if recompute:
             self._writes_input = bool(self._writes_input) or before != _versions(x)
         tensors = tensors_of(y)
@@ -295,8 +333,15 @@ class Stage:
             WithSideOutputs(y, attributes) if attributes else y, this.number, m, requires_grad=flags
         )
 
-    def _backward(self, this: Pass, microbatches: Sequence[int]) -> None:
-        """Run the backward passes of the micro-batches in one call of autograd."""
+    def backward(self, this: Pass, microbatches: Sequence[int], note: Note, *, splits: bool = False) -> None:
+        """Run the backward passes of micro-batches in one call of autograd.
+
+        Args:
+            this: The pass.
+            microbatches: The micro-batches; one if ``splits``.
+            note: Records what the stage does.
+            splits: Whether weight gradients that can wait do so until :meth:`weight_gradients`.
+        """
         edges: list[GradientEdge] = []
         grads: list[Tensor] = []
         done = []
@@ -307,27 +352,39 @@ class Stage:
             done.append((m, kept.inputs))
             if not kept.outputs:  # no gradient passes through this stage; the stage before still waits for a message
                 continue
-            self.note(f"B{m}, waiting for its gradients")
+            note(f"B{m}, waiting for its gradients")
             received = self._ports.output_grads.receive(this.number, m)
             if kept.flags is not None:
                 x, kept.recompute_from = entered(kept.recompute_from, kept.inputs), None
                 with kept.flags.entered(self.layers):
-                    y = self._run_layers(this, m, x, grad=True, recomputing=True)
+                    y = self._run_layers(this, m, x, note, grad=True, recomputing=True)
                 candidates = [t for t in tensors_of(y) if t.is_floating_point() or t.is_complex()]
                 kept.outputs = [get_gradient_edge(t) if t.requires_grad else None for t in candidates]
             for edge, grad in zip(kept.outputs, received, strict=True):
                 if edge is not None and grad is not None:
                     edges.append(edge)
                     grads.append(grad)
-        self.note(", ".join(f"B{m}" for m in microbatches))
+        note(", ".join(f"B{m}" for m in microbatches))
         if edges:
-            with self._runner.in_backward():
+            delayed = WeightGradients() if splits else None
+            with self._runner.in_backward(delayed):
                 torch.autograd.backward(edges, grads)
+            if delayed is not None:
+                self._delayed[this.number, microbatches[0]] = delayed
         for m, slots in done:
             if slots:
                 self._ports.input_grads.send([slot.value for slot in slots], this.number, m)
 
-    def _run_layers(self, this: Pass, m: int, carried: Carried, *, grad: bool, recomputing: bool) -> Carried:
+    def weight_gradients(self, this: Pass, m: int, note: Note) -> None:
+        """Compute the weight gradients of a micro-batch that its backward pass has left."""
+        delayed = self._delayed.pop((this.number, m), None)
+        if delayed is not None:
+            note(f"W{m}")
+            delayed.compute()
+
+    def _run_layers(
+        self, this: Pass, m: int, carried: Carried, note: Note, *, grad: bool, recomputing: bool
+    ) -> Carried:
         """Run the layers on new objects, which no other run uses; see :func:`unpack_objects`."""
         x, skips = unpack_objects(carried[0]), carried[1]
         del carried
@@ -339,7 +396,8 @@ class Stage:
             grad=grad,
             checkpointing=this.grad and m < this.recomputed and not recomputing,
             recomputing=recomputing,
-            doing=self.note,
+            doing=note,
+            splits=this.splits,
         )
         return pack_objects(y), skips
 
@@ -351,3 +409,40 @@ def _copied(value: Any) -> Any:
 
 def _versions(value: Any) -> list[int]:
     return [version_of(tensor) for tensor in tensors_of(value)]
+
+
+def chunks_of(
+    layers: StageLayers,
+    ports: Mapping[int, Ports],
+    device: torch.device,
+    *,
+    deferred_batch_norm: bool,
+    call: CallLayers,
+    side_outputs: SideOutputs | None = None,
+) -> dict[int, Chunk]:
+    """Return the chunks of a stage by their numbers.
+
+    Args:
+        layers: The layers of the stage.
+        ports: The ports of each chunk, in the order of the chunks.
+        device: The device of the layers.
+        deferred_batch_norm: See :class:`~strategies.pipeline.stage.layers.Layers`.
+        call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
+        side_outputs: Finds tensors that layers store in attributes; ``None`` if no layer can do so.
+    """
+    random_state = RandomStateKeeper(device)
+    return {
+        number: Chunk(
+            Layers(
+                chunk,
+                span.start,
+                device,
+                deferred_batch_norm=deferred_batch_norm,
+                call=call,
+                random_state=random_state,
+            ),
+            own,
+            side_outputs=side_outputs,
+        )
+        for (number, own), chunk, span in zip(ports.items(), layers.chunks, layers.spans, strict=True)
+    }

@@ -55,9 +55,6 @@ Result = TypeVar("Result")
 COMMANDS_TAG = 10
 """Tag of the channels from the driver to each worker for commands without a result."""
 
-FEED_TAG = 2
-"""Tag of the channels between the driver and stage 0: the pipeline's inputs, and their gradients."""
-
 _FAILED, _END = -1, -2
 """Kinds of headers without a value: the sender's process has failed and sends nothing more; the sender announces no
 more passes. Any other kind is the number of a layout."""
@@ -323,7 +320,8 @@ class Sender:
     def __init__(
         self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = wait_here
     ) -> None:
-        self._post, self._peer, self._tag, self._limit, self._wait = cpu_backend(group).send, peer, tag, limit, wait
+        self._post, self._peer, self._tag, self._wait = cpu_backend(group).send, peer, tag, wait
+        self.limit = limit
         self._timeout = timeout_of(group)
         self._known: dict[Any, _Numbered] = {}
         self._free_bytes = self._bytes_under_way = self._num_not_copied = 0
@@ -356,8 +354,8 @@ class Sender:
         self._under_way.append(_Sent(works, message, others, known))
         self._bytes_under_way += layout.total_bytes
         self._num_not_copied += not layout.is_small
-        if self._limit is not None:
-            self.flush(self._limit)
+        if self.limit is not None:
+            self.flush(self.limit)
 
     def send_inputs(self, inputs: Sequence[Any], pass_number: int, first: int, requires_grad: list[bool]) -> int:
         """Send as many inputs of stage 0 as are small together, but at least one; :class:`Inputs` receives them.
@@ -622,14 +620,14 @@ class Inputs:
     """
 
     def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+        self.receiver = receiver
         self._ahead: deque[Any] = deque()
         self._next = 0, 0
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         """Return the input of a micro-batch, without skips. For the errors see :meth:`Receiver.receive`."""
         if not self._ahead:
-            self._ahead.extend(self._receiver.receive(pass_number, microbatch))
+            self._ahead.extend(self.receiver.receive(pass_number, microbatch))
             self._next = pass_number, microbatch
         assert self._next == (pass_number, microbatch), f"expected {pass_number, microbatch}, got {self._next}"
         self._next = pass_number, microbatch + 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import NormBase, version_of
 from strategies.pipeline.transport.channel import Receiver, Sender
 
@@ -48,7 +49,7 @@ def owned_parameters(i: int, layers: nn.Module, ties: Iterable[Tie]) -> list[nn.
     return [parameter for parameter in layers.parameters() if parameter not in copies]
 
 
-def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> list[Tie]:
+def find_ties(stages: Sequence[StageLayers], outside: Iterable[Tensor] = ()) -> list[Tie]:
     """Find the parameters that more than one process uses.
 
     Args:
@@ -56,21 +57,24 @@ def find_ties(stages: Sequence[nn.Module], outside: Iterable[Tensor] = ()) -> li
         outside: Parameters that the model uses outside of its stages, on the driver.
 
     Raises:
-        ValueError: If two stages use the same layer with running statistics, each of which would see part of the
+        ValueError: If two chunks use the same layer with running statistics, each of which would see part of the
             inputs, or if a layer changes a tied parameter in its forward pass.
     """
     uses: dict[int, dict[int, list[str]]] = {}
-    norms: dict[nn.Module, int] = {}
+    norms: dict[nn.Module, tuple[int, int]] = {}
     for i, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             uses.setdefault(id(parameter), {}).setdefault(i, []).append(name)
-        for name, module in stage.named_modules(remove_duplicate=False):
-            if isinstance(module, NormBase) and norms.setdefault(module, i) != i and module.track_running_stats:
-                raise ValueError(
-                    f"layer {name}, a {type(module).__name__}, is used by stage {norms[module]} and by stage {i}, and "
-                    "two processes cannot share its running statistics. Use two layers, or choose a balance that "
-                    "puts both uses on one stage."
-                )
+        for k, chunk in enumerate(stage.chunks):
+            for name, module in chunk.named_modules(remove_duplicate=False):
+                if not isinstance(module, NormBase) or not module.track_running_stats:
+                    continue
+                if norms.setdefault(module, (i, k)) != (i, k):
+                    raise ValueError(
+                        f"layer {name}, a {type(module).__name__}, is used by stage {norms[module][0]} and by stage {i}"
+                        ", and two chunks of layers cannot share its running statistics. Use two layers, or choose a "
+                        "balance that puts both uses into one chunk."
+                    )
     driver, used_outside = len(stages) - 1, {id(parameter) for parameter in outside}
     ties = []
     for key, by_stage in uses.items():

@@ -3,7 +3,7 @@
 import itertools
 import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.host import run_calls
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
-from strategies.common.formatting import describe
+from strategies.common.stage_layers import describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only, unscale_grads
 from strategies.optim.calls import MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
@@ -31,9 +31,10 @@ from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.layers import Layers, PassContext
+from strategies.pipeline.schedule.timetable import forward_timetable
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.side_outputs import SideOutputs
-from strategies.pipeline.stage.stage import Pass, Ports, Stage
+from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.transport.ties import TiedParameters
@@ -71,17 +72,17 @@ class HostedStage(StageCommands):
         self._layers = payload.layers.to(device)
         self._modules = [self._layers, *(_moved(copy, device) for copy in payload.copies)]
         self._values = HeldValues(self._modules)
+        self._placement = payload.placement
         self._stage = Stage(
-            Layers(
+            chunks_of(
                 self._layers,
-                payload.first_layer,
+                wiring.ports,
                 device,
                 deferred_batch_norm=payload.deferred_batch_norm,
                 call=payload.call,
+                side_outputs=SideOutputs.of(payload.index, self._layers) if payload.reports_side_outputs else None,
             ),
-            Ports(wiring.inputs, wiring.outputs, wiring.output_grads, wiring.input_grads),
             activity=activity,
-            side_outputs=SideOutputs.of(payload.index, self._layers) if payload.reports_side_outputs else None,
         )
         named = dict(self._layers.named_parameters(remove_duplicate=False))
         self._ties = TiedParameters(payload.index, payload.ties, named, wiring.sender, wiring.receiver)
@@ -112,17 +113,18 @@ class HostedStage(StageCommands):
     # What the host needs
 
     def describe(self) -> str:
-        return describe(self._index, self._layers, self._stage.first_layer)
+        return describe(self._index, self._layers)
 
     def announce_failure(self) -> None:
-        for sender in (self._wiring.outputs, self._wiring.input_grads, *self._ties.senders):
+        for sender in (*self._wiring.outputs, *self._wiring.input_grads, *self._ties.senders):
             sender.fail()
 
     # Passes
 
     def forward(self, this: Pass, actions: list[Action], later: list[Action]) -> None:
-        if this.number and self._index == 0:
-            self._wiring.input_grads.flush()  # the driver has received those of earlier passes
+        if this.number and self._wiring.fed_back is not None:
+            self._wiring.fed_back.flush()  # the driver has received those of earlier passes
+        self._set_limit(this.limit)
         this.context.apply()
         if this.grad:
             self._passes[this.number] = this, later
@@ -131,22 +133,21 @@ class HostedStage(StageCommands):
 
     def backward(self, number: int) -> None:
         this, actions = self._passes.pop(number)
+        self._set_limit(this.limit)
         self._stage.run(actions, this)
-        self._wiring.outputs.flush()  # they have arrived, since their gradients are here
+        for sender in self._wiring.outputs:
+            sender.flush()  # they have arrived, since their gradients are here
         self._ties.move_gradients(number)
         self._wiring.settle()
 
     def interleave(self, this: Pass, actions: list[Action]) -> None:
+        self._set_limit(this.limit)
+        if self._wiring.fed_back is not None:
+            self._wiring.fed_back.limit = this.limit  # the driver receives them in between
         this.context.apply()
         gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
-
-        def bounded() -> Iterator[Action]:
-            for action in actions:
-                yield action
-                self._wiring.input_grads.flush(keep=self._wiring.limit)  # the driver has received those before
-
         with gathered.gathering():
-            self._stage.run(bounded(), this)
+            self._stage.run(actions, this)
             self._ties.move_gradients(this.number)
 
     def release(self, number: int, factor: float, kept: float) -> None:
@@ -158,7 +159,8 @@ class HostedStage(StageCommands):
         context.apply()
         while (announced := self._activity.idle(next_pass)) is not None:
             pass_on(announced)
-            actions = [Action("F", m, self._index) for m in range(announced.microbatches)]
+            timetable = forward_timetable(self._placement, announced.microbatches)
+            self._set_limit(timetable.limit)
             this = Pass(
                 number=announced.number,
                 microbatches=announced.microbatches,
@@ -168,8 +170,15 @@ class HostedStage(StageCommands):
                 seed=announced.seed,
                 context=context,
             )
-            self._stage.run(actions, this)
+            self._stage.run(timetable.rows[self._index], this)
         pass_on(None)
+
+    def _set_limit(self, limit: int | None) -> None:
+        """Bound what is under way. The driver receives gradients of inputs after its own backward part only."""
+        for sender in (*self._wiring.outputs, *self._wiring.input_grads):
+            sender.limit = limit
+        if self._wiring.fed_back is not None:
+            self._wiring.fed_back.limit = None
 
     def take_commands(self, number: int) -> None:
         assert self._wiring.commands is not None

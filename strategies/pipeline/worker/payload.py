@@ -15,6 +15,7 @@ import cloudpickle
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 
+from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import (
     compiled_call,
     gradient_hooks,
@@ -26,6 +27,7 @@ from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.construction.recipe import Recipe, View
 from strategies.pipeline.construction.recording import SMALL_BYTES, Construction
 from strategies.pipeline.optim.replicas import Replicas
+from strategies.pipeline.schedule.tables import Placement
 from strategies.pipeline.stage.layers import CallLayers, call_in_turn
 from strategies.pipeline.transport.ties import Tie
 
@@ -37,9 +39,8 @@ class Payload:
     Attributes:
         index: The number of the stage.
         layers: The layers of the stage, named as in the whole module.
-        first_layer: The place of the first layer in the whole module.
         device: The device of the layers.
-        deferred_batch_norm: See :class:`~strategies.pipeline.stage.stage.Stage`.
+        deferred_batch_norm: See :class:`~strategies.pipeline.stage.layers.Layers`.
         optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
         numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
         ties: The parameters that several stages share.
@@ -47,11 +48,11 @@ class Payload:
         call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
         reports_side_outputs: Whether the stage reports which layers have side outputs.
         copies: The same layers of copies of the model, such as averages, with values of their own.
+        placement: Which process has which chunks.
     """
 
     index: int
-    layers: nn.Sequential
-    first_layer: int
+    layers: StageLayers
     device: str
     deferred_batch_norm: bool
     optimizers: list[tuple[type[Optimizer], dict[str, Any]]] = field(default_factory=list)
@@ -60,7 +61,8 @@ class Payload:
     replicas: Replicas | None = None
     call: CallLayers = call_in_turn
     reports_side_outputs: bool = False
-    copies: list[nn.Sequential] = field(default_factory=list)
+    copies: list[StageLayers] = field(default_factory=list)
+    placement: Placement = field(default_factory=lambda: Placement((0,)))
 
 
 @dataclass

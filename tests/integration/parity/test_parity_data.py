@@ -109,9 +109,11 @@ class CountDescriptions(Callback):
         self.headers = dict(self.counts)
         self.stages = trainer.num_devices
         if self.stages > 1 and trainer.world_size == 1:
-            ports = trainer.strategy._pipeline._running.executor.connections
-            for name in self.counts:
-                port, attribute = getattr(ports, name), "_recv" if name == "inputs" else "_post"
+            connections = trainer.strategy._pipeline._running.executor.connections
+            (own,) = connections.ports.values()
+            ports = {"feed": connections.feed, "inputs": own.inputs, "input_grads": own.input_grads}
+            for name, port in ports.items():
+                attribute = "_recv" if name == "inputs" else "_post"
                 setattr(port, attribute, partial(self.counted, name, getattr(port, attribute)))
 
     def counted(self, name: str, function: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from strategies import RPCSequentialStrategy
+from strategies.common.stage_layers import StageLayers
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.stage.side_outputs import (
     Attribute,
     Placeholder,
@@ -104,8 +106,8 @@ def test_what_can_be_done_with_a_placeholder() -> None:
     assert hash(placeholder) == hash(placeholder)
 
 
-def two_stages() -> tuple[list[nn.Sequential], Placeholders]:
-    stages = [nn.Sequential(Leaves(), nn.Tanh()), nn.Sequential(nn.Tanh(), Leaves())]
+def two_stages() -> tuple[list[StageLayers], Placeholders]:
+    stages = cut(nn.Sequential(Leaves(), nn.Tanh(), nn.Tanh(), Leaves()), [2, 2])
     return stages, Placeholders(stages)
 
 

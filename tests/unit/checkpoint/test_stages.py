@@ -24,6 +24,7 @@ from strategies.pipeline.control import shelf
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Piece
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
+from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.state.shelved import ShelvedTensor
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.worker.hosted import HostedStage
@@ -108,7 +109,7 @@ class TwoStages:
         self.stage = Stage(there, of_stage, [0, 1, 2, 3])
         self.remote = Remote(self.stage)
         remotes: Any = [self.remote]
-        stages = [self.model.layers[:2], self.model.layers[2:]]
+        stages = cut(self.model.layers, [2, len(self.model.layers) - 2])
         optimizers = PipelineOptimizers([self.optimizer], lambda parameter: "", lambda: None)
         optimizers.connect(remotes, [[[0, 1, 2, 3]]])
         state = StateOfStages(self.model.layers, stages, remotes)

@@ -47,6 +47,7 @@ def found(
         model.get_submodule(path),
         path=path,
         num_stages=2,
+        num_chunks=2,
         given=given,
         mode=mode,
         settings=Settings(**settings),

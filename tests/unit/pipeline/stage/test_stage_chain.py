@@ -18,7 +18,7 @@ from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.layers import Layers, PassContext, num_recomputed
-from strategies.pipeline.stage.stage import Mailbox, Pass, Ports, Stage
+from strategies.pipeline.stage.stage import Chunk, Mailbox, Pass, Ports, Stage
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -45,11 +45,12 @@ class Chain:
     def __init__(self, module: nn.Sequential, balance: list[int], mode: str) -> None:
         forward, backward = ([Mailbox(copies=True) for _ in range(len(balance) + 1)] for _ in range(2))
         self.feed, self.outputs, self.fed_back, self.output_grads = forward[0], forward[-1], backward[0], backward[-1]
-        self.mode, first = mode, 0
+        self.mode = mode
         self.stages = []
-        for layers, ports, grads in zip(cut(module, balance), pairwise(forward), pairwise(backward), strict=True):
-            self.stages.append(Stage(Layers(layers, first, CPU), Ports(ports[0], ports[1], grads[1], grads[0])))
-            first += len(layers)
+        cuts = zip(cut(module, balance), pairwise(forward), pairwise(backward), strict=True)
+        for i, (layers, ports, grads) in enumerate(cuts):
+            chunk = Layers(layers, layers.spans[0].start, CPU)
+            self.stages.append(Stage({i: Chunk(chunk, Ports(ports[0], ports[1], grads[1], grads[0]))}))
 
     def run(self, input: Any, number: int) -> tuple[Any, list[Tensor]]:
         """The output, and the gradient of the sum of its squares for the tensor in the input that wants one."""

@@ -13,6 +13,8 @@ from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
 from strategies.optim.restricted import numbers_of, taken_apart
+from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.schedule.tables import loop
 from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.payload import Payload
@@ -22,7 +24,9 @@ from strategies.pipeline.worker.wiring import to_neighbours
 def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> HostedStage:
     """Stage 0; the driver is rank 1 of the group."""
     numbers = [numbers_of(optimizer, list(layers.parameters()))]
-    payload = Payload(0, layers, 0, "cpu", False, optimizers=[taken_apart(optimizer)], numbers=numbers)
+    (own,) = cut(layers, [len(layers)])
+    parts = [taken_apart(optimizer)]
+    payload = Payload(0, own, "cpu", False, optimizers=parts, numbers=numbers, placement=loop(2))
     return HostedStage(payload, to_neighbours(payload, group, wait_here, wait_here), Activity())
 
 

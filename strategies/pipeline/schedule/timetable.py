@@ -1,0 +1,198 @@
+"""What each process of a pipeline does in a pass: rows of actions, where the user's code runs, and bounds on messages.
+
+Here processes have ranks, and the driver is the last one, wherever a table has it. Under the placement ``V`` of four
+stages, the process with the first and the last stage is row 0 of the table and rank 1.
+
+Legend: m micro-batch, i stage of a table (a chunk of layers), r rank.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from strategies.pipeline.schedule.simulator import Step, UserCode, driver_row
+from strategies.pipeline.schedule.tables import Action, Placement, Schedule, needs_of
+
+MIN_UNDER_WAY = 2
+"""At least this many more values than there are stages may be under way on a channel."""
+
+
+@dataclass(frozen=True)
+class Timetable:
+    """What the processes do in a pass, or in a part of one.
+
+    Attributes:
+        rows: The actions of each rank, in order.
+        driver: The last row; in a whole pass, with the user's code before the call of the module and its backward pass.
+        limit: How many values may be under way on one channel. A process that has sent more waits for the arrival of
+            the oldest, which bounds memory and, with this limit, causes no deadlock.
+    """
+
+    rows: list[list[Action]]
+    driver: list[Step]
+    limit: int
+
+
+class _Computed(dict[int, Timetable]):
+    """Timetables by the number of micro-batches, computed when they are first needed."""
+
+    def __init__(self, compute: Callable[[int], Timetable]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, microbatches: int) -> Timetable:
+        self[microbatches] = known = self._compute(microbatches)
+        return known
+
+
+class Timetables:
+    """The timetables of a pipeline, by the number of micro-batches.
+
+    A timetable is computed when it is first needed, which raises a ``ValueError`` if the table is incomplete or
+    deadlocks, or runs micro-batches in another order on some stage.
+
+    Args:
+        schedule: Returns the table for a number of micro-batches.
+        placement: Which row of the table has which stages.
+
+    Attributes:
+        training: Forward and backward passes in turn.
+        forward: Forward passes only.
+        backward: The backward passes of all micro-batches, after all forward passes.
+        rank_of: The rank of each stage.
+        splits: Whether backward passes have two parts.
+    """
+
+    def __init__(self, schedule: Callable[[int], Schedule], placement: Placement) -> None:
+        self._schedule, self.placement = schedule, placement
+        self.rank_of = ranks_of(placement)
+        self.splits = any(action.kind == "W" for row in schedule(1) for action in row)
+        self.training: Mapping[int, Timetable] = _Computed(self._training)
+        self.forward: Mapping[int, Timetable] = _Computed(partial(forward_timetable, placement))
+        self.backward: Mapping[int, Timetable] = _Computed(self._backward)
+
+    def _training(self, microbatches: int) -> Timetable:
+        table, driver = self._schedule(microbatches), self.placement.driver
+        check_order(table)
+        with_code: list[list[Step]] = [list(row) for row in table]
+        with_code[driver] = driver_row(table)
+        return Timetable(_by_rank(table, driver), with_code[driver], _limit(with_code, self.placement))
+
+    def _backward(self, microbatches: int) -> Timetable:
+        table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
+        driver = self.placement.driver
+        return Timetable(_by_rank(table, driver), list(table[driver]), _limit(table, self.placement))
+
+
+def ranks_of(placement: Placement) -> tuple[int, ...]:
+    """Return the rank of the process of each stage: the driver's is the last, the others keep their order."""
+    num = 1 + max(placement.process_of)
+    return tuple((process - placement.driver - 1) % num for process in placement.process_of)
+
+
+@lru_cache(maxsize=256)
+def forward_timetable(placement: Placement, microbatches: int) -> Timetable:
+    """Return a timetable of forward passes only, in which each process prefers the last of its stages that can run."""
+    num, processes = placement.num_stages, 1 + max(placement.process_of)
+    table: Schedule = [[] for _ in range(processes)]
+    next_of = [0] * num
+    while sum(next_of) < num * microbatches:
+        ready = [i for i in range(num) if next_of[i] < (next_of[i - 1] if i else microbatches)]
+        for process in range(processes):
+            own = [i for i in ready if placement.process_of[i] == process]
+            if own:
+                table[process].append(Action("F", next_of[own[-1]], own[-1]))
+        for row in table:
+            if row and next_of[row[-1].stage] == row[-1].microbatch:
+                next_of[row[-1].stage] += 1
+    driver = placement.driver
+    return Timetable(_by_rank(table, driver), list(table[driver]), _limit(table, placement))
+
+
+def _by_rank(table: Schedule, driver: int) -> list[list[Action]]:
+    return [*table[driver + 1 :], *table[: driver + 1]]
+
+
+def check_order(table: Schedule) -> None:
+    """Check that each stage runs forward passes in the order of the micro-batches, and gradients in one order.
+
+    A channel between two stages brings values in the order in which they were sent.
+
+    Raises:
+        ValueError: If a stage does not.
+    """
+    order: list[int] | None = None
+    first = 0
+    for i in range(1 + max(action.stage for row in table for action in row)):
+        own = [action for row in table for action in row if action.stage == i]
+        forward = [action.microbatch for action in own if action.kind == "F"]
+        if forward != sorted(forward):
+            raise ValueError(
+                f"stage {i} runs the forward passes of micro-batches {forward}; each stage must run them in ascending "
+                "order"
+            )
+        gradients = [action.microbatch for action in own if action.kind in "BI"]
+        if order is not None and gradients != order:
+            raise ValueError(
+                f"stage {i} runs the backward passes of micro-batches {gradients}, but stage {first} those of "
+                f"{order}; all stages must run them in one order"
+            )
+        order, first = gradients, i
+
+
+def can_run(rows: Sequence[Sequence[Step]], placement: Placement, limit: int) -> bool:
+    """Whether all steps run if a process waits after each send until at most ``limit`` values are under way.
+
+    A value is under way on its channel until the step that needs it starts.
+    """
+    num = placement.num_stages
+    row_of = {step: r for r, row in enumerate(rows) for step in row}
+    targets: dict[Step, list[tuple[str, int]]] = {}
+    """For each step that sends, its channels. A channel is named after the kind and the stage of what takes values."""
+    sources: dict[Step, list[Step]] = {}
+    channel_of: dict[Step, tuple[str, int]] = {}
+    for r, row in enumerate(rows):
+        for step in row:
+            sources[step] = [need for need in _sources(step, num) if need in row_of]
+            for need in sources[step]:
+                if row_of[need] != r:
+                    channel_of[step] = ("F" if step[0] == "F" else "B", step.stage if isinstance(step, Action) else -1)
+                    targets.setdefault(need, []).append(channel_of[step])
+    under_way: Counter[tuple[str, int]] = Counter()
+    place, sent, progress = [0] * len(rows), [False] * len(rows), True
+    ended: set[Step] = set()
+    while progress:
+        progress = False
+        for r, row in enumerate(rows):
+            while place[r] < len(row):
+                step = row[place[r]]
+                if not sent[r]:
+                    if any(need not in ended for need in sources[step]):
+                        break
+                    if step in channel_of:
+                        under_way[channel_of[step]] -= 1
+                    under_way.update(targets.get(step, ()))
+                    ended.add(step)
+                    sent[r] = progress = True
+                if any(under_way[channel] > limit for channel in targets.get(step, ())):
+                    break
+                place[r], sent[r], progress = place[r] + 1, False, True
+    return all(place[r] == len(row) for r, row in enumerate(rows))
+
+
+def _limit(rows: Sequence[Sequence[Step]], placement: Placement) -> int:
+    limit = placement.num_stages + MIN_UNDER_WAY
+    while not can_run(rows, placement, limit):
+        limit += 1 + limit // 2
+    return limit
+
+
+def _sources(step: Step, num_stages: int) -> tuple[Step, ...]:
+    """Return the steps that a step needs, with those of both ways to run a backward pass."""
+    m = step.microbatch
+    if isinstance(step, UserCode):
+        return () if step.part == "b" else (Action("B", m, 0), Action("I", m, 0))
+    if step.kind == "F" and step.stage == 0:
+        return (UserCode("b", m),)
+    return tuple({*needs_of(step, num_stages, split=True), *needs_of(step, num_stages, split=False)})

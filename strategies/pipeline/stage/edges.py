@@ -1,0 +1,107 @@
+"""The connections between chunks: those within a process, and this process's ends of those to others.
+
+Edge e leads to chunk e; edge 0 comes from the driver's code, and the last edge goes back there::
+
+    driver's code ──edge 0──▶ chunk 0 ──edge 1──▶ chunk 1 ──edge 2──▶ driver's code
+
+Values travel in the direction of the arrows, gradients against it. An edge between two processes has a channel for
+each; within a process, values go through a :class:`~strategies.pipeline.stage.stage.Mailbox`.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from strategies.pipeline.stage.stage import Input, Mailbox, Output, Ports
+from strategies.pipeline.transport.channel import Inputs, Receiver, Sender
+
+EDGE_TAG = 16
+"""The channels of edge e have this tag plus 2e."""
+
+
+class Source(NamedTuple):
+    """The end of an edge where values come from."""
+
+    values: Output
+    grads: Input
+
+
+class Target(NamedTuple):
+    """The end of an edge where values go to."""
+
+    values: Input
+    grads: Output
+
+
+class Edges:
+    """One process's ends of the edges of a pipeline.
+
+    Args:
+        rank: This process. The driver's rank is the last.
+        rank_of: The process of each chunk.
+        sender: Opens a channel to a rank with a tag.
+        receiver: Opens a channel from a rank with a tag.
+
+    Attributes:
+        sources: The ends of edges that come from this process, by number.
+        targets: The ends of edges that go to this process, by number.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        rank_of: Sequence[int],
+        sender: Callable[[int, int], Sender],
+        receiver: Callable[[int, int], Receiver],
+    ) -> None:
+        driver = rank_of[-1]
+        ends = [driver, *rank_of, driver]
+        self.rank, self.rank_of = rank, tuple(rank_of)
+        self.sources: dict[int, Source] = {}
+        self.targets: dict[int, Target] = {}
+        for e, (source, target) in enumerate(pairwise(ends)):
+            tag = EDGE_TAG + 2 * e
+            if source == target == rank:
+                values, grads = Mailbox(copies=e == 0), Mailbox()  # layers may change the user's tensors in place
+                self.sources[e], self.targets[e] = Source(values, grads), Target(values, grads)
+            elif source == rank:
+                self.sources[e] = Source(sender(target, tag), receiver(target, tag))
+            elif target == rank:
+                received = receiver(source, tag)
+                self.targets[e] = Target(Inputs(received) if e == 0 else received, sender(source, tag))
+
+    def ports(self) -> dict[int, Ports]:
+        """Return the ports of each chunk of this process."""
+        return {
+            chunk: Ports(
+                self.targets[chunk].values,
+                self.sources[chunk + 1].values,
+                self.sources[chunk + 1].grads,
+                self.targets[chunk].grads,
+            )
+            for chunk, rank in enumerate(self.rank_of)
+            if rank == self.rank
+        }
+
+    @property
+    def senders(self) -> list[Sender]:
+        """All channels that bring values or gradients to other processes."""
+        ends = [*(source.values for source in self.sources.values()), *(t.grads for t in self.targets.values())]
+        return [end for end in ends if isinstance(end, Sender)]
+
+    def starts_of_passes(self) -> list[Sender]:
+        """Return the channels to the first chunk of a worker, which announce passes to it."""
+        driver = self.rank_of[-1]
+        first: dict[int, int] = {}
+        for chunk, rank in enumerate(self.rank_of):
+            first.setdefault(rank, chunk)
+        chunks = [chunk for rank, chunk in first.items() if rank != driver]
+        ends = [self.sources[chunk].values for chunk in chunks if chunk in self.sources]
+        return [end for end in ends if isinstance(end, Sender)]
+
+    def first_receiver(self) -> Receiver:
+        """Return the channel to the first chunk of this process, which is a worker."""
+        values = self.targets[self.rank_of.index(self.rank)].values
+        received = values.receiver if isinstance(values, Inputs) else values
+        assert isinstance(received, Receiver)
+        return received

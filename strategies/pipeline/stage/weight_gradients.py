@@ -1,0 +1,213 @@
+"""Backward passes in two parts: input gradients at once, the weight gradients of linear layers and convolutions later.
+
+The preceding stage waits for input gradients; nobody waits for weight gradients, which may fill idle time (Qi et al.,
+2023, https://arxiv.org/abs/2401.10241). Within :class:`DelayedWeights`, functions that multiply by a parameter record a
+node of autograd that leaves the gradient of the parameter to :class:`WeightGradients`. All else in a backward pass,
+such as the weights of a norm, custom functions, and layers that are compiled or recomputed, is computed at once, so any
+layer may run within it.
+
+    forward     y = linear(x, w, b)       keeps x and w
+    backward    grad_x = grad_y · w       and stores (w, b, x, grad_y)
+    later       w.grad += grad_yᵀ · x
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from strategies.common.torch_compat import gradient_hooks, is_functorch_active, top_saved_tensors_hooks
+
+
+class _Kind(NamedTuple):
+    """A function of an input, a weight and a bias, and its gradients.
+
+    Attributes:
+        forward: Takes input, weight, bias and the other arguments.
+        input_grad: Takes the gradient of the output, input, weight and the other arguments.
+        weight_grad: Takes the same.
+        bias_grad: Takes the gradient of the output.
+    """
+
+    forward: Callable[..., Tensor]
+    input_grad: Callable[..., Tensor]
+    weight_grad: Callable[..., Tensor]
+    bias_grad: Callable[[Tensor], Tensor]
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+_LINEAR = _Kind(
+    functional.linear,
+    lambda grad, x, weight: grad @ weight,
+    lambda grad, x, weight: _rows(grad).T @ _rows(x),
+    lambda grad: _rows(grad).sum(0),
+)
+
+_ADDMM = _Kind(
+    lambda x, weight, bias: torch.addmm(bias, x, weight),
+    lambda grad, x, weight: grad @ weight.T,
+    lambda grad, x, weight: x.T @ grad,
+    lambda grad: grad.sum(0),
+)
+
+
+def _convolution_grad(place: int) -> Callable[..., Tensor]:
+    def grad_of(grad: Tensor, x: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
+        mask = [place == 0, place == 1, False]
+        settings = (stride, padding, dilation, False, [0] * (weight.dim() - 2), groups)
+        return torch.ops.aten.convolution_backward(grad, x, weight, None, *settings, mask)[place]
+
+    return grad_of
+
+
+def _convolution(dims: int) -> tuple[Callable[..., Tensor], _Kind]:
+    function = (torch.conv1d, torch.conv2d, torch.conv3d)[dims - 1]
+    axes = [0, *range(2, dims + 2)]
+    return function, _Kind(function, _convolution_grad(0), _convolution_grad(1), lambda grad: grad.sum(axes))
+
+
+class _Call(NamedTuple):
+    """The arguments of a call that can leave a gradient for later."""
+
+    kind: _Kind
+    x: Any
+    weight: Any
+    bias: Any
+    others: tuple[Any, ...] = ()
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> _Call:
+    return _Call(_LINEAR, input, weight, bias)
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None) -> _Call | None:
+    is_plain = beta == 1 and alpha == 1 and out is None and isinstance(input, Tensor) and isinstance(mat2, Tensor)
+    return _Call(_ADDMM, mat1, mat2, input) if is_plain and input.shape == mat2.shape[1:] else None
+
+
+def _conv(dims: int) -> Callable[..., _Call | None]:
+    _, kind = _convolution(dims)
+
+    def call(
+        input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1
+    ) -> _Call | None:
+        if isinstance(padding, str) or not isinstance(input, Tensor) or input.dim() != dims + 2:
+            return None
+        settings = [[value] * dims if isinstance(value, int) else list(value) for value in (stride, padding, dilation)]
+        return _Call(kind, input, weight, bias, (*(s * dims if len(s) == 1 else s for s in settings), groups))
+
+    return call
+
+
+_CALLS: Mapping[Any, Callable[..., _Call | None]] = {
+    functional.linear: _linear,
+    torch.addmm: _addmm,
+    **{_convolution(dims)[0]: _conv(dims) for dims in (1, 2, 3)},
+}
+
+
+class WeightGradients:
+    """Weight gradients of a micro-batch that have not been computed yet."""
+
+    def __init__(self) -> None:
+        self._left: list[tuple[_Call, Tensor]] = []
+
+    def add(self, call: _Call, grad: Tensor) -> None:
+        """Leave the gradients of the parameters of a call for :meth:`compute`."""
+        self._left.append((call, grad))
+
+    @torch.no_grad()
+    def compute(self) -> None:
+        """Add the gradients to ``.grad`` of the parameters."""
+        left, self._left = self._left, []
+        for (kind, x, weight, bias, others), grad in left:
+            if weight.requires_grad:
+                _add(weight, kind.weight_grad(grad, x, weight, *others))
+            if bias is not None and bias.requires_grad:
+                _add(bias, kind.bias_grad(grad))
+
+
+def _add(parameter: Tensor, grad: Tensor) -> None:
+    grad = grad.to(parameter.dtype)
+    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+
+class DelayedWeights(TorchFunctionMode):
+    """Within this, linear layers and convolutions can leave the gradients of their parameters for later.
+
+    Attributes:
+        left: Where backward passes leave them now; ``None`` if they compute them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: WeightGradients | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        arguments = kwargs or {}
+        if func in _CALLS and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            call = _CALLS[func](*args, **arguments)
+            if call is not None and _can_wait(call):
+                return _Delayed.apply(call.x, call.weight, call.bias, call.kind, call.others, self)
+        return func(*args, **arguments)
+
+
+def _can_wait(call: _Call) -> bool:
+    """Whether the gradients of the parameters may be computed later, with the same result."""
+    if type(call.x) is not Tensor or type(call.weight) is not nn.Parameter or not call.weight.requires_grad:
+        return False
+    if call.bias is not None and type(call.bias) is not nn.Parameter:
+        return False
+    parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
+    if any(hook for parameter in parameters for hook in gradient_hooks(parameter)):
+        return False
+    if is_functorch_active() or top_saved_tensors_hooks() is not None:  # such as those of torch.utils.checkpoint
+        return False
+    return not any(p.is_complex() or p.is_sparse or p.device != call.x.device for p in parameters)
+
+
+class _Delayed(torch.autograd.Function):
+    """A function of an input and parameters whose gradients may be left for later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: _Kind, others: Any, delays: DelayedWeights
+    ) -> Tensor:
+        ctx.kind, ctx.others, ctx.delays, ctx.parameters, ctx.dtype = kind, others, delays, (weight, bias), x.dtype
+        device = x.device.type
+        own: list[Any] = [x, weight, bias]
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+            own = [t.to(dtype) if t is not None and t.dtype in _AUTOCAST else t for t in own]
+        ctx.is_cast = own[0] is not x or own[1] is not weight
+        ctx.save_for_backward(own[0], own[1])
+        return kind.forward(*own, *others).data  # may be a view, which the next layer could not change in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        kind, others, (weight, bias), (x, used) = ctx.kind, ctx.others, ctx.parameters, ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled() and ctx.is_cast:
+            raise RuntimeError(
+                "a layer differentiates a gradient (create_graph=True) under autocast, which a schedule with split "
+                "backward passes does not support. Use schedule='1f1b' or 'interleaved', or precision='32-true'."
+            )
+        grad_x = kind.input_grad(grad, x, used, *others).to(ctx.dtype) if wants_x else None
+        if ctx.delays.left is not None and not torch.is_grad_enabled():
+            ctx.delays.left.add(_Call(kind, x, weight, bias, others), grad)
+            return grad_x, None, None, None, None, None
+        grad_weight = kind.weight_grad(grad, x, used, *others).to(weight.dtype) if wants_weight else None
+        grad_bias = kind.bias_grad(grad).to(bias.dtype) if wants_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+_AUTOCAST = frozenset([torch.float32, torch.float16, torch.bfloat16])
+"""What autocast converts; not float64."""

@@ -1,0 +1,215 @@
+"""Every schedule trains as one process does: several chunks of layers per stage, and backward passes in two parts."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from parity import WIDTH, Outcome, Small, batches, compare, fit
+from parity_layers import Unembed
+from torch import Tensor, nn
+from torch.nn.functional import linear, mse_loss
+from torch.utils.checkpoint import checkpoint
+
+from strategies import RPCSequentialStrategy
+from strategies.pipeline.schedule.custom import write_csv
+from strategies.pipeline.schedule.tables import interleaved
+
+UNEVEN = (8, 5, 1, 7)
+
+SCHEDULES: list[dict[str, Any]] = [
+    {"schedule": "interleaved"},
+    {"schedule": "interleaved", "chunks_per_stage": 3},
+    {"schedule": "zb-h1"},
+    {"schedule": "zb-h1", "chunks_per_stage": 2},
+    {"schedule": "zbv"},
+    {"schedule": "v-half"},
+]
+
+
+class Checkpointed(nn.Sequential):
+    """Recomputes its layers by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.square() / 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.saved_tensors[0]
+
+
+class Own(nn.Module):
+    """A custom function, a weight that is used twice, a frozen one, and a slope that needs a gradient of a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.frozen = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Squares.apply(self.twice(torch.tanh(self.twice(x))) + self.frozen(x))
+        with torch.enable_grad():
+            at = torch.tanh(x)
+            at = at if at.requires_grad else at.requires_grad_()  # while the layers run to be recomputed
+            (slope,) = torch.autograd.grad(self.twice(at).square().sum(), at, create_graph=True)
+        return x + slope / 10
+
+
+class Scaled(nn.Linear):
+    """The weight of the product is no parameter itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+def twelve_layers() -> list[nn.Module]:
+    """Layers of many kinds; dropout draws the same numbers wherever it runs."""
+    return [
+        nn.Linear(WIDTH, WIDTH),
+        nn.Sequential(nn.ReLU(inplace=True), nn.Dropout(0.2)),
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH, bias=False)),
+        nn.Sequential(nn.Unflatten(1, (1, 1, WIDTH)), nn.Conv2d(1, 2, 3, padding=1), nn.Flatten()),
+        nn.Linear(2 * WIDTH, WIDTH),
+        Own(),
+        nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.1, batch_first=True),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+        Scaled(WIDTH, WIDTH),
+        nn.Sequential(nn.Unflatten(1, (WIDTH, 1)), nn.Conv1d(WIDTH, WIDTH, 1, groups=2), nn.Flatten()),
+        nn.Tanh(),
+        nn.Linear(WIDTH, 2),
+    ]
+
+
+class Around(Small):
+    """Trains code before and after the call, and on both sides of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(*twelve_layers())
+        self.before, self.after = nn.Linear(WIDTH, WIDTH), nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.before(batch[0])
+        loss = mse_loss(self.after(self(x)) + x[:, :2], batch[1])
+        self.log("loss", loss, on_epoch=True, on_step=False)
+        return loss
+
+
+class AroundCheckpointed(Around):
+    """One of the layers recomputes itself. Its import of torch's compiler takes seconds in each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[7] = Checkpointed(*self.sequential_module[7])
+
+
+def reference(make: Any, **arguments: Any) -> Outcome:
+    """One stage with the same micro-batches; other tests compare that with a plain process."""
+    strategy = RPCSequentialStrategy(schedule="1f1b", microbatches=4, checkpoint=arguments.pop("checkpoint", "never"))
+    return fit(make, strategy, 1, train=partial(batches, UNEVEN), max_epochs=1, **arguments)
+
+
+def trained(make: Any, devices: int, options: dict[str, Any], **arguments: Any) -> Outcome:
+    settings = {"microbatches": 4, "checkpoint": "never", "balance": "even", **options}
+    return fit(
+        make, RPCSequentialStrategy(**settings), devices, train=partial(batches, UNEVEN), max_epochs=1, **arguments
+    )
+
+
+def check_all(make: Any, mode: str = "never", **arguments: Any) -> None:
+    expected = reference(make, checkpoint=mode, **arguments)
+    for options in SCHEDULES:
+        for devices in (2, 3):
+            compare(trained(make, devices, {**options, "checkpoint": mode}, **arguments), expected)
+
+
+def check_two_stages() -> None:
+    val = partial(batches, (8, 5, 7))
+    expected = reference(Around, val=val)
+    for options in SCHEDULES:
+        compare(trained(Around, 2, options, val=val), expected)
+
+
+def test_every_schedule() -> None:
+    run(check_two_stages, timeout_seconds=120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["always", "except_last", "never"])
+def test_two_and_three_stages(mode: str) -> None:
+    run(check_all, AroundCheckpointed, mode, timeout_seconds=150)
+
+
+class Tied(Small):
+    """The last layer uses the weight of the first one, and the code before the call that of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, WIDTH) for _ in range(8)]
+        layers[5].weight = layers[0].weight
+        self.sequential_module = nn.Sequential(*layers, Unembed(layers[0].weight))
+        self.tied = layers[1].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return mse_loss(self(torch.tanh(linear(batch[0], self.tied)))[:, :2], batch[1])
+
+
+class Normed(Small):
+    """Batch norms, whose running statistics follow the order of the micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(5) for layer in (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))]
+        self.sequential_module = nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+
+
+def check_norms() -> None:
+    for deferred in (False, True):
+        train = partial(batches, (8, 8))
+        options = {"microbatches": 4, "deferred_batch_norm": deferred}
+        expected = fit(Normed, RPCSequentialStrategy(schedule="1f1b", **options), 1, train=train, max_epochs=1)
+        for more in SCHEDULES:
+            strategy = RPCSequentialStrategy(balance="even", **options, **more)
+            compare(fit(Normed, strategy, 2, train=train, max_epochs=1), expected)
+
+
+@pytest.mark.slow
+def test_ties() -> None:
+    run(check_all, Tied, timeout_seconds=150)
+
+
+@pytest.mark.slow
+def test_batch_norms() -> None:
+    run(check_norms, timeout_seconds=150)
+
+
+def check_clipping() -> None:
+    """Accumulated batches, and clipping by the norm of all stages."""
+    check_all(Around, accumulate_grad_batches=2, gradient_clip_val=0.05)
+
+
+@pytest.mark.slow
+def test_clipping_and_accumulation() -> None:
+    run(check_clipping, timeout_seconds=150)
+
+
+def check_own_tables(folder: str) -> None:
+    expected = reference(Around)
+    path = Path(folder) / "table.csv"
+    write_csv(interleaved(2, 4), path)
+    for table in (str(path), path, interleaved):
+        compare(trained(Around, 2, {"schedule": table}), expected)
+
+
+@pytest.mark.slow
+def test_tables_of_ones_own(tmp_path: Path) -> None:
+    run(check_own_tables, str(tmp_path), timeout_seconds=100)

@@ -1,0 +1,123 @@
+"""What each process does in a pass: ranks, orders on channels, and limits that cause no deadlock."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.schedule.simulator import UserCode
+from strategies.pipeline.schedule.tables import Action, Placement, gpipe, loop, one_f_one_b, v, zbv
+from strategies.pipeline.schedule.timetable import (
+    MIN_UNDER_WAY,
+    Timetables,
+    can_run,
+    check_order,
+    forward_timetable,
+    ranks_of,
+)
+
+SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 16)]
+
+CHOICES: list[dict[str, Any]] = [
+    {"schedule": "gpipe"},
+    {"schedule": "1f1b"},
+    {"schedule": "interleaved"},
+    {"schedule": "interleaved", "chunks_per_stage": 3},
+    {"schedule": "zb-h1"},
+    {"schedule": "zb-h1", "chunks_per_stage": 2},
+    {"schedule": "zbv"},
+    {"schedule": "v-half"},
+]
+
+
+def table_of(rows: list[str]) -> list[list[Action]]:
+    return [[Action.parse(text) for text in row.split()] for row in rows]
+
+
+def test_the_driver_has_the_last_rank() -> None:
+    assert ranks_of(loop(3, 2)) == (0, 1, 2, 0, 1, 2)
+    assert ranks_of(v(3)) == (2, 0, 1, 1, 0, 2)
+    rows = Timetables(lambda m: zbv(2, m), v(2)).training[3].rows
+    assert [{action.stage for action in row} for row in rows] == [{1, 2}, {0, 3}]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
+def test_every_size_runs(choice: dict[str, Any]) -> None:
+    """With as many values under way as the timetable says, forward passes alone, backward passes alone, and both."""
+    for p, m in SIZES:
+        tables = Settings(**choice).timetables(p)
+        driver, num = tables.placement.driver, len(tables.rank_of)
+        for timetable in (tables.training[m], tables.forward[m], tables.backward[m]):
+            rows: list[Any] = [*timetable.rows[:-1]]
+            rows.insert(driver, timetable.driver)
+            assert can_run(rows if driver else [timetable.driver, *timetable.rows[:-1]], tables.placement, num + 2)
+            assert timetable.limit == num + MIN_UNDER_WAY
+        kinds = sorted(action.kind for row in tables.training[m].rows for action in row)
+        assert kinds.count("F") == num * m == kinds.count("B") + kinds.count("I")
+        assert tables.splits == ("W" in kinds)
+        both = [row + more for row, more in zip(tables.forward[m].rows, tables.backward[m].rows, strict=True)]
+        assert list(map(sorted, both)) == list(map(sorted, tables.training[m].rows))
+
+
+@pytest.mark.parametrize("placement", [loop, lambda p, chunks: v(p)], ids=["loop", "v"])
+def test_inputs_of_evaluations_come_early_enough(placement: Callable[[int, int], Placement]) -> None:
+    """The driver sends the inputs of 2p micro-batches ahead of its own action, and no process waits for more."""
+    for p, m in SIZES:
+        for chunks in (1, 2, 3, 4):
+            own = placement(p, chunks)
+            timetable = forward_timetable(own, m)
+            if own.process_of[0] == own.driver:
+                continue
+            driver: list[Any] = []
+            num_fed = 0
+            for action in timetable.rows[-1]:
+                while num_fed < min(m, action.microbatch + 2 * p):
+                    driver.append(UserCode("b", num_fed))
+                    num_fed += 1
+                driver.append(action)
+            assert can_run([*timetable.rows[:-1], driver], own, 2 * p + m)
+
+
+def test_a_limit_that_is_too_small_deadlocks() -> None:
+    """Three values are sent before the first one is taken, because of an action in between that needs the third."""
+    rows = table_of(["0F0 0F1 0F2 2F0 2F1 2F2", "1F0 1F1 1F2 3F0 3F1 3F2"])
+    crossed = table_of(["0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3", "1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3"])
+    assert can_run(rows, loop(2, 2), 3)
+    assert can_run(crossed, loop(2, 2), 4) and not can_run(crossed, loop(2, 2), 1)
+    assert forward_timetable(loop(2, 2), 4).limit >= 2
+
+
+def test_orders_that_channels_cannot_bring() -> None:
+    check_order(one_f_one_b(3, 4))
+    swapped = table_of(["0F1 0F0 0B0 0B1", "1F1 1F0 1B0 1B1"])
+    with pytest.raises(ValueError, match=r"stage 0 runs the forward passes of micro-batches \[1, 0\]"):
+        check_order(swapped)
+    crossed = table_of(["0F0 0F1 0B0 0B1", "1F0 1F1 1B1 1B0"])
+    with pytest.raises(ValueError, match=r"stage 1 runs the backward passes of micro-batches \[1, 0\], but stage 0"):
+        check_order(crossed)
+
+
+def test_the_driver_runs_the_code_of_each_microbatch_once() -> None:
+    for choice in CHOICES[1:]:
+        row = Settings(**choice).timetables(3).training[5].driver
+        codes = [step for step in row if isinstance(step, UserCode)]
+        assert sorted(codes) == sorted(UserCode(part, m) for part in "ab" for m in range(5))
+
+
+def test_tables_of_ones_own() -> None:
+    tables = Settings(schedule=one_f_one_b, microbatches=4).timetables(2)
+    assert tables.rank_of == (0, 1) and not tables.splits
+    assert tables.training[3].rows == one_f_one_b(2, 3)
+    with pytest.raises(ValueError, match="lacks"):
+        Settings(schedule=lambda p, m: [row[:-1] for row in one_f_one_b(p, m)]).timetables(2)
+
+
+def test_tables_that_channels_cannot_run_are_refused_at_once() -> None:
+    def backwards(p: int, m: int) -> list[list[Action]]:
+        return [list(reversed([a for a in row if a.kind == "F"])) + row[m:] for row in gpipe(p, m)]
+
+    with pytest.raises(ValueError, match=r"stage 0 runs the forward passes of micro-batches \[2, 1, 0\]"):
+        Settings(schedule=backwards, microbatches=3).timetables(2)
+    with pytest.raises(ValueError, match=r"schedule='missing.csv' is the path of a table, but: .*No such file"):
+        Settings(schedule="missing.csv").timetables(2)

@@ -1,0 +1,145 @@
+"""Weight gradients that wait equal those of a whole backward pass, and only those wait that may."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
+
+pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Addmm(nn.Module):
+    """The linear layer of GPT-2 in ``transformers``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight)
+
+
+LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
+    (lambda: nn.Linear(4, 3), (2, 4)),
+    (lambda: nn.Linear(4, 3, bias=False), (4,)),
+    (lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)), (2, 5, 4)),
+    (Addmm, (2, 4)),
+    (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 7)),
+    (lambda: nn.Conv2d(4, 6, (3, 2), dilation=(1, 2), bias=False), (2, 4, 7, 6)),
+    (lambda: nn.Conv3d(1, 2, 2, padding=(1, 0, 1)), (2, 1, 3, 4, 5)),
+]
+
+
+def gradients(layer: nn.Module, x: Tensor, delays: DelayedWeights | None) -> tuple[list[Tensor | None], int]:
+    """The gradients of the input and of the parameters, and the number of parameters that had to wait."""
+    x = x.clone().requires_grad_()
+    if delays is None:
+        layer(x * 1).square().sum().backward()
+        return [x.grad, *(p.grad for p in layer.parameters())], 0
+    with delays:
+        y = layer(x * 1)
+    delays.left = left = WeightGradients()
+    y.square().sum().backward()
+    delays.left = None
+    num = sum(p.grad is None for p in layer.parameters())
+    left.compute()
+    return [x.grad, *(p.grad for p in layer.parameters())], num
+
+
+def check(layer: nn.Module, x: Tensor, waiting: int, tolerance: float = 1e-12) -> None:
+    expected, _ = gradients(copy.deepcopy(layer), x, None)
+    actual, num = gradients(layer, x, DelayedWeights())
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+    assert num == waiting
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+def test_gradients(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    layer = make()
+    check(layer, torch.randn(shape), len(list(layer.parameters())))
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+def test_without_waiting(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    """A whole backward pass over the same graph, and one that goes on over it."""
+    layer, x = make(), torch.randn(shape)
+    plain = copy.deepcopy(layer)
+    found = []
+    for own, mode in ((plain, None), (layer, DelayedWeights())):
+        given = x.clone().requires_grad_()
+        if mode is None:
+            y = own(given * 1)
+        else:
+            with mode:
+                y = own(given * 1)
+        (slope,) = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+        slope.square().sum().backward()
+        found.append([given.grad, *(p.grad for p in own.parameters() if p.grad is not None)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_parameters() -> None:
+    layer = nn.Linear(4, 3)
+    layer.bias.requires_grad_(False)
+    check(layer, torch.randn(2, 4), 2)  # the bias never gets a gradient
+    layer = nn.Linear(4, 3)
+    layer.weight.requires_grad_(False)
+    check(layer, torch.randn(2, 4), 1)
+
+
+def test_what_cannot_wait() -> None:
+    """Hooks on parameters, weights that are computed, layers that recompute themselves, and ``torch.func``."""
+    hooked = nn.Linear(4, 3)
+    seen: list[Tensor] = []
+    hooked.weight.register_hook(seen.append)
+    check(hooked, torch.randn(2, 4), 0)
+    assert len(seen) == 1
+    check(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), torch.randn(2, 4), 0)
+
+    class Recomputed(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    check(Recomputed(4, 3), torch.randn(2, 4), 0)
+
+    class Mapped(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.vmap(super().forward)(x)
+
+    check(Mapped(4, 3), torch.randn(2, 4), 0)
+
+
+def test_a_weight_that_is_used_twice() -> None:
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.tanh(super().forward(x))) + x @ self.weight
+
+    layer, x = Twice(4, 4), torch.randn(2, 4)
+    check(layer, x, 1)  # the product computes its part of the gradient of the weight at once
+
+
+def test_autocast() -> None:
+    """The products are those that autocast computes, and so are their gradients."""
+    torch.set_default_dtype(torch.float32)
+    layer, x = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3)), torch.randn(6, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        check(layer, x, 4, tolerance=0.02)
+        with DelayedWeights():
+            y = layer(x.requires_grad_())
+    assert y.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match=r"a layer differentiates a gradient \(create_graph=True\) under autocast"):
+        torch.autograd.grad(y.float().sum(), x, create_graph=True)
+
+
+def test_a_compiled_function_sees_no_mode() -> None:
+    layer = nn.Linear(4, 3)
+    check(layer, torch.randn(2, 4), 2)
+    compiled = torch.compile(copy.deepcopy(layer), backend="eager")
+    expected = layer(torch.ones(2, 4))
+    with DelayedWeights():
+        torch.testing.assert_close(compiled(torch.ones(2, 4)), expected)
