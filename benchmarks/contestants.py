@@ -24,7 +24,11 @@ from benchmarks.models import VOCABULARY, gpt_balance, gpt_layers
 from benchmarks.timeline import RecordingLayer, Span, spans_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.action_costs import ByAction, model_costs
+from strategies.pipeline.partition.model_costs import Example, costs_of
 from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.schedule.custom import custom_table
+from strategies.pipeline.schedule.tables import SCHEDULES, Schedule
 from strategies.pipeline.stage.layers import PassContext
 
 PROCESSES = 2
@@ -39,6 +43,11 @@ class Shape:
     width: int = 512
     rows: int = 16
     length: int = 64
+    vocabulary: int = VOCABULARY
+
+    def layers(self) -> nn.Sequential:
+        """Returns the model with the same weights at each call."""
+        return gpt_layers(self.num_blocks, self.width, self.length, self.vocabulary)
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -49,7 +58,7 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 def endless(shape: Shape) -> Iterator[list[Tensor]]:
     """Yields batches of tokens and targets from an ordinary loader, the same for every contestant."""
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (8 * shape.rows, shape.length + 1), generator=generator)
+    tokens = torch.randint(shape.vocabulary, (8 * shape.rows, shape.length + 1), generator=generator)
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=shape.rows)
     while True:
         yield from loader
@@ -67,7 +76,7 @@ class OneProcess:
 
     def prepare(self, microbatches: int) -> None:
         self.microbatches, self.batches = microbatches, endless(self.shape)
-        self.model = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
+        self.model = self.shape.layers()
         self.optimizer = make_optimizer(self.model)
 
     def step(self, threads: int = 1) -> float:
@@ -97,28 +106,89 @@ class Busy(OneProcess):
             self.step()
 
 
-class Relay:
-    """Relay: the driver of a pipeline, which starts its workers."""
+class WithLoss(nn.Module):
+    """A model whose ``forward`` computes the loss, so that the loss is measured too."""
 
-    def __init__(self, number: int, shape: Shape, schedule: str) -> None:
-        self.shape, self.schedule = shape, schedule
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.layers = shape.layers()
+        self.example_input_array = tuple(next(endless(shape)))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(self.layers(tokens), targets)}
+
+
+class Measurer(OneProcess):
+    """Measures what the actions of a schedule cost, as ``schedule="auto"`` does."""
+
+    def costs(self, microbatches: int) -> Any:
+        model = WithLoss(self.shape)
+        parts = tuple(tensor[: -(-len(tensor) // microbatches)] for tensor in model.example_input_array)
+        return model_costs(costs_of(model, model.layers, Example(model, parts), ByAction(), torch.device("cpu")))
+
+
+class Relay:
+    """Relay: the driver of a pipeline, which starts its workers.
+
+    With ``schedule="auto"``, schedule and balance are found before, and with ``finds_microbatches`` their number too.
+    """
+
+    def __init__(self, number: int, shape: Shape, schedule: str, finds_microbatches: bool = False) -> None:
+        self.shape, self.schedule, self.finds_microbatches = shape, schedule, finds_microbatches
         self.pipeline: Pipeline | None = None
 
-    def prepare(self, microbatches: int) -> None:
+    def prepare(self, microbatches: int) -> str:
+        """Starts the pipeline; returns the schedule and the balance."""
         self.close()
-        self.microbatches, self.batches = microbatches, endless(self.shape)
-        self.start(gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length), extra_layers=0)
+        self.settings = Settings(microbatches=microbatches, checkpoint="never", schedule=self.schedule)
+        balance: list[int] | None = None
+        if self.schedule == "auto":
+            self.settings, balance = self.found(microbatches)
+        self.batches = endless(self.shape)
+        self.rank_of = self.settings.timetables(PROCESSES).rank_of
+        self.balance = gpt_balance(self.shape.num_blocks, len(self.rank_of)) if balance is None else balance
+        self.start(self.shape.layers(), self.balance)
+        return f"{self.settings.microbatches} micro-batches, balance {self.balance}"
 
-    def start(self, model: nn.Sequential, *, extra_layers: int) -> None:
-        settings = Settings(microbatches=self.microbatches, checkpoint="never", schedule=self.schedule)
-        self.rank_of = settings.timetables(PROCESSES).rank_of
-        balance = [layers + extra_layers for layers in gpt_balance(self.shape.num_blocks, len(self.rank_of))]
+    def found(self, microbatches: int) -> tuple[Settings, list[int]]:
+        from strategies.lightning import planning  # imports Lightning, which takes other contestants a second
+
+        model: Any = WithLoss(self.shape)
+        planned = planning.find_schedule(
+            model,
+            model.layers,
+            num_stages=PROCESSES,
+            given=None,
+            settings=self.settings,
+            choices=planning.SearchSettings("auto", "auto" if self.finds_microbatches else microbatches),
+            device=torch.device("cpu"),
+        )
+        return planning.with_schedule(self.settings, planned), planned.balance
+
+    def plan(self) -> tuple[Schedule, list[int]]:
+        """Returns the table and the balance."""
+        schedule, number = self.settings.schedule, self.settings.microbatches
+        if isinstance(schedule, str):
+            named = SCHEDULES[schedule]
+            return named.table(PROCESSES, number, named.chunks[1]), self.balance
+        return custom_table(schedule, PROCESSES, number), self.balance
+
+    def start(self, model: nn.Sequential, balance: list[int]) -> None:
         self.model, self.optimizer = model, make_optimizer(model)
         devices = [torch.device("cpu")] * PROCESSES
-        self.pipeline = Pipeline(model, balance, devices, settings, optimizers=[self.optimizer])
+        self.pipeline = Pipeline(model, balance, devices, self.settings, optimizers=[self.optimizer])
         self.pipeline.start()
 
     def step(self) -> float:
+        loss = self.passes()
+        assert self.pipeline is not None
+        self.optimizer.step()
+        self.pipeline.optimizers.step_remotes(self.optimizer, {})
+        self.pipeline.wait()
+        return loss
+
+    def passes(self) -> float:
+        """Runs the forward and backward passes of a step; returns the loss."""
         assert self.pipeline is not None
         tokens, targets = next(self.batches)
         self.optimizer.zero_grad()
@@ -126,16 +196,23 @@ class Relay:
         loss = self.loss_of_schedule(tokens, targets)
         assert loss is not None
         loss.backward()
-        self.optimizer.step()
-        self.pipeline.optimizers.step_remotes(self.optimizer, {})
-        self.pipeline.wait()
         return loss.item()
+
+    def timed_passes(self) -> float:
+        """Returns the seconds of the passes of a step until all stages have finished."""
+        assert self.pipeline is not None
+        self.pipeline.wait()
+        began = perf_counter()
+        self.passes()
+        self.pipeline.wait()
+        return perf_counter() - began
 
     def loss_of_schedule(self, tokens: Tensor, targets: Tensor) -> Tensor | None:
         if self.schedule == "gpipe":
             return loss_of(self.model(tokens), targets)
         assert self.pipeline is not None
-        parts = zip(tokens.chunk(self.microbatches), targets.chunk(self.microbatches), strict=True)
+        number = self.settings.microbatches
+        parts = zip(tokens.chunk(number), targets.chunk(number), strict=True)
         codes = [partial(self.loss_of_part, x, y) for x, y in parts]
         return self.pipeline.interleave(codes, [1 / len(codes)] * len(codes), PassContext.capture("cpu"))
 
@@ -145,18 +222,18 @@ class Relay:
     def trace(self) -> list[Span]:
         """Returns the spans of the third step of a pipeline with recording layers; these steps are not timed."""
         self.close()
-        layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
-        chunks = cut(layers, gpt_balance(self.shape.num_blocks, len(self.rank_of)))
+        chunks = cut(self.shape.layers(), self.balance)
         listeners = [RecordingLayer() for _ in chunks]
         model = nn.Sequential(*(m for own, chunk in zip(listeners, chunks, strict=True) for m in (own, *chunk)))
-        self.start(model, extra_layers=1)
+        self.start(model, [layers + 1 for layers in self.balance])
         for _ in range(3):
             began = perf_counter()
             self.step()
         self.close()
-        spans = []
-        for rank, listener in zip(self.rank_of, listeners, strict=True):
-            notes = listener.get_extra_state() if rank == self.rank_of[-1] else listener.notes
+        spans, driver = [], self.rank_of[-1]
+        for rank in sorted(set(self.rank_of)):  # all chunks of a process write to one log
+            listener = listeners[self.rank_of.index(rank)]
+            notes = listener.get_extra_state() if rank == driver else listener.notes
             spans += spans_of(notes, rank, began)
         return spans
 
@@ -198,7 +275,7 @@ class TorchPipelining:
 
     def prepare(self, microbatches: int) -> None:
         num, device, shape = self.placement.num_stages, torch.device("cpu"), self.shape
-        stages = cut(gpt_layers(shape.num_blocks, shape.width, shape.length), gpt_balance(shape.num_blocks, num))
+        stages = cut(shape.layers(), gpt_balance(shape.num_blocks, num))
         self.own = {i: stages[i] for i in self.placement.stages_of[self.rank]}
         self.optimizer, self.batches = make_optimizer(nn.ModuleList(self.own.values())), endless(shape)
         self.stages = [PipelineStage(module, i, num, device) for i, module in self.own.items()]
@@ -253,7 +330,7 @@ class GPipeLibrary:
 
     def prepare(self, microbatches: int) -> None:
         self.batches = endless(self.shape)
-        layers = gpt_layers(self.shape.num_blocks, self.shape.width, self.shape.length)
+        layers = self.shape.layers()
         balance = gpt_balance(self.shape.num_blocks, PROCESSES)
         devices = ["cpu"] * PROCESSES
         self.model = self.make(layers, balance, devices=devices, chunks=microbatches, checkpoint="never")

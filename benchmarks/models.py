@@ -9,9 +9,9 @@ VOCABULARY = 128
 class Embedding(nn.Module):
     """Sum of token and position embedding: maps ``[rows, length]`` to ``[rows, length, width]``."""
 
-    def __init__(self, length: int, width: int) -> None:
+    def __init__(self, length: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -34,10 +34,11 @@ def encoder_layers(num_layers: int, width: int, kind: type[nn.Module] = nn.Trans
     )
 
 
-def gpt_layers(num_blocks: int, width: int, length: int) -> nn.Sequential:
+def gpt_layers(num_blocks: int, width: int, length: int, vocabulary: int = VOCABULARY) -> nn.Sequential:
     """Returns a GPT with the same weights at each call: maps tokens ``[rows, length]`` to logits."""
     blocks = encoder_layers(num_blocks, width, CausalLayer)
-    return nn.Sequential(Embedding(length, width), *blocks, nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
+    around = Embedding(length, width, vocabulary), nn.LayerNorm(width), nn.Linear(width, vocabulary)
+    return nn.Sequential(around[0], *blocks, *around[1:])
 
 
 def gpt_balance(num_blocks: int, stages: int) -> list[int]:

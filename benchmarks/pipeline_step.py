@@ -10,11 +10,13 @@ plus the bubble of the schedule, is the time of a pipeline without overhead.
 
 import multiprocessing
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from time import sleep
 from typing import Any
 
@@ -32,6 +34,8 @@ from benchmarks.plots import boxes, plot
 from benchmarks.processes import ContestantError, ContestantProcesses
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from benchmarks.timeline import Span, bubble, gantt
+from strategies.pipeline.schedule.simulator import simulate
+from strategies.pipeline.schedule.tables import v_half
 
 ROUNDS, PAIR_ROUNDS = 3, 10
 """Rounds of all contestants, and further rounds of Relay's and torch's same schedules only."""
@@ -41,7 +45,22 @@ WARM_UP = 2
 
 LOSS_TOLERANCE = 1e-4
 MICROBATCHES, TRACED = (4, 8, 16), 8
-SAME_SCHEDULE = {"Relay, gpipe": "torch, ScheduleGPipe", "Relay, 1f1b": "torch, Schedule1F1B"}
+SAME_SCHEDULE = {
+    "Relay, gpipe": "torch, ScheduleGPipe",
+    "Relay, 1f1b": "torch, Schedule1F1B",
+    "Relay, interleaved": "torch, ScheduleInterleaved1F1B",
+    "Relay, zbv": "torch, ScheduleZBVZeroBubble",
+}
+PAIRS = ("Relay, gpipe", "Relay, 1f1b")
+"""Those of Relay that have further rounds with torch's same."""
+
+RELAY = {
+    **{f"Relay, {name}": (name, False) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "auto")},
+    "Relay, auto, own micro-batches": ("auto", True),
+}
+LARGE_VOCABULARY = 32_000
+FEW: Any = {"relay": ("Relay, gpipe", "Relay, zbv", "Relay, auto"), "torch": ("ScheduleGPipe",)}
+"""The contestants of a tiny run."""
 BESIDE, TWO_THREADS = "one process beside a busy one", "one process with two threads"
 
 LIBRARIES = (
@@ -62,10 +81,14 @@ ELSEWHERE = {
 def bubble_of(name: str, microbatches: int) -> float | None:
     """Returns the idle share of the schedule on two processes if the passes of all stages take equal time."""
     m, p = microbatches, PROCESSES
-    if "Zero" in name:
+    if "Zero" in name or "zbv" in name or "auto" in name:
         return 0.0
-    if "Interleaved" in name:
+    if "zb-h1" in name:
+        return (p - 1) / (3 * m + p - 1)
+    if "nterleaved" in name:
         return (p - 1) / (2 * m + p - 1)
+    if "v-half" in name:
+        return simulate(v_half(p, m)).bubble_fraction
     if name.startswith(("Relay", "torch,")) or (name.endswith("two threads") and name != TWO_THREADS):
         return (p - 1) / (m + p - 1)
     return None
@@ -74,20 +97,29 @@ def bubble_of(name: str, microbatches: int) -> float | None:
 class Contest:
     """Runs the contestants in turns and collects their results."""
 
-    def __init__(self, shape: Shape, folder: Path) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        folder: Path,
+        *,
+        relay: Iterable[str] = tuple(RELAY),
+        torch: Iterable[str] = tuple(TORCH_SCHEDULES),
+        libraries: bool = True,
+    ) -> None:
         self.absent: dict[str, str] = {}
         self.differ: list[str] = []
+        self.found: list[str] = []
         self.go = multiprocessing.get_context("spawn").Event()
         self.contestants: dict[str, ContestantProcesses] = {"one process": ContestantProcesses(OneProcess, shape)}
         self.busy = ContestantProcesses(Busy, shape, self.go)
-        for schedule in ("gpipe", "1f1b"):
-            self.contestants[f"Relay, {schedule}"] = ContestantProcesses(Relay, shape, schedule)
-        for schedule in TORCH_SCHEDULES:
-            store = str(folder / schedule)
+        for name in relay:
+            self.contestants[name] = ContestantProcesses(Relay, shape, *RELAY[name])
+        for schedule in torch:
+            store = str(folder / f"{schedule}-{shape.vocabulary}")
             self.contestants[f"torch, {schedule}"] = ContestantProcesses(
                 TorchPipelining, shape, schedule, store, count=PROCESSES
             )
-        for module, name, how in LIBRARIES:
+        for module, name, how in LIBRARIES if libraries else ():
             if find_spec(module.split(".")[0]) is None:
                 self.absent[module] = f"not installed ({how})"
             else:
@@ -105,7 +137,9 @@ class Contest:
     def rounds(self, microbatches: int, rounds: int, pair_rounds: int) -> dict[str, list[float]]:
         """Returns the seconds of each contestant's steps: rounds of all, then those of Relay's and torch's pairs."""
         for name in list(self.contestants):
-            self.attempt(name, microbatches, lambda processes: processes.call("prepare", microbatches))
+            prepared = self.attempt(name, microbatches, lambda processes: processes.call("prepare", microbatches))
+            if "auto" in name and prepared is not None:
+                self.found.append(f"{name}, given {microbatches} micro-batches: {prepared[0]}")
         self.busy.call("prepare", microbatches)
         self.check_losses(microbatches)
         self.busy.call("step")
@@ -122,7 +156,8 @@ class Contest:
             for name, seconds in now.items():
                 times.setdefault(name, []).append(seconds)
         for number in range(pair_rounds):
-            for name in [name for pair in SAME_SCHEDULE.items() for name in pair][:: -1 if number % 2 else 1]:
+            pairs = [(name, SAME_SCHEDULE[name]) for name in PAIRS]
+            for name in [name for pair in pairs for name in pair][:: -1 if number % 2 else 1]:
                 if name in self.contestants:
                     times[name].append(self.attempt(name, microbatches, lambda processes: processes.timed("step")))
         return {name: seconds for name, seconds in times.items() if None not in seconds}
@@ -170,6 +205,9 @@ def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, 
     """Returns a table with one row per contestant."""
     one, beside = times["one process"], times[BESIDE]
     columns = ["step", "median s", "quartiles", "of one process", "of its limit", "of torch's same"]
+    columns += ["of torch's fastest"]
+    of_torch = [name for name in times if name.startswith("torch,")]
+    fastest = min(of_torch, key=lambda name: median(times[name][: len(one)]), default=None)
     columns += ["bubble, theory", "measured"] if spans else []
     rows = []
     for name, seconds in times.items():
@@ -178,11 +216,17 @@ def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, 
         with_all = seconds[: len(one)]
         row = [name, *spread(seconds), f"{quartiles(ratios(with_all, one))[1]:.3f}"]
         row.append(f"{quartiles(ratios(with_all, limits))[1]:.3f}" if limits else "")
-        row.append("{1:.3f} ({0:.3f} to {2:.3f})".format(*quartiles(ratios(seconds, peer))) if peer else "")
+        row.append("{1:.3f} ({0:.3f} to {2:.3f})".format(*_ratios_of_pair(seconds, peer)) if peer else "")
+        row.append(f"{quartiles(ratios(with_all, times[fastest][: len(one)]))[1]:.3f}" if fastest else "")
         if spans:
             row += ["" if idle is None else f"{idle:.1%}", f"{bubble(spans[name]):.1%}" if name in spans else ""]
         rows.append(row)
     return Table(columns, rows, f"{microbatches} micro-batches")
+
+
+def _ratios_of_pair(own: list[float], peer: list[float]) -> tuple[float, float, float]:
+    number = min(len(own), len(peer))
+    return quartiles(ratios(own[:number], peer[:number]))
 
 
 def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
@@ -214,6 +258,16 @@ def draw_gantt(spans: dict[str, list[Span]], figure: Any) -> None:
         gantt(axis, own, name)
 
 
+def with_large_vocabulary(shape: Shape, rounds: int, folder: Path) -> tuple[Contest, dict[str, list[float]]]:
+    """Returns a contest in which the head is worth several blocks, and its times."""
+    relay = ("Relay, 1f1b", "Relay, auto", "Relay, auto, own micro-batches")
+    contest = Contest(replace(shape, vocabulary=LARGE_VOCABULARY), folder, relay=relay, libraries=False)
+    try:
+        return contest, contest.rounds(TRACED, rounds, 0)
+    finally:
+        contest.end()
+
+
 def main(effort: Effort) -> Section:
     rounds = effort.rounds_or(ROUNDS)
     pair_rounds = 1 if effort.tiny else PAIR_ROUNDS
@@ -224,14 +278,17 @@ def main(effort: Effort) -> Section:
         f"GPT of {shape.num_blocks} blocks at width {shape.width}, {shape.rows} rows of {shape.length} tokens, AdamW, "
         f"float32; two processes with one thread each; loader and optimizer step included; {rounds} interleaved rounds "
         f"after {WARM_UP} steps of warm-up, then {pair_rounds} of Relay's and torch's same schedules only. "
-        f'Relay: `checkpoint="never"`, every stage has finished at the end of a step. Ratios '
-        "are medians over the rounds. The limit is half of the time of one process beside a busy one, plus the bubble "
-        "of the schedule.",
+        f'Relay: `checkpoint="never"`, every stage has finished at the end of a step; all but `auto` with an even '
+        "split. Ratios are medians over the rounds. The limit is half of the time of one process beside a busy one, "
+        "plus the bubble of the schedule.",
     )
     all_times: dict[int, dict[str, list[float]]] = {}
     all_spans: dict[int, dict[str, list[Span]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        contest = Contest(shape, Path(folder))
+        few = (
+            {"relay": ("Relay, gpipe", "Relay, zbv", "Relay, auto"), "torch": ("ScheduleGPipe",)} if effort.tiny else {}
+        )
+        contest = Contest(shape, Path(folder), **few)
         try:
             for microbatches in numbers:
                 all_times[microbatches] = contest.rounds(microbatches, rounds, pair_rounds)
@@ -239,7 +296,14 @@ def main(effort: Effort) -> Section:
                     all_spans[microbatches] = contest.traces(microbatches)
         finally:
             contest.end()
+        if not effort.tiny:
+            large, of_large = with_large_vocabulary(shape, rounds, Path(folder))
+            contest.differ += large.differ
     section.tables = [table_of(times, m, all_spans.get(m, {})) for m, times in all_times.items()]
+    if not effort.tiny:
+        table = table_of(of_large, TRACED, {})
+        table.heading += f", vocabulary of {LARGE_VOCABULARY}"
+        section.tables.append(table)
     section.tables += [spent_table(spans, m) for m, spans in all_spans.items()]
     section.absent = contest.absent | ELSEWHERE
     section.notes = [f"DIFFERENT LOSS, so not the same work: {found}" for found in contest.differ]
@@ -254,7 +318,12 @@ def main(effort: Effort) -> Section:
         "Relay's worker starts with its own `MALLOC_*` variables (see `environment_of_worker`), as for users; all "
         "other processes have the environment of this process."
     )
-    size = (4 * len(all_times) + 2, 4)
+    section.notes += [f"{found}." for found in [*contest.found, *([] if effort.tiny else large.found)]]
+    section.notes.append(
+        "`auto` measures when no other contestant works. With its own number of micro-batches it ignores the given "
+        "one. Its limit, and that of zero-bubble schedules, has no bubble."
+    )
+    size = (4 * len(all_times) + 2, 5)
     plot(section, effort, "pipeline_step.png", partial(draw_steps, all_times), size=size)
     for spans in filter(None, all_spans.values()):
         size = (9, 1.5 * len(spans))

@@ -1,4 +1,4 @@
-"""Peak memory of each stage by number of micro-batches: gpipe with each recomputation mode, and 1f1b.
+"""Peak memory of each process by number of micro-batches: gpipe with each recomputation mode, and other schedules.
 
 The size of a micro-batch is constant, so the growth is the memory that the schedule keeps for more micro-batches.
 """
@@ -17,7 +17,7 @@ from benchmarks.plots import lines, plot
 from benchmarks.report import Effort, Section, Table
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.simulator import simulate
+from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.pipeline.stage.layers import PassContext
 
@@ -27,13 +27,13 @@ WIDTH = MEBI // 4 // ROWS
 """With this width, an activation of a micro-batch has 1 MiB."""
 
 ACTIVATIONS = 4
-"""Number of activations on each stage."""
+"""Number of activations in each process."""
 
 MODES = {
     "gpipe, never": ("gpipe", "never"),
     "gpipe, except_last": ("gpipe", "except_last"),
     "gpipe, always": ("gpipe", "always"),
-    "1f1b, never": ("1f1b", "never"),
+    **{f"{name}, never": (name, "never") for name in ("1f1b", "interleaved", "zb-h1", "zbv", "v-half")},
 }
 MICROBATCHES = (4, 8, 16, 32)
 
@@ -53,13 +53,14 @@ def reset_peaks(pids: list[int]) -> None:
 
 
 def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float]:
-    """Returns the growth of each stage's process in a step, after a step with two rows per micro-batch."""
+    """Returns the growth of each process in a step, after a step with two rows per micro-batch."""
     activations = [nn.Tanh() for _ in range(STAGES * ACTIVATIONS)]
     model = nn.Sequential(nn.Linear(INPUT_WIDTH, WIDTH), *activations, nn.Linear(WIDTH, 1))
-    balance = [ACTIVATIONS] * STAGES
+    settings = Settings(microbatches=microbatches, checkpoint=checkpoint, schedule=schedule)
+    num_chunks = settings.timetables(STAGES).placement.num_stages
+    balance = [STAGES * ACTIVATIONS // num_chunks] * num_chunks
     balance[0] += 1
     balance[-1] += 1
-    settings = Settings(microbatches=microbatches, checkpoint=checkpoint, schedule=schedule)
     pipeline = Pipeline(model, balance, [torch.device("cpu")] * STAGES, settings)
     pipeline.start()
     try:
@@ -73,6 +74,19 @@ def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float
         return [(memory_bytes(pid, "VmHWM") - held) / MEBI for pid, held in zip(pids, before, strict=True)]
     finally:
         pipeline.finish()
+
+
+def promised(schedule: str, microbatches: int) -> list[float]:
+    """Returns how many micro-batches each process holds at most according to the simulator, the driver's last.
+
+    A process with two chunks of layers that holds a micro-batch in one of them counts half.
+    """
+    named = SCHEDULES[schedule]
+    chunks = named.chunks[1]
+    costs = Costs(activation_bytes=1 / chunks, kept_bytes=0.0)
+    simulation = simulate(named.table(STAGES, microbatches, chunks), costs)
+    driver = simulation.placement.driver
+    return [*simulation.peak_bytes[driver + 1 :], *simulation.peak_bytes[: driver + 1]]
 
 
 def step(pipeline: Pipeline, model: nn.Sequential, x: Tensor, schedule: str, microbatches: int) -> None:
@@ -96,26 +110,27 @@ def draw(numbers: tuple[int, ...], grown: dict[str, list[list[float]]], figure: 
     for i, axis in enumerate(axes):
         stage = {mode: [row[i] for row in rows] for mode, rows in grown.items()}
         lines(axis, numbers, stage, x="micro-batches", y="growth in MiB" if i == 0 else "", log="xy")
-        axis.set_title(f"stage {i}", fontsize=8)
+        axis.set_title("driver" if i == STAGES - 1 else f"worker {i}", fontsize=8)
 
 
 def main(effort: Effort) -> Section:
     torch.set_num_threads(1)
     numbers = (2, 4) if effort.tiny else MICROBATCHES
-    modes = dict(list(MODES.items())[-2:]) if effort.tiny else MODES
+    modes = {name: MODES[name] for name in ("gpipe, always", "zbv, never")} if effort.tiny else MODES
     grown = {mode: [growth_mebi(*options, m) for m in numbers] for mode, options in modes.items()}
     rows = []
     for mode, of_numbers in grown.items():
-        kept = [simulate(SCHEDULES[modes[mode][0]](STAGES, m)).peak_activations for m in numbers]
+        kept = [promised(modes[mode][0], m) for m in numbers]
         for i in range(STAGES):
             name = "driver" if i == STAGES - 1 else "worker"
-            values = [f"{row[i]:.0f} ({k[i]})" for row, k in zip(of_numbers, kept, strict=True)]
-            rows.append([f"{mode}, stage {i} ({name})", *values])
+            values = [f"{row[i]:.0f} ({k[i]:g})" for row, k in zip(of_numbers, kept, strict=True)]
+            rows.append([f"{mode}, {name}{f' {i}' if name == 'worker' else ''}", *values])
     section = Section(
-        "Peak memory of each stage",
-        f"{STAGES} stages of {ACTIVATIONS} layers each, which keep 1 MiB per micro-batch, and 1 MiB of input; float32, "
-        "no optimizer. Growth of the process in MiB in a step of full size; in brackets the maximum number of "
-        "micro-batches in flight on that stage according to the simulator.",
+        "Peak memory of each process",
+        f"{STAGES} processes of {ACTIVATIONS} layers each, which keep 1 MiB per micro-batch, and 1 MiB of input; "
+        "float32, no optimizer. Growth of the process in MiB in a step of full size; in brackets the maximum number of "
+        "micro-batches that the schedule keeps in that process according to the simulator (under `interleaved`, `zbv` "
+        "and `v-half` a process has two chunks of layers, each of which counts half).",
         tables=[Table(["", *(f"{m} micro-batches" for m in numbers)], rows)],
         notes=[
             "The driver also merges the outputs of all micro-batches (here one number per row) and holds the batch."

@@ -79,7 +79,7 @@ def spans_of(notes: Sequence[tuple[float, str]], stage: int, since: float) -> li
     """Returns the actions in the notes of a stage that began after ``since``, without waiting times."""
     spans, began, what = [], 0.0, ""
     for time, note in [*notes, (notes[-1][0] if notes else 0.0, "")]:
-        name = re.match(r"(?:recomputing F|([FB]))(\d+)", note)
+        name = re.match(r"(?:recomputing F|([FBW]))(\d+)", note)
         label = "" if name is None or WAITS in note else f"{name[1] or 'B'}{name[2]}"
         if label != what:
             if what and began >= since:

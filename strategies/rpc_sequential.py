@@ -53,6 +53,13 @@ from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
+from strategies.lightning.planning import (
+    DEFAULT_MICROBATCHES,
+    SearchSettings,
+    find_schedule,
+    fits,
+    with_schedule,
+)
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
@@ -65,6 +72,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.memory import Placement, check_memory
 from strategies.pipeline.partition.sequential import Pipelined, cut
+from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.stage.layers import Seeds
 from strategies.pipeline.state.remote_tensor import RemoteParameter
 from strategies.pipeline.state.stand_ins import (
@@ -97,12 +105,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     * ``save_checkpoint`` writes what Lightning gathered through ``state_dict`` and ``optimizer_state``.
     * ``teardown`` returns weights and optimizer states to the user's objects and ends the workers.
 
+    ``schedule="auto"`` measures, before the first ``fit``, the forward and backward passes of every layer, what the
+    driver runs outside the layers, and the transfer between two processes, and searches schedule, balance and order of
+    passes on a simulator. It takes the model's ``example_input_array`` for a batch (see ``balance_mode``). One line
+    says what was chosen and why. The choice is kept for later runs, stored in checkpoints and used again on resuming.
+
     Args:
         balance: Number of layers of each stage, or ``"even"`` for equal numbers. ``None`` (default) finds the numbers
             by ``balance_mode``. After ``setup`` the attribute ``balance`` is the list in use. If stages have several
             chunks of layers (see ``chunks_per_stage``), it has one number for each chunk, in the order of the layers.
         microbatches: Number of parts into which each batch is split. More parts shorten the time for which stages are
-            idle, but each part must be large enough to be computed efficiently. Default: 8.
+            idle, but each part must be large enough to be computed efficiently. Default: 8. ``"auto"``, under
+            ``schedule="auto"`` only: the number with which a batch takes least time.
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
             ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"``.
         balance_mode: ``"balance_by_size"`` (default; bytes of parameters and activations) or ``"balance_by_time"``
@@ -129,11 +143,17 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
               be idle.
             * ``"zbv"``: the same with two chunks per stage, of which the driver has the first and the last one.
             * ``"v-half"``: the same chunks with about half of the activations of 1F1B.
+            * ``"auto"``: the one of these, or an order of its own, that takes least time for a batch by measured times
+              of the layers; see above.
             * A table of one's own: the path of a CSV file in the format of ``torch.distributed.pipelining``, or a
               function ``(processes, microbatches) -> table``; see
               :func:`~strategies.pipeline.schedule.custom.custom_table`.
         chunks_per_stage: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2)
-            and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk.
+            and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
+            number that may be chosen (default: 2).
+        max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
+        memory_limit_bytes: With ``schedule="auto"``, what each process may hold of activations and of parameters, which
+            count four times, as with Adam and its gradients. Default: no limit.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
@@ -175,7 +195,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def __init__(
         self,
         balance: list[int] | Literal["even"] | None = None,
-        microbatches: int = 8,
+        microbatches: int | Literal["auto"] = DEFAULT_MICROBATCHES,
         checkpoint: str = "except_last",
         balance_mode: str = "balance_by_size",
         pipelined_backward: bool = True,
@@ -183,6 +203,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         *,
         schedule: str | Path | Callable[[int, int], Any] = "gpipe",
         chunks_per_stage: int | None = None,
+        max_microbatches: int | None = None,
+        memory_limit_bytes: int | None = None,
         deferred_batch_norm: bool = False,
         module: str | None = None,
         loss_weight: Literal["rows", "tokens"] = "rows",
@@ -199,8 +221,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         with checks.as_misconfiguration():
-            self._settings = Settings(
-                microbatches=microbatches,
+            self._choices = SearchSettings(schedule, microbatches, max_microbatches, memory_limit_bytes)
+            self._settings = self._given_settings = Settings(
+                microbatches=self._choices.given_microbatches,
                 checkpoint=checkpoint,
                 schedule=schedule,
                 chunks_per_stage=chunks_per_stage,
@@ -222,6 +245,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._given_balance, self._balance_mode, self._given_path = balance, balance_mode, module
         self._module_path = module or "sequential_module"
         self._is_reversed = False
+        self._planned: PlannedSchedule | None = None  # what schedule="auto" has chosen
         self._loss_weight = loss_weight
         self._pipeline: Pipeline | None = None
         self._seeds: Seeds | None = None  # go on over several fits
@@ -263,7 +287,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         The fork server starts here, unless layers will be timed: then it starts in ``setup``, when they have been.
         """
         super().setup_environment()
-        if self._given_balance is not None or self._balance_mode != "balance_by_time":
+        by_time = self._given_balance is None and self._balance_mode == "balance_by_time"
+        if not by_time and not self._given_settings.is_auto:
             self._start_fork_server()
 
     def setup(self, trainer: Trainer) -> None:
@@ -279,9 +304,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         profiler = cast(Any, trainer).profiler
         self._profiled = ProfiledStages(profiler, model) if isinstance(profiler, PyTorchProfiler) else None
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._settings = self._given_settings
         module = self._checked_module(trainer, model, fitting)
         built_here = not any(tensor.is_meta for _, tensor in _tensors_of(module))
-        balance = self._prepare_model(model, module)
+        balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()
         optimizers = self._prepare_optimizers(trainer, fitting)
         self._seeds = self._seeds or Seeds.ahead_of_the_process()
@@ -327,7 +353,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             checks.check_callbacks(trainer)
             checks.check_automatic_optimization(model, self._settings.schedule)
             checks.check_loggers(trainer)
-        self._module_path = find_path(model, self._given_path, len(self._stage_of_chunk))
+        self._module_path = find_path(model, self._given_path, len(self.devices), len(self._stage_of_chunk))
         self._initialise(model)
         module = find_module(model, self._module_path, self._construction)
         if isinstance(module, nn.Sequential):
@@ -344,7 +370,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checks.check_deferred_batch_norm(self._settings, self._batch_norms, self._module_path)
         return module
 
-    def _prepare_model(self, model: LightningModule, module: Pipelined) -> list[int]:
+    def _prepare_model(self, model: LightningModule, module: Pipelined, fitting: bool) -> list[int]:
         """Convert the model to its precision, find the balance, and build and move the driver's part to its device."""
         with self._construction.recording():
             self.model = self.precision_plugin.convert_module(model)
@@ -356,24 +382,53 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         convert = self.precision_plugin.convert_input
         with self._construction.reading(module):
             self._is_reversed = is_reversed(model, module, self.root_device, convert)
-            balance = self.balance = find_balance(
-                model,
-                module,
-                path=self._module_path,
-                num_stages=len(self.devices),
-                num_chunks=len(self._stage_of_chunk),
-                given=self._given_balance,
-                mode=self._balance_mode,
-                settings=self._settings,
-                device=self.root_device,
-                convert=convert,
-                in_reverse=self._is_reversed,
-            )
+            balance = self.balance = self._found_balance(model, module, fitting)
         *elsewhere, here = cut(module, balance, self._stage_of_chunk, is_reversed=self._is_reversed)
         self._build(here.modules(), built)
         with without_layers(module, [name for stage in elsewhere for name in stage._modules]):
             self.model_to_device()
         return balance
+
+    def _found_balance(self, model: LightningModule, module: Pipelined, fitting: bool) -> list[int]:
+        """Return the number of layers of each chunk, the same on all replicas; find the schedule before, if need be."""
+        device, convert, in_reverse = self.root_device, self.precision_plugin.convert_input, self._is_reversed
+        planned, num_stages = self._planned, len(self.devices)
+        if self._settings.is_auto and planned is not None and fits(planned, num_stages, len(module), self._choices):
+            self._settings = with_schedule(self._settings, planned)
+            return planned.balance
+        if self._settings.is_auto and fitting and num_stages > 1:
+            if self.is_global_zero:
+                planned = find_schedule(
+                    model,
+                    module,
+                    num_stages=num_stages,
+                    given=self._given_balance,
+                    settings=self._settings,
+                    choices=self._choices,
+                    device=device,
+                    convert=convert,
+                    in_reverse=in_reverse,
+                )
+            planned = self._planned = self.broadcast(planned)
+            assert planned is not None
+            self._settings = with_schedule(self._settings, planned)
+            return planned.balance
+        given, num_chunks = self._given_balance, len(self._stage_of_chunk)
+        if self._settings.is_auto and given is not None and len(given) != num_chunks:
+            given = "even"  # nothing is trained, and the given numbers are those of more chunks
+        return find_balance(
+            model,
+            module,
+            path=self._module_path,
+            num_stages=num_stages,
+            num_chunks=num_chunks,
+            given=given,
+            mode=self._balance_mode,
+            settings=self._settings,
+            device=device,
+            convert=convert,
+            in_reverse=in_reverse,
+        )
 
     def _initialise(self, model: LightningModule) -> None:
         """Initialise modules that the user has built on the ``meta`` device and no checkpoint has given values."""
@@ -546,6 +601,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         is_resumable = "optimizer_states" in checkpoint
         if self._seeds is not None and is_resumable:
             checkpoint.setdefault("relay", {})["seeds"] = self._seeds.state_dict()
+        if self._planned is not None and is_resumable:
+            checkpoint.setdefault("relay", {})["schedule"] = self._planned.state()
         if self._stage_states is None or self._state_dict_type == "sharded" or not self.is_global_zero:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif (
@@ -596,10 +653,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 self._references = references_in_file(path, checkpoint, weights_only)
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        model, state = self.lightning_module, checkpoint.get("relay", {}).get("seeds")
-        if state is not None and model is not None and model.trainer.state.fn == TrainerFn.FITTING:
-            self._seeds = self._seeds or Seeds(0)
-            self._seeds.load_state_dict(state)
+        model, relay = self.lightning_module, checkpoint.get("relay", {})
+        if model is not None and model.trainer.state.fn == TrainerFn.FITTING:
+            if (state := relay.get("seeds")) is not None:
+                self._seeds = self._seeds or Seeds(0)
+                self._seeds.load_state_dict(state)
+            if (state := relay.get("schedule")) is not None and self._pipeline is None:
+                self._planned = PlannedSchedule.from_state(state)
         return checkpoint
 
     def _load_sharded(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
@@ -646,8 +706,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return  # load_state_dict of the model checks by itself then
         module = dict(model.named_modules()).get(self._module_path)
         stage_of: DescribeStage = no_stage
-        if given is not None and given != "even" and isinstance(module, Pipelined):
-            stage_of = stages_by_name(cut(module, given, self._stage_of_chunk), f"{self._module_path}.")
+        chunks = self._stage_of_chunk
+        numbers = [] if given is None or given == "even" else given
+        if len(numbers) == len(chunks) and isinstance(module, Pipelined):
+            stage_of = stages_by_name(cut(module, numbers, chunks), f"{self._module_path}.")
         check_fit(model, state, strict=strict, stage_of=stage_of)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -40,15 +41,16 @@ from strategies.pipeline.stage.skip import verify_skippables
 BALANCE_MODES = ("balance_by_size", "balance_by_time")
 
 
-def find_path(model: nn.Module, given: str | None, num_stages: int) -> str:
+def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: int | None = None) -> str:
     """Return the dotted path of the part of the model that is pipelined.
 
     Args:
         model: The model.
         given: The path that the user has given; ``None`` to find it: ``"sequential_module"``, else the list of blocks
             of the classes that a model of Hugging Face names in ``_no_split_modules``, else the only ``nn.ModuleList``
-            (or, without any, the only ``nn.Sequential``) with at least one layer per stage.
+            (or, without any, the only ``nn.Sequential``) with at least one layer per chunk.
         num_stages: Number of stages.
+        num_chunks: Number of chunks of layers in all stages; by default one per stage.
 
     Raises:
         MisconfigurationException: If there are several candidates, or none.
@@ -59,9 +61,9 @@ def find_path(model: nn.Module, given: str | None, num_stages: int) -> str:
     if hasattr(model, "sequential_module"):
         _announce(model, "sequential_module")
         return "sequential_module"
-    found = lists_of_blocks(model)
+    found, least = lists_of_blocks(model), num_chunks or num_stages
     if not found:
-        found = _outermost(model, nn.ModuleList, num_stages) or _outermost(model, nn.Sequential, num_stages)
+        found = _outermost(model, nn.ModuleList, least) or _outermost(model, nn.Sequential, least)
     if len(found) > 1:
         listed = ", ".join(f"{path!r} ({_described(model, path)})" for path in found)
         raise MisconfigurationException(
@@ -69,9 +71,10 @@ def find_path(model: nn.Module, given: str | None, num_stages: int) -> str:
             f"RPCSequentialStrategy(module={found[0]!r}); the others then run in the driver's process."
         )
     if not found:
+        each = f"{num_stages} devices" if least == num_stages else f"{least} chunks of layers on {num_stages} devices"
         raise MisconfigurationException(
-            f"{kind} has no nn.Sequential or nn.ModuleList with at least {num_stages} layers, one for each of the "
-            f"{num_stages} devices, so there is nothing to pipeline. Put its layers into one, such as "
+            f"{kind} has no nn.Sequential or nn.ModuleList with at least {least} layers, one for each of the {each}, "
+            "so there is nothing to pipeline. Put its layers into one, such as "
             "`self.sequential_module = nn.Sequential(...)`, or use fewer devices."
         )
     _announce(model, found[0])
@@ -239,7 +242,7 @@ def find_balance(
             f"to a batch of inputs, or give the balance, one number of layers for each of the {each}. "
             'balance="even" gives each the same number of layers, whatever they cost.'
         )
-    with _threads(share_of_threads(num_stages)), _without_cache(model):
+    with measuring(model, num_stages):
         costs = _costs(model, module, by_time=by_time, settings=settings, device=device, convert=convert)
     is_counted = settings.interleaves or not by_time
     layers = costs.layers[::-1] if in_reverse else costs.layers
@@ -256,28 +259,26 @@ def _costs(
     settings: Settings,
     device: torch.device,
     convert: Callable[[Any], Any],
-) -> Costs:
+) -> Costs[float, float]:
     microbatches = settings.microbatches
-    made = example_of(model, module) if model.example_input_array is None else None
-    if model.example_input_array is None and made is None:
+    found = find_example(model, module, device, convert)
+    if found is None:
         return costs_of_parameters(model, module, by_time=by_time)
-    if made is None:
-        value = _moved(convert(model.example_input_array), device)
-        rows = max((len(tensor) for tensor in tensors_in(value) if tensor.dim()), default=1)
-        example = Example(model, value, max(1, min(rows, microbatches)))
+    if not found.is_made:
+        example = Example(model, found.value, max(1, min(found.rows, microbatches)))
         held = 1 if settings.interleaves else example.microbatches
     else:
-        example = Example(made[0], _moved(made[1], device))
+        example = Example(found.model, found.value)
         held = 1 if settings.interleaves else microbatches
     recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
     measure = ByTime(recomputed, 1.0 / len(module)) if by_time else BySize(held)
-    if made is None:
+    if not found.is_made:
         with as_misconfiguration():
             return costs_of(model, module, example, measure, device)
     try:
         return costs_of(model, module, example, measure, device)
     except Exception as error:  # whatever a model raises that needs another input
-        kind = type(made[0]).__name__
+        kind = type(found.model).__name__
         if not _are_alike(module):
             raise MisconfigurationException(
                 f"Measuring the layers needs an example input, and the one made from the configuration of {kind} does "
@@ -292,11 +293,44 @@ def _costs(
         return costs_of_parameters(model, module, by_time=by_time)
 
 
+@dataclass(frozen=True)
+class FoundExample:
+    """An input on which a model can be measured.
+
+    Attributes:
+        model: The model that takes it.
+        value: The input; a tuple is passed as positional arguments, a dict as keyword arguments.
+        is_made: Whether it is made from the configuration of a model of Hugging Face, with the rows of a micro-batch;
+            otherwise it is the model's ``example_input_array``, a batch.
+    """
+
+    model: nn.Module
+    value: Any
+    is_made: bool
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return max((len(tensor) for tensor in tensors_in(self.value) if tensor.dim()), default=1)
+
+
+def find_example(
+    model: LightningModule, module: Pipelined, device: torch.device, convert: Callable[[Any], Any]
+) -> FoundExample | None:
+    """Return an input for a model, on a device; ``None`` if there is none."""
+    if model.example_input_array is not None:
+        return FoundExample(model, _moved(convert(model.example_input_array), device), is_made=False)
+    made = example_of(model, module)
+    return None if made is None else FoundExample(made[0], _moved(made[1], device), is_made=True)
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
-def _explained(balance: list[int], costs: Costs, module: Pipelined, path: str, *, is_counted: bool) -> str:
+def _explained(
+    balance: list[int], costs: Costs[float, float], module: Pipelined, path: str, *, is_counted: bool
+) -> str:
     """Return a line on the balance and on the cost of the driver's own part."""
     unit = "blocks" if isinstance(module, nn.ModuleList) else "layers"
     mean = sum(costs.layers) / len(costs.layers)
@@ -323,6 +357,13 @@ def _are_alike(layers: Pipelined) -> bool:
         for layer in layers
     ]
     return all(kind == kinds[0] for kind in kinds)
+
+
+@contextmanager
+def measuring(model: nn.Module, num_stages: int) -> Iterator[None]:
+    """Within this, a layer computes as in training: with a stage's share of threads, and without a key-value cache."""
+    with _threads(share_of_threads(num_stages)), _without_cache(model):
+        yield
 
 
 @contextmanager

@@ -167,7 +167,7 @@ class Pipeline(NotCopyable):
         self._copies = [(copy, cut(copy.module, balance, stage_of, is_reversed=is_reversed)) for copy in copies]
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
-            order = [name for stage in self.stages for name in stage._modules]
+            order = list(module._modules)[:: -1 if is_reversed else 1]
             self._blocks = DeferredBlocks(module, self._run_blocks, path, model, order)
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None

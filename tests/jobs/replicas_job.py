@@ -72,6 +72,17 @@ class Net(Small):
     val_dataloader = train_dataloader
 
 
+class MeasuredNet(Net):
+    """Each replica would measure something else; all must have the same schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.randn(4, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.behind(self.sequential_module(self.before(x)))
+
+
 class ManualNet(Net):
     """Steps by itself, every second batch, after backward passes that Lightning knows nothing of."""
 
@@ -192,6 +203,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"schedule": "1f1b", "loss_weight": "tokens"},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     ),
+    "zbv, accumulated and clipped": (
+        Net,
+        {"schedule": "zbv", "balance": [2, 1, 2, 1]},
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+    ),
+    "divided, interleaved": (Net, {**DIVIDED, "schedule": "interleaved", "balance": [2, 1, 2, 1]}, {}),
+    "auto": (MeasuredNet, {"schedule": "auto", "balance": None}, {}),
     "divided, tied": (partial(Net, tied=True), {**DIVIDED, "checkpoint": "always"}, {}),
     "divided, manual": (ManualNet, DIVIDED, {}),
 }
@@ -216,7 +234,8 @@ def job(folder: Path) -> dict[str, Any]:
     """One fit for each case, and what both replicas then have: ``[replicas, ...]``."""
     seen: dict[str, Any] = {}
     for name, (make, options, settings) in CASES.items():
-        strategy = RPCSequentialStrategy([3, 3], microbatches=3, data_parallel_size=REPLICAS, **options)
+        given = {"balance": [3, 3], "microbatches": 3, **options}
+        strategy = RPCSequentialStrategy(**given, data_parallel_size=REPLICAS)
         model, trainer = fit(make, strategy, 2 * REPLICAS, **settings)
         path = folder / f"{name} {trainer.global_rank}.ckpt"
         trainer.save_checkpoint(path)

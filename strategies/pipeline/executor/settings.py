@@ -8,6 +8,7 @@ from pathlib import Path
 from strategies.common.names import did_you_mean
 from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.schedule.custom import CustomTable, custom_table
+from strategies.pipeline.schedule.planned import AUTO
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.schedule.timetable import Timetables
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
@@ -42,17 +43,22 @@ class Settings:
         """Whether ``training_step`` runs once per micro-batch, with forward and backward passes in turn."""
         return self.schedule != "gpipe"
 
+    @property
+    def is_auto(self) -> bool:
+        """Whether the schedule is yet to be found."""
+        return self.schedule == AUTO
+
     def timetables(self, processes: int) -> Timetables:
-        """Return what each process does in a pass.
+        """Return what each process does in a pass; under ``"auto"``, what it does where nothing is trained.
 
         Raises:
             ValueError: If the file of a table cannot be read, or a table of one's own cannot run on this number of
                 processes.
         """
-        schedule = self.schedule
+        schedule = "1f1b" if self.is_auto else self.schedule
         if isinstance(schedule, str) and schedule in SCHEDULES:
             named = SCHEDULES[schedule]
-            chunks = self.chunks_per_stage or named.chunks[1]
+            chunks = 1 if self.is_auto else self.chunks_per_stage or named.chunks[1]
             return Timetables(lambda m: named.table(processes, m, chunks), named.placement(processes, chunks))
         try:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))
@@ -93,16 +99,18 @@ class Settings:
                     f"chunks_per_stage={chunks}{instead}."
                 )
             return
+        if self.is_auto:
+            return
         if callable(schedule) or isinstance(schedule, Path):
             pass
         elif not isinstance(schedule, str):
             raise ValueError(
-                f"schedule must be a name ({', '.join(map(repr, SCHEDULES))}), the path of a CSV file with a table, or "
-                f"a function (processes, microbatches) -> table, got {schedule!r}."
+                f"schedule must be a name ({', '.join(map(repr, (*SCHEDULES, AUTO)))}), the path of a CSV file with a "
+                f"table, or a function (processes, microbatches) -> table, got {schedule!r}."
             )
         elif not schedule.endswith(".csv"):
             raise ValueError(
-                f"Unknown schedule {schedule!r}{did_you_mean(schedule, tuple(SCHEDULES))} (The name of a file with a "
+                f"Unknown schedule {schedule!r}{did_you_mean(schedule, (*SCHEDULES, AUTO))} (The name of a file with a "
                 "table of one's own ends with .csv.)"
             )
         if chunks is not None:

@@ -11,6 +11,7 @@ need too much.
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +135,8 @@ def check_memory(placement: Placement, optimizers: Sequence[Optimizer] = (), *, 
     outside = sizes.need(placement.outside)
     needs[last] = sizes.need([*stages[last].modules(), *placement.outside])
     held = held_bytes(placement, optimizers)
-    layers = [sizes.need(layer.modules()).total for stage in stages for layer in stage]
+    placed = [(i, layer) for stage in stages for i, layer in zip(chain(*stage.spans), stage, strict=True)]
+    layers = [sizes.need(layer.modules()).total for _, layer in sorted(placed, key=itemgetter(0))]
     checks = chain(
         _processes(placement, needs, held.get(torch.device("cpu"), 0)),
         _gpus(placement, needs),

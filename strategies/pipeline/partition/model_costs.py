@@ -12,11 +12,12 @@ The model is left unchanged: parameters, gradients, buffers, modes, attributes a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +42,13 @@ from strategies.pipeline.partition.profiling import (
 from strategies.pipeline.partition.sequential import Pipelined
 from strategies.pipeline.stage.calling import call_with_one
 
+Cost = TypeVar("Cost")
+DriverCost = TypeVar("DriverCost", covariant=True)
+
 
 @dataclass(frozen=True)
-class Costs:
-    """What the processes of a pipeline have to do, in seconds or bytes.
+class Costs(Generic[Cost, DriverCost]):
+    """What the processes of a pipeline have to do.
 
     Attributes:
         layers: The cost of each layer or block.
@@ -52,8 +56,8 @@ class Costs:
         not_measured: Why ``driver`` counts parameters only, or nothing; empty if it was measured.
     """
 
-    layers: list[float]
-    driver: float
+    layers: list[Cost]
+    driver: DriverCost
     not_measured: str = ""
 
 
@@ -70,6 +74,22 @@ class Example:
     model: nn.Module
     value: Any
     microbatches: int = 1
+
+
+class Measure(Protocol[Cost, DriverCost]):
+    """Measures the layers of a model and its other parts."""
+
+    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Cost]:
+        """Return the cost of each layer of an ``nn.Sequential``."""
+
+    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[Cost, Any]:
+        """Return the cost of a block, and its output."""
+
+    def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverCost:
+        """Return the cost of the driver's own part."""
+
+    def unmeasured(self, parameters: Iterable[Tensor]) -> DriverCost:
+        """Return what is counted for a driver's part that does not run."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,7 @@ class BySize:
         activations, output = activation_bytes(block, value)
         return parameter_bytes(block.parameters(), self.param_scale) + activations / example.microbatches, output
 
-    def driver(self, runs: _Runs, parameters: Iterable[Tensor], example: Example) -> float:
+    def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> float:
         """Return the cost of the driver's own part."""
         activations, _ = activation_bytes(runs, example.value, runs.recorded)
         return parameter_bytes(parameters, self.param_scale) + activations * self.held / example.microbatches
@@ -131,7 +151,7 @@ class ByTime:
         """Return the cost of a block, and its output."""
         return timed(block, value, budget_seconds=self.budget_seconds, recomputed=self.recomputed)
 
-    def driver(self, runs: _Runs, parameters: Iterable[Tensor], example: Example) -> float:
+    def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> float:
         """Return the cost of the driver's own part."""
         return timed(runs, example.value, budget_seconds=self.budget_seconds)[0]
 
@@ -141,8 +161,8 @@ class ByTime:
 
 
 def costs_of(
-    model: nn.Module, module: Pipelined, example: Example, measure: BySize | ByTime, device: torch.device
-) -> Costs:
+    model: nn.Module, module: Pipelined, example: Example, measure: Measure[Cost, DriverCost], device: torch.device
+) -> Costs[Cost, DriverCost]:
     """Measure the layers or blocks of ``module``, and the rest of ``model``.
 
     The loss counts if ``forward`` returns it: as ``output.loss`` or ``output["loss"]``. Otherwise the sum of the
@@ -160,7 +180,7 @@ def costs_of(
     """
     outside = _parameters_outside(model, module)
     if isinstance(module, nn.ModuleList):
-        found: dict[str, float] = {}
+        found: dict[str, Cost] = {}
 
         def measured(name: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = partial(measure.block, example=example)
@@ -170,7 +190,7 @@ def costs_of(
 
         blocks = {name: block for name, block in module._modules.items() if block is not None}
         with as_in_training([device]), _unchanged(model, module, has_one_row(example.value)):
-            runs = _Runs(example.model, {n: (b, partial(measured, n, b)) for n, b in blocks.items()})
+            runs = Runs(example.model, {n: (b, partial(measured, n, b)) for n, b in blocks.items()})
             with runs.replacing():
                 runs(as_output(example.value))
                 missing = [name for name in blocks if name not in found]
@@ -183,7 +203,7 @@ def costs_of(
     layers = measure.layers(module, input_of(module, example.model, example.value), example, device)
     with as_in_training([device]), _unchanged(model, module, has_one_row(example.value)):
         run = partial(_run_sequential, module, device)
-        runs = _Runs(example.model, {"": (module, run)})
+        runs = Runs(example.model, {"": (module, run)})
         with runs.replacing():
             try:
                 runs(as_output(example.value))
@@ -197,7 +217,7 @@ def costs_of(
     return Costs(layers, measure.unmeasured(outside), reason)
 
 
-def costs_of_parameters(model: nn.Module, module: Pipelined, *, by_time: bool) -> Costs:
+def costs_of_parameters(model: nn.Module, module: Pipelined, *, by_time: bool) -> Costs[float, float]:
     """Return what layers and the rest of a model cost by the bytes of their parameters alone.
 
     Args:
@@ -231,12 +251,17 @@ def _run_sequential(module: nn.Sequential, device: torch.device, args: tuple[Any
     return run_layers(module, value, device, call=call_with_one)
 
 
-class _Runs(nn.Module):
+class Runs(nn.Module):
     """Runs of a model in which stand-ins take the place of some modules.
 
     Args:
         model: The model.
         calls: For each module its name, the module, and what its first call runs with the arguments.
+
+    Attributes:
+        clock: Returns the time.
+        called: When each call of a module began and ended in the last run.
+        differentiated: The same of the backward passes since the last run.
     """
 
     def __init__(
@@ -249,6 +274,9 @@ class _Runs(nn.Module):
         self._outputs: dict[str, Any] = {}
         self._inputs: list[Tensor] = []
         self._returned: list[Tensor] = []
+        self.clock: Callable[[], float] = time.perf_counter
+        self.called: list[float] = []
+        self.differentiated: list[float] = []
 
     @property
     def num_recorded(self) -> int:
@@ -274,7 +302,7 @@ class _Runs(nn.Module):
             The loss if the model returns one; otherwise all tensors of the output. After them, detached, the tensors
             that the model gives to the modules.
         """
-        self._inputs, self._returned = [], []
+        self._inputs, self._returned, self.called, self.differentiated = [], [], [], []
         args, kwargs = positional_and_named(value)
         output = self.model(*args, **kwargs)
         if isinstance(output, Mapping):
@@ -285,6 +313,7 @@ class _Runs(nn.Module):
         return [*([loss] if isinstance(loss, Tensor) else []), *roots, *(tensor.detach() for tensor in self._inputs)]
 
     def _called(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.called.append(self.clock())
         known = {id(tensor) for tensor in self._returned}
         self._inputs += [tensor for tensor in tensors_in((args, kwargs)) if id(tensor) not in known]
         if name not in self._outputs:
@@ -295,10 +324,11 @@ class _Runs(nn.Module):
         outputs = [leaves[place] for place in places]
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         anchor = torch.zeros((), requires_grad=True)  # outputs may need gradients although no input does
-        made = _StandIn.apply(len(outputs), anchor, *outputs, *inputs)
+        made = _StandIn.apply(len(outputs), self, anchor, *outputs, *inputs)
         for place, tensor in zip(places, made, strict=True):
             leaves[place] = tensor
         self._returned += made
+        self.called.append(self.clock())
         return tree_unflatten(leaves, spec)
 
 
@@ -306,7 +336,8 @@ class _StandIn(torch.autograd.Function):
     """Returns copies of recorded outputs. The gradients of the inputs have the right shapes, and no meaning."""
 
     @staticmethod
-    def forward(ctx: Any, number: int, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, number: int, runs: Runs, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.runs = runs
         ctx.inputs = [torch.empty_like(tensor, device="meta") for tensor in tensors[number:]]
         ctx.devices = [tensor.device for tensor in tensors[number:]]
         ctx.number = number
@@ -318,8 +349,11 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        ctx.runs.differentiated.append(ctx.runs.clock())
         inputs = zip(ctx.inputs, ctx.devices, strict=True)
-        return (None, None, *[None] * ctx.number, *(torch.ones_like(like, device=device) for like, device in inputs))
+        made = [torch.ones_like(like, device=device) for like, device in inputs]
+        ctx.runs.differentiated.append(ctx.runs.clock())
+        return (None, None, None, *[None] * ctx.number, *made)
 
 
 @contextmanager

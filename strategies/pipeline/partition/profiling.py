@@ -32,7 +32,7 @@ from strategies.pipeline.stage.calling import CallLayer, call_layer
 from strategies.pipeline.stage.layers import Carried
 from strategies.pipeline.stage.skip import waiting_skips
 
-_WARM_UP_PASSES = 2  # the first pass in a process imports modules; the first pass of a layer allocates gradients
+WARM_UP_PASSES = 2  # the first pass in a process imports modules; the first pass of a layer allocates gradients
 _FEWEST_PASSES = 3
 
 Cost = TypeVar("Cost")
@@ -49,7 +49,7 @@ def layer_seconds(
 ) -> list[float]:
     """Return the time of one forward and one backward pass of each layer; see :func:`timed`."""
     measure = partial(timed, budget_seconds=timeout_seconds / len(module), recomputed=recomputed)
-    return _measure_layers(module, sample, device, call, measure)
+    return measure_layers(module, sample, device, call, measure)
 
 
 def timed(layer: nn.Module, value: Any, *, budget_seconds: float, recomputed: float = 0.0) -> tuple[float, Any]:
@@ -66,12 +66,12 @@ def timed(layer: nn.Module, value: Any, *, budget_seconds: float, recomputed: fl
     Returns:
         The seconds and the output.
     """
-    for _ in range(_WARM_UP_PASSES):
-        _, _, output = _timed_pass(layer, value)
+    for _ in range(WARM_UP_PASSES):
+        _, _, output = timed_pass(layer, value)
     passes: list[float] = []
     deadline = time.perf_counter() + budget_seconds
     while len(passes) < _FEWEST_PASSES or time.perf_counter() < deadline:
-        forward_seconds, backward_seconds, output = _timed_pass(layer, value)
+        forward_seconds, backward_seconds, output = timed_pass(layer, value)
         passes.append(forward_seconds * (1 + recomputed) + backward_seconds)
     return min(passes), output
 
@@ -95,7 +95,7 @@ def layer_sizes(
         activations, output = activation_bytes(layer, value)
         return parameter_bytes(layer.parameters(), param_scale) + activations, output
 
-    return _measure_layers(module, _first_microbatch(sample, chunks), device, call, measure)
+    return measure_layers(module, first_microbatch(sample, chunks), device, call, measure)
 
 
 def parameter_bytes(parameters: Iterable[Tensor], param_scale: float) -> int:
@@ -115,7 +115,7 @@ def run_layers(
         output = unpack_objects(result[0])
         return 0, result
 
-    _measure_layers(module, value, device, call, run)
+    measure_layers(module, value, device, call, run)
     return output
 
 
@@ -132,7 +132,8 @@ def measure_call(
     return _measure_copy(block, pack_objects((args, kwargs)), device, _WithArguments, measure, one_row=one_row)
 
 
-def _first_microbatch(sample: Any, chunks: int) -> Any:
+def first_microbatch(sample: Any, chunks: int) -> Any:
+    """Return the first of at most ``chunks`` parts of an input."""
     try:
         return split(sample, chunks)[0]
     except ValueError as error:
@@ -181,7 +182,7 @@ class _WithArguments(nn.Module):
         return self.block(*args, **kwargs)
 
 
-def _measure_layers(
+def measure_layers(
     module: nn.Sequential,
     sample: Any,
     device: torch.device | str | None,
@@ -240,18 +241,18 @@ def stop_batch_norm(modules: Iterable[nn.Module]) -> None:
             module.eval()
 
 
-def _timed_pass(layer: nn.Module, value: Any) -> tuple[float, float, Any]:
+def timed_pass(layer: nn.Module, value: Any) -> tuple[float, float, Any]:
     value = as_output(value)
     devices = {tensor.device for tensor in [*tensors_in(value), *_state(layer)]}
-    start = _now(devices)
+    start = now(devices)
     output = layer(value)
-    forward_seconds = _now(devices) - start
+    forward_seconds = now(devices) - start
     roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     gradients = [torch.ones_like(root) for root in roots]
-    start = _now(devices)
+    start = now(devices)
     if roots:
         torch.autograd.backward(roots, gradients)
-    return forward_seconds, _now(devices) - start, output
+    return forward_seconds, now(devices) - start, output
 
 
 def activation_bytes(
@@ -273,8 +274,8 @@ def activation_bytes(
         output = layer(value)
     # Only autograd refers to the holders: those that are alive hold what the backward pass needs.
     saved = [holder.tensor for reference in kept if (holder := reference()) is not None]
-    sizes = _storage_bytes([*saved, *tensors_in(output)])
-    for counted_elsewhere in _storage_bytes([*tensors_in(value), *_state(layer), *elsewhere()]):
+    sizes = storage_bytes([*saved, *tensors_in(output)])
+    for counted_elsewhere in storage_bytes([*tensors_in(value), *_state(layer), *elsewhere()]):
         sizes.pop(counted_elsewhere, None)
     return sum(sizes.values()), output
 
@@ -286,7 +287,7 @@ class _Kept:
         self.tensor = tensor
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Return bytes by storage: views of one storage count once, and keep all of it alive."""
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
 
@@ -306,7 +307,7 @@ def _state(layer: nn.Module) -> Iterator[Tensor]:
     yield from layer.buffers()
 
 
-def _now(devices: Iterable[torch.device]) -> float:
+def now(devices: Iterable[torch.device]) -> float:
     """Return the time after all work on the devices is done."""
     for device in devices:
         if device.type == "cuda":

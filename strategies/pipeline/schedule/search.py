@@ -18,12 +18,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias
 
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Program
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Program, simulate
 from strategies.pipeline.schedule.tables import (
     KINDS,
     Action,
@@ -37,19 +37,23 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
+from strategies.pipeline.schedule.timetable import check_order
 
 EFFORT = 8_000_000
-"""The number of simulated actions that a search spends at most: seconds."""
+"""The number of simulated actions that a search spends at most: about a second."""
 
 CLEARLY_FASTER = 0.99
-"""A searched order is chosen only if it takes less than this share of the time of the best schedule with a name."""
+"""The default of :func:`search` for its argument of this name."""
 
 AS_FAST = 1.005
 """Of the plans that take at most so many times as long as the fastest, the one with the smallest peak is chosen."""
 
 
-_CHECKED = 25
-"""A new table is made and checked before it is simulated, which takes as long as about so many simulations."""
+_CHECKED = 50
+"""A new table is made and checked before it is simulated, which takes as long as about so many simulations.
+
+With code of the user's on the driver, twice as many: where it runs follows from a simulation of its own.
+"""
 
 NUM_STARTS = 8
 """The number of pairs of a placement and a balance whose order of actions is improved step by step."""
@@ -103,58 +107,25 @@ class ModelCosts:
     Attributes:
         layers: The costs of each layer.
         transfer: Time to send the activations or gradients of a micro-batch from one process to another one.
+        action: Time that the engine itself takes for an action.
         driver: What the driver runs outside the layers.
         driver_parameter_bytes: What the driver holds for it all the time.
     """
 
     layers: Sequence[LayerCosts]
     transfer: float = 0.0
+    action: float = 0.0
     driver: DriverCosts = field(default_factory=DriverCosts)
     driver_parameter_bytes: float = 0.0
+
+    def seconds(self, table: Schedule, balance: Sequence[int]) -> float:
+        """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
+        model = _Model(self, 1 + max(action.microbatch for row in table for action in row), None)
+        return simulate(table, model.of_stages(balance)).total_time
 
 
 CostsOf: TypeAlias = Callable[[int], ModelCosts]
 """Returns the costs of one micro-batch, given the number of micro-batches into which a batch is split."""
-
-
-def affine_costs(fixed: ModelCosts, per_row: ModelCosts, rows: int) -> CostsOf:
-    """Return costs that grow with the rows of a micro-batch.
-
-    Args:
-        fixed: The part that does not depend on rows, such as parameters and the time to start a kernel.
-        per_row: The part for each row.
-        rows: The rows of a batch.
-    """
-    if len(fixed.layers) != len(per_row.layers):
-        raise ValueError(f"fixed has {len(fixed.layers)} layers and per_row has {len(per_row.layers)}")
-
-    def costs(microbatches: int) -> ModelCosts:
-        share = rows / microbatches
-
-        def layer(a: LayerCosts, b: LayerCosts) -> LayerCosts:
-            return LayerCosts(
-                forward=a.forward + share * b.forward,
-                input_grad=a.input_grad + share * b.input_grad,
-                weight_grad=a.weight_grad + share * b.weight_grad,
-                backward=a.whole + share * b.whole,
-                activation_bytes=a.activation_bytes + share * b.activation_bytes,
-                kept_bytes=a.kept + share * b.kept,
-                parameter_bytes=a.parameter_bytes + share * b.parameter_bytes,
-            )
-
-        def driver(name: str) -> float:
-            constant: float = getattr(fixed.driver, name)
-            slope: float = getattr(per_row.driver, name)
-            return constant + share * slope
-
-        return ModelCosts(
-            layers=[layer(a, b) for a, b in zip(fixed.layers, per_row.layers, strict=True)],
-            transfer=fixed.transfer + share * per_row.transfer,
-            driver=DriverCosts(**{each.name: driver(each.name) for each in fields(DriverCosts)}),
-            driver_parameter_bytes=fixed.driver_parameter_bytes + share * per_row.driver_parameter_bytes,
-        )
-
-    return costs
 
 
 @dataclass(frozen=True)
@@ -217,6 +188,8 @@ def search(
     max_chunks: int = 2,
     schedules: Collection[str] = SEARCHABLE,
     memory_limit_bytes: float | None = None,
+    balance_of: Callable[[int], Sequence[int] | None] | None = None,
+    clearly_faster: float = CLEARLY_FASTER,
     effort: int = EFFORT,
 ) -> Plan:
     """Find the plan with the shortest predicted time of a batch.
@@ -230,6 +203,10 @@ def search(
         schedules: The names of the schedules to choose from; :data:`SEARCHED` lets the order of actions vary, too,
             from those of the others.
         memory_limit_bytes: What a process may hold at most; a schedule that needs more is not chosen.
+        balance_of: Returns the number of layers of each stage, given the number of stages, or ``None`` if it has none
+            for this number. By default the search finds the balance.
+        clearly_faster: An order of its own is chosen only if it takes less than this share of the time of the best
+            schedule with a name.
         effort: The number of simulated actions that the search spends at most, apart from the first look at each
             schedule.
 
@@ -258,8 +235,12 @@ def search(
         model = _Model(costs(num) if callable(costs) else costs, num, memory_limit_bytes)
         num_layers = len(model.costs.layers)
         for name, placement, make in _families(processes, max_chunks):
-            if name in schedules and placement.num_stages <= num_layers:
-                candidates += [_Candidate.of(name, placement, table, model) for table in _variants(make(num), model)]
+            if name not in schedules or placement.num_stages > num_layers:
+                continue
+            balance = None if balance_of is None else balance_of(placement.num_stages)
+            if balance_of is None or balance is not None:
+                for table in _variants(make(num), model):
+                    candidates.append(_Candidate.of(name, placement, table, model, balance))
     if not candidates:
         raise ValueError(
             f"{num_layers} layers cannot be divided among {processes} processes with up to {max_chunks} stages each, "
@@ -274,7 +255,7 @@ def search(
     named = best = _choice(candidates)
     if SEARCHED in schedules:
         searched = _choice(_with_better_orders(sorted(candidates, key=lambda each: each.rank), budget))
-        if searched.rank < (named.rank[0], named.rank[1] * CLEARLY_FASTER):
+        if searched.rank < (named.rank[0], named.rank[1] * clearly_faster):
             best = searched
     if best.rank[0] > 0:
         assert memory_limit_bytes is not None
@@ -355,7 +336,10 @@ class _Model:
 
     def of_stages(self, balance: Sequence[int]) -> Costs:
         """Return the costs of stages with these numbers of layers."""
-        forward, backward, input_grad, weight_grad, activations, kept, _ = self._per_stage(balance)
+        *seconds, activations, kept, _ = self._per_stage(balance)
+        forward, backward, input_grad, weight_grad = (
+            [each + self.costs.action for each in column] for column in seconds
+        )
         return Costs(
             forward=forward,
             backward=backward,
@@ -393,6 +377,7 @@ class _Candidate:
         rank: Bytes above the memory limit, and the time of a batch: what the search minimises, in this order.
         work: For each layer, the time of all its passes of one micro-batch. If a table splits some backward passes
             only, this is the mean.
+        is_fixed: Whether the balance is given.
     """
 
     name: str
@@ -402,10 +387,13 @@ class _Candidate:
     costs: Costs
     rank: tuple[float, float]
     work: list[float]
+    is_fixed: bool
 
     @classmethod
-    def of(cls, name: str, placement: Placement, table: Schedule, model: _Model) -> _Candidate:
-        """Return a table with the most even balance."""
+    def of(
+        cls, name: str, placement: Placement, table: Schedule, model: _Model, balance: Sequence[int] | None = None
+    ) -> _Candidate:
+        """Return a table with a balance, by default with the most even one."""
         program = Program(table, placement=placement, with_user_code=model.costs.driver.runs_code_before)
         splits = {action for row in table for action in row if action.kind == "I"}
         share = len(splits) / (model.microbatches * placement.num_stages)
@@ -413,31 +401,46 @@ class _Candidate:
             layer.forward + share * (layer.input_grad + layer.weight_grad) + (1 - share) * layer.whole
             for layer in model.costs.layers
         ]
-        return cls._made(name, program, model, _even_balance(work, placement, model.driver_seconds), work)
+        is_fixed = balance is not None
+        found = list(balance) if balance is not None else _even_balance(work, placement, model.driver_seconds)
+        return cls._made(name, program, model, found, work, is_fixed)
 
     @classmethod
-    def _made(cls, name: str, program: Program, model: _Model, balance: list[int], work: list[float]) -> _Candidate:
+    def _made(
+        cls, name: str, program: Program, model: _Model, balance: list[int], work: list[float], is_fixed: bool
+    ) -> _Candidate:
         costs = model.of_stages(balance)
         time, excess = program.total_time(costs), 0.0
         if model.limit_bytes is not None:
             excess = max(0.0, max(_peaks(program, model, balance, costs)) - model.limit_bytes)
-        return cls(name, program, model, balance, costs, (excess, time), work)
+        return cls(name, program, model, balance, costs, (excess, time), work, is_fixed)
 
     def with_balance(self, balance: list[int]) -> _Candidate:
-        return self._made(self.name, self.program, self.model, balance, self.work)
+        return self._made(self.name, self.program, self.model, balance, self.work, self.is_fixed)
 
     def with_table(self, table: Schedule) -> _Candidate:
+        """Return the same balance with another table.
+
+        Raises:
+            ValueError: If the table cannot run.
+        """
+        check_order(table)
         program = Program(
             table, placement=self.program.placement, with_user_code=self.model.costs.driver.runs_code_before
         )
         work = [
             layer.forward + min(layer.whole, layer.input_grad + layer.weight_grad) for layer in self.model.costs.layers
         ]
-        return self._made(SEARCHED, program, self.model, self.balance, work)
+        return self._made(SEARCHED, program, self.model, self.balance, work, self.is_fixed)
 
     @property
     def num_actions(self) -> int:
         return sum(map(len, self.program.schedule))
+
+    @property
+    def cost_of_a_table(self) -> int:
+        """What a new table costs of a budget."""
+        return self.num_actions * _CHECKED * (2 if self.model.costs.driver.runs_code_before else 1)
 
     @property
     def least_time(self) -> float:
@@ -522,6 +525,8 @@ def _even_balance(work: Sequence[float], placement: Placement, driver_seconds: f
 
 def _with_better_balance(candidate: _Candidate, budget: _Budget) -> _Candidate:
     """Return the candidate with the best balance that the budget finds."""
+    if candidate.is_fixed:
+        return candidate
     stages, num = len(candidate.balance), len(candidate.work)
     if math.comb(num - 1, stages - 1) * candidate.num_actions <= budget.left:
         return _best_of(candidate, _all_balances(num, stages), budget)
@@ -603,7 +608,7 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
         for candidate in candidates:
             if part.left > 0 and (candidate.least_time < best.rank[1] or best.rank[0] > 0):
                 for table in _greedy_tables(candidate, forward_first=forward_first, early_first=early_first):
-                    if not part.spend(_CHECKED * candidate.num_actions):
+                    if not part.spend(candidate.cost_of_a_table):
                         break
                     consider(candidate.with_table(table))
     ranked = sorted(starts.values(), key=lambda each: each.rank)
@@ -614,7 +619,7 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
                 break
             other = candidate.with_balance(balance)
             for table in chain([candidate.program.schedule], _greedy_tables(other)):
-                if not part.spend(_CHECKED * candidate.num_actions):
+                if not part.spend(candidate.cost_of_a_table):
                     break
                 consider(other.with_table(table))
     improved = []
@@ -626,6 +631,8 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
 
 
 def _similar_balances(candidate: _Candidate) -> Iterable[list[int]]:
+    if candidate.is_fixed:
+        return []
     stages, num = len(candidate.balance), len(candidate.work)
     if math.comb(num - 1, stages - 1) <= stages * stages:
         return _all_balances(num, stages)
@@ -742,11 +749,11 @@ def _with_better_path(candidate: _Candidate, budget: _Budget) -> _Candidate:
     while patience and (best.rank[0] > 0 or best.rank[1] > best.least_time):
         following: _Candidate | None = None
         for table in _changes(current):
-            if not budget.spend(_CHECKED * current.num_actions):
+            if not budget.spend(current.cost_of_a_table):
                 return best
             try:
                 other = current.with_table(table)
-            except ValueError:  # the change causes a deadlock
+            except ValueError:  # it deadlocks, or changes the order of micro-batches
                 continue
             if _key(other) not in seen and (following is None or other.rank < following.rank):
                 following = other

@@ -122,6 +122,10 @@ class WeightGradients:
         """Leave the gradients of the parameters of a call for :meth:`compute`."""
         self._left.append((call, grad))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that are kept for :meth:`compute`, apart from parameters."""
+        return [tensor for call, grad in self._left for tensor in (call.x, grad)]
+
     @torch.no_grad()
     def compute(self) -> None:
         """Add the gradients to ``.grad`` of the parameters."""

@@ -24,7 +24,7 @@ def bench(into: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "benchmarks", "--tiny", "--rounds=1", f"--into={into}", *arguments],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-        timeout=500,
+        timeout=900,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -33,7 +33,7 @@ def bench(into: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1000)
 def test_every_section_runs(tmp_path: Path) -> None:
     done = bench(tmp_path)
     assert done.returncode == 0, done.stdout[-5000:]
@@ -42,7 +42,7 @@ def test_every_section_runs(tmp_path: Path) -> None:
     steps = Section.of(json.loads((tmp_path / "results.json").read_text())["pipeline_step"]["section"])
     names = [row[0] for row in steps.tables[0].rows]
     pipelines = [name for name in names if name.startswith(("Relay", "torch,"))]
-    assert len(pipelines) == 7, steps.absent  # two of Relay, five of torch
+    assert len(pipelines) == 4, steps.absent  # three of Relay, one of torch
     measured = [float(row[-1].rstrip("%")) for row in steps.tables[0].rows if row[0] in pipelines]
     assert all(0 < idle < 100 for idle in measured)
     assert "The number of calls per step does not grow" in report

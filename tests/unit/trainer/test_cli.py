@@ -68,7 +68,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "key of the pipeline": (
         option,
         ("--trainer.strategy=rpc_sequential", "--trainer.strategy.init_args.micro_batches=4"),
-        "strategies.rpc_sequential.RPCSequentialStrategy: unknown key 'micro_batches'; did you mean 'microbatches'?",
+        "strategies.rpc_sequential.RPCSequentialStrategy: unknown key 'micro_batches'; did you mean 'microbatches' or",
     ),
     "key of torch's DDP": (
         option,

@@ -12,7 +12,6 @@ from strategies.pipeline.schedule.search import (
     SEARCHED,
     LayerCosts,
     ModelCosts,
-    affine_costs,
     search,
     with_whole_passes,
 )
@@ -273,7 +272,7 @@ def test_known_figures():
         "zbv": [3.0, 18.4],
         "v-half": [7.7, 18.4],
     }
-    plan = search(headed, 4, [16], effort=3_000_000)
+    plan = search(headed, 4, [16])
     assert plan.schedule == SEARCHED
     assert plan.bubble_fraction <= 0.126
     assert plan.seconds >= 16 * 18  # the driver has the head and at least one block
@@ -299,36 +298,15 @@ def test_layers_that_cannot_be_split():
 
 def test_number_of_microbatches():
     """Work of its own for each micro-batch makes fewer of them better, and the bubble makes more of them better."""
-    nothing, per_row = LayerCosts(0, 0, 0), LayerCosts(0.001, 0.001, 0.001)
-    rows, numbers = 64, [4, 8, 16, 32]
-    divisible = affine_costs(ModelCosts([nothing] * 8), ModelCosts([per_row] * 8), rows)
-    assert search(divisible, 4, numbers, schedules=["1f1b"]).microbatches == 32
-    start = LayerCosts(0.05, 0.05, 0.05)
-    constant = affine_costs(ModelCosts([start] * 8), ModelCosts([per_row] * 8), rows)
-    plan = search(constant, 4, numbers, schedules=["1f1b"])
+
+    def of(fixed, rows=64):
+        return lambda m: ModelCosts([LayerCosts(*[fixed + 0.001 * rows / m] * 3)] * 8)
+
+    numbers = [4, 8, 16, 32]
+    assert search(of(0.0), 4, numbers, schedules=["1f1b"]).microbatches == 32
+    plan = search(of(0.05), 4, numbers, schedules=["1f1b"])
     assert plan.microbatches == 4
     assert plan.seconds == pytest.approx((4 + 3) * 2 * (3 * 0.05 + 3 * 0.016))
-
-
-def test_affine_costs():
-    fixed = ModelCosts(
-        [LayerCosts(1, 2, 3, parameter_bytes=100)],
-        transfer=1,
-        driver=DriverCosts(before=1, after_bytes=7),
-        driver_parameter_bytes=50,
-    )
-    per_row = ModelCosts(
-        [LayerCosts(10, 20, 30, backward=40, activation_bytes=8, kept_bytes=4)], transfer=2, driver=DriverCosts(after=3)
-    )
-    costs = affine_costs(fixed, per_row, 6)(4)  # 1.5 rows
-    assert costs == ModelCosts(
-        [LayerCosts(16, 32, 48, backward=65, activation_bytes=12, kept_bytes=6, parameter_bytes=100)],
-        transfer=4,
-        driver=DriverCosts(before=1, after=4.5, after_bytes=7),
-        driver_parameter_bytes=50,
-    )
-    with pytest.raises(ValueError, match="fixed has 1 layers and per_row has 2"):
-        affine_costs(fixed, ModelCosts([BLOCK] * 2), 6)
 
 
 def test_memory_limit():
@@ -372,6 +350,37 @@ def test_reasons_name_the_choice_and_the_next_best():
     assert tight.endswith(
         "v-half, 2 stages per process, balance [1, 1, 1, 1], 8 micro-batches exceeds the memory limit"
     )
+
+
+def test_a_given_balance():
+    """Only the order and the number of stages vary; numbers of stages without a balance are left out."""
+    costs = ModelCosts([BLOCK] * 7 + [HEAD])
+    even = {2: [4, 4], 4: [2, 2, 2, 2]}
+    plan = search(costs, 2, [6], balance_of=even.get, effort=300_000)
+    assert plan.balance == even[plan.placement.num_stages]
+    own = {4: [3, 2, 2, 1]}
+    plan = search(costs, 2, [6], balance_of=own.get, effort=300_000)
+    assert plan.balance == own[4]
+    assert search(costs, 2, [6], effort=300_000).seconds <= plan.seconds
+
+
+def test_time_of_the_engine_itself():
+    """It counts for each action, so fewer micro-batches and fewer stages are better."""
+    nothing = ModelCosts([LayerCosts(0, 0, 0)] * 4, action=1.0)
+    assert search(nothing, 2, [4], schedules=["1f1b"]).seconds == pytest.approx(2 * (4 + 1))
+    numbers = [2, 4, 8, 16]
+    found = []
+    for action in (0.0, 4.0):
+        costs = {m: ModelCosts([LayerCosts(*[8 / m] * 3)] * 8, action=action) for m in numbers}
+        found.append(search(costs.__getitem__, 2, numbers, effort=300_000).microbatches)
+    assert found[0] > found[1]
+
+
+def test_predicted_seconds():
+    costs = ModelCosts([BLOCK] * 7 + [HEAD], transfer=0.1, action=0.2)
+    plan = search(costs, 2, [6], effort=300_000)
+    assert costs.seconds(plan.table, plan.balance) == pytest.approx(plan.seconds)
+    assert costs.seconds(one_f_one_b(2, 6), [4, 4]) > plan.seconds
 
 
 def test_whole_passes():

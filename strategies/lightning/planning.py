@@ -1,0 +1,196 @@
+"""``schedule="auto"``: measure the layers, and find the schedule, the balance and the number of micro-batches."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from strategies.lightning.checks import as_misconfiguration
+from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info
+from strategies.lightning.partitioning import find_example, measuring
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.action_costs import ByAction, model_costs
+from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.model_costs import Example, costs_of
+from strategies.pipeline.partition.profiling import first_microbatch
+from strategies.pipeline.partition.sequential import Pipelined, check_balance
+from strategies.pipeline.schedule.planned import AUTO, PlannedSchedule
+from strategies.pipeline.schedule.search import EFFORT, ModelCosts, search
+from strategies.pipeline.stage.layers import num_recomputed
+
+DEFAULT_MICROBATCHES = 8
+MAX_MICROBATCHES = 32
+MAX_CHUNKS = 2
+
+CLEARLY_FASTER = 0.97
+"""An order of its own fits the measured costs only; predictions were up to 5 % off, so it must promise 3 %."""
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What ``schedule="auto"`` may choose; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` documents it.
+
+    Raises:
+        ValueError: If a setting is invalid, or makes no sense with the schedule.
+    """
+
+    schedule: Any
+    microbatches: int | Literal["auto"] = DEFAULT_MICROBATCHES
+    max_microbatches: int | None = None
+    memory_limit_bytes: int | None = None
+
+    @property
+    def finds_microbatches(self) -> bool:
+        """Whether the number of micro-batches is to be found."""
+        return self.microbatches == AUTO
+
+    @property
+    def given_microbatches(self) -> int:
+        """The number of micro-batches where none is found."""
+        return DEFAULT_MICROBATCHES if self.microbatches == "auto" else self.microbatches
+
+    def __post_init__(self) -> None:
+        for name in ("max_microbatches", "memory_limit_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
+        given = {
+            "microbatches='auto'": self.finds_microbatches,
+            f"memory_limit_bytes={self.memory_limit_bytes}": self.memory_limit_bytes is not None,
+        }
+        if self.schedule != AUTO and any(given.values()):
+            name = next(name for name, is_given in given.items() if is_given)
+            raise ValueError(
+                f"{name} is for schedule='auto', which measures the layers; got schedule={self.schedule!r}. Set "
+                "schedule='auto', or leave it out."
+            )
+        if self.max_microbatches is not None and not self.finds_microbatches:
+            raise ValueError(
+                f"max_microbatches={self.max_microbatches} is for microbatches='auto', got "
+                f"microbatches={self.microbatches!r}. Leave one of them out."
+            )
+
+
+def find_schedule(
+    model: LightningModule,
+    module: Pipelined,
+    *,
+    num_stages: int,
+    given: Sequence[int] | Literal["even"] | None,
+    settings: Settings,
+    choices: SearchSettings,
+    device: torch.device,
+    convert: Callable[[Any], Any] = lambda example: example,
+    in_reverse: bool = False,
+    effort: int = EFFORT,
+) -> PlannedSchedule:
+    """Measure a model and return the schedule that takes least time for a batch.
+
+    Args:
+        model: The model. It is measured on its ``example_input_array``, else, for a model of Hugging Face, on an input
+            made from its configuration. Its parts outside ``module`` are on ``device``.
+        module: The pipelined part of the model.
+        num_stages: Number of processes, at least 2.
+        given: The number of layers of each chunk; ``"even"`` for equal numbers; ``None`` to find them.
+        settings: Recomputation, and the number of chunks of layers that a process may have.
+        choices: What may be chosen.
+        device: Where a copy of one layer at a time is measured.
+        convert: Gives the example input the precision of the model.
+        in_reverse: Whether the first stage has the last layers.
+        effort: As of :func:`~strategies.pipeline.schedule.search.search`.
+
+    Raises:
+        MisconfigurationException: If there is no example input, if the model does not take it, if there are too few
+            layers, or if nothing fits into the memory.
+    """
+    found = find_example(model, module, device, convert)
+    kind = type(model).__name__
+    if found is None:
+        raise MisconfigurationException(
+            f"schedule='auto' measures the layers, which needs an example input: set `self.example_input_array` on "
+            f"{kind} to a batch of inputs, or choose a schedule, such as '1f1b' or 'interleaved'."
+        )
+    if choices.finds_microbatches and (found.is_made or found.rows < 2):
+        what = "there is none" if found.is_made else "it has one row"
+        raise MisconfigurationException(
+            f"microbatches='auto' splits `example_input_array` of {kind} into different numbers of parts, but {what}. "
+            "Set it to a batch of inputs with as many rows as the batches of training, or give the number."
+        )
+    numbers = _numbers(found.rows, choices)
+    num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks_per_stage or MAX_CHUNKS) + 1)]
+    balances = {number: _balance(given, len(module), number, num_stages, num_chunks) for number in num_chunks}
+    not_measured = ""
+
+    def measured(microbatches: int) -> ModelCosts:
+        nonlocal not_measured
+        value = found.value if found.is_made else first_microbatch(found.value, min(found.rows, microbatches))
+        recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
+        measure = ByAction(recomputed, 1.0 / len(module) / len(numbers))
+        costs = costs_of(model, module, Example(found.model, value), measure, device)
+        not_measured = costs.not_measured
+        return model_costs(costs, in_reverse=in_reverse)
+
+    with as_misconfiguration(), measuring(model, num_stages):
+        try:
+            known = {number: measured(number) for number in numbers}
+        except Exception as error:
+            if not found.is_made:
+                raise
+            raise MisconfigurationException(
+                f"schedule='auto' measures the layers, and the input made from the configuration of "
+                f"{type(found.model).__name__} does not fit ({type(error).__name__}: {error}). Set "
+                f"`self.example_input_array` on {kind} to a batch of inputs, or choose a schedule, such as '1f1b'."
+            ) from error
+        plan = search(
+            known.__getitem__,
+            num_stages,
+            numbers,
+            max_chunks=settings.chunks_per_stage or MAX_CHUNKS,
+            memory_limit_bytes=choices.memory_limit_bytes,
+            balance_of=balances.get if given is not None else None,
+            clearly_faster=CLEARLY_FASTER,
+            effort=effort,
+        )
+    line = f"RPCSequentialStrategy: schedule='auto' chooses {plan.reason}"
+    if not_measured:
+        line += f" (without what runs outside the layers: {not_measured})"
+    rank_zero_info(f"{line}.")
+    return PlannedSchedule.of(plan)
+
+
+def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:
+    """Return settings with the schedule and the number of micro-batches that were found."""
+    return replace(settings, schedule=planned, chunks_per_stage=None, microbatches=planned.microbatches)
+
+
+def fits(planned: PlannedSchedule, num_stages: int, num_layers: int, choices: SearchSettings) -> bool:
+    """Return whether a schedule that was found earlier can be used again."""
+    return (
+        len(planned.table) == num_stages
+        and sum(planned.balance) == num_layers
+        and choices.microbatches in (AUTO, planned.microbatches)
+    )
+
+
+def _numbers(rows: int, choices: SearchSettings) -> list[int]:
+    """Return the numbers of micro-batches to choose from: those that divide the rows, and powers of two."""
+    if not choices.finds_microbatches:
+        return [choices.given_microbatches]
+    most = min(rows, choices.max_microbatches or MAX_MICROBATCHES)
+    powers = {2**k for k in range(most.bit_length()) if 2**k <= most}
+    return sorted(powers | {number for number in range(1, most + 1) if rows % number == 0})
+
+
+def _balance(
+    given: Sequence[int] | Literal["even"] | None, num_layers: int, number: int, num_stages: int, numbers: list[int]
+) -> list[int] | None:
+    """Return the given balance for a number of chunks; ``None`` if it is for another number."""
+    if given is None or number > num_layers:
+        return None
+    if given == "even":
+        return partition_costs([1] * num_layers, number)
+    if len(given) != number and len(given) in numbers:
+        return None
+    with as_misconfiguration():
+        return check_balance(given, num_layers, num_stages, chunks_per_stage=number // num_stages)

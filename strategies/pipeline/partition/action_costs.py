@@ -1,0 +1,220 @@
+"""What the actions of a schedule cost on each layer, and what the driver's own part and a transfer cost.
+
+The measured times are those that :func:`~strategies.pipeline.schedule.search.search` takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from strategies.common.trees import tensors_in
+from strategies.launch.session import join_group
+from strategies.pipeline.partition.model_costs import Costs, Example, Runs
+from strategies.pipeline.partition.profiling import (
+    WARM_UP_PASSES,
+    activation_bytes,
+    as_output,
+    measure_layers,
+    now,
+    parameter_bytes,
+    storage_bytes,
+    timed_pass,
+)
+from strategies.pipeline.schedule.search import LayerCosts, ModelCosts
+from strategies.pipeline.schedule.simulator import DriverCosts
+from strategies.pipeline.stage.calling import call_with_one
+from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
+
+ACTION_SECONDS = 500e-6
+"""What the engine itself takes for an action, about: one of layers that compute next to nothing takes 0.9 ms."""
+
+_FEWEST_PASSES = 5
+_TRANSFERS = 7
+
+
+class Layer(NamedTuple):
+    """The cost of a layer, and the bytes that it sends if the next layer is in another process."""
+
+    costs: LayerCosts
+    output_bytes: int
+
+
+class DriverPart(NamedTuple):
+    """The cost of the driver's own part, and what it holds all the time."""
+
+    costs: DriverCosts
+    parameter_bytes: float
+
+
+@dataclass(frozen=True)
+class ByAction:
+    """Measures the forward pass, the whole backward pass and its two parts, each the median of several; and bytes.
+
+    Attributes:
+        recomputed: The share of micro-batches whose forward pass is run again in the backward pass. These keep the
+            outputs of layers only until then.
+        budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
+        param_scale: How many times a trained parameter is held: itself, its gradient, and what the optimizer keeps.
+    """
+
+    recomputed: float = 0.0
+    budget_seconds: float = 0.1
+    param_scale: float = 4.0
+
+    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Layer]:
+        """Return the cost of each layer of an ``nn.Sequential``."""
+        return measure_layers(module, sample, device, call_with_one, self._measured)
+
+    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[Layer, Any]:
+        """Return the cost of a block, and its output."""
+        return self._measured(block, value)
+
+    def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
+        """Return the cost of the driver's own part, each part of it the median of several runs."""
+        held = [*parameters]
+        devices = {tensor.device for tensor in [*tensors_in(example.value), *held]}
+        runs.clock = lambda: now(devices)
+        for _ in range(WARM_UP_PASSES):
+            _driver_pass(runs, example.value)
+        passes: list[tuple[float, float, float]] = []
+        for _ in _repeated(self.budget_seconds):
+            passes.append(_driver_pass(runs, example.value))
+        before, after, before_backward = (statistics.median(column) for column in zip(*passes, strict=True))
+        kept, _ = activation_bytes(runs, example.value, runs.recorded)  # what is kept before the call is a small part
+        costs = DriverCosts(before, after, before_backward, after_bytes=float(kept))
+        return DriverPart(costs, parameter_bytes(held, self.param_scale))
+
+    def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
+        """Return what is counted for a driver's part that does not run."""
+        return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
+
+    def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
+        for _ in range(WARM_UP_PASSES):
+            timed_pass(layer, value)
+            _split_pass(layer, value)
+        whole: list[tuple[float, float]] = []
+        split: list[tuple[float, float, float]] = []
+        for _ in _repeated(self.budget_seconds):
+            forward, backward, _ = timed_pass(layer, value)
+            whole.append((forward, backward))
+            split.append(_split_pass(layer, value))
+        forward, backward = (statistics.median(column) for column in zip(*whole, strict=True))
+        input_grad, weight_grad, kept = (statistics.median(column) for column in zip(*split, strict=True))
+        if not kept:  # nothing was left for later
+            input_grad, weight_grad = backward, 0.0
+        activations, output = activation_bytes(layer, value)
+        output_bytes = sum(storage_bytes(tensors_in(output)).values())
+        again, once = self.recomputed, 1 - self.recomputed
+        costs = LayerCosts(
+            forward=forward,
+            input_grad=again * forward + input_grad,
+            weight_grad=weight_grad,
+            backward=again * forward + backward,
+            activation_bytes=again * output_bytes + once * activations,
+            kept_bytes=kept,
+            # A micro-batch that is recomputed holds all for a moment. Counted for every layer: an upper bound.
+            parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale) + (activations if again else 0),
+        )
+        return Layer(costs, output_bytes), output
+
+
+def model_costs(costs: Costs[Layer, DriverPart], *, in_reverse: bool = False) -> ModelCosts:
+    """Return measured costs as the search takes them, with the time of sending what the layers return on average.
+
+    Args:
+        costs: The costs.
+        in_reverse: Whether the first stage has the last layers.
+    """
+    layers = costs.layers[::-1] if in_reverse else costs.layers
+    return ModelCosts(
+        layers=[layer.costs for layer in layers],
+        transfer=transfer_seconds(round(statistics.mean(layer.output_bytes for layer in layers))),
+        action=ACTION_SECONDS,
+        driver=costs.driver.costs,
+        driver_parameter_bytes=costs.driver.parameter_bytes,
+    )
+
+
+def transfer_seconds(num_bytes: int) -> float:
+    """Return the time to send a number of bytes to another process on this host."""
+    message = torch.zeros(max(1, num_bytes), dtype=torch.uint8)
+
+    def end(rank: int) -> float:
+        group = join_group(url, rank, 2, timeout_seconds)
+        received = torch.empty_like(message)
+        passes = []
+        for _ in range(_TRANSFERS):
+            start = time.perf_counter()
+            if rank == 0:
+                group.send([message], 1, 0).wait(timedelta(seconds=timeout_seconds))
+            group.recv([received], 1 - rank, 0).wait(timedelta(seconds=timeout_seconds))
+            if rank == 1:
+                group.send([message], 0, 0).wait(timedelta(seconds=timeout_seconds))
+            passes.append(time.perf_counter() - start)
+        return min(passes) / 2  # two threads that wait for each other: other work on the machine lengthens this most
+
+    timeout_seconds = 60.0
+    with tempfile.TemporaryDirectory(prefix="relay-") as folder, ThreadPoolExecutor(2) as executor:
+        url = f"file://{Path(folder) / 'meeting'}"
+        return next(iter(executor.map(end, (0, 1))))
+
+
+def _repeated(budget_seconds: float) -> Iterator[None]:
+    deadline, number = time.perf_counter() + budget_seconds, 0
+    while number < _FEWEST_PASSES or time.perf_counter() < deadline:
+        number += 1
+        yield
+
+
+def _split_pass(layer: nn.Module, value: Any) -> tuple[float, float, float]:
+    """Return the seconds of the input gradients and of the weight gradients, and the bytes kept between them."""
+    value = as_output(value)
+    devices = {tensor.device for tensor in [*tensors_in(value), *layer.parameters()]}
+    delays = DelayedWeights()
+    with delays:
+        output = layer(value)
+    roots = _roots(output)
+    delays.left = left = WeightGradients()
+    start = now(devices)
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    input_grad = now(devices) - start
+    kept = sum(storage_bytes(left.tensors()).values())
+    start = now(devices)
+    left.compute()
+    return input_grad, now(devices) - start, kept
+
+
+def _driver_pass(runs: Runs, value: Any) -> tuple[float, float, float]:
+    """Return the seconds before the first call of the pipelined part, after the last one, and of the first's backward.
+
+    What lies between calls of blocks is the stages' part.
+    """
+    value = as_output(value)
+    start = runs.clock()
+    roots = _roots(runs(value))
+    returned = runs.clock()
+    before, after = runs.called[0] - start, returned - runs.called[-1]
+    if roots:
+        gradients = [torch.ones_like(root) for root in roots]
+        begin = runs.clock()
+        torch.autograd.backward(roots, gradients)
+        end = runs.clock()
+        if runs.differentiated:
+            return before, after + runs.differentiated[0] - begin, end - runs.differentiated[-1]
+    return before, after, 0.0
+
+
+def _roots(output: Any) -> Sequence[Tensor]:
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]

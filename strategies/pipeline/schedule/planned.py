@@ -1,0 +1,62 @@
+"""The schedule that a search has chosen, as a function of processes and micro-batches, and as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from strategies.pipeline.schedule.custom import CustomTable
+from strategies.pipeline.schedule.search import SEARCHED, Plan
+from strategies.pipeline.schedule.tables import SCHEDULES, v
+
+AUTO = "auto"
+"""The name that stands for a search."""
+
+
+@dataclass(frozen=True)
+class PlannedSchedule:
+    """A table for one number of micro-batches, and a schedule with a name for others, such as an incomplete batch.
+
+    Attributes:
+        name: The schedule for other numbers of micro-batches.
+        chunks: The number of stages per process.
+        balance: The number of layers of each stage.
+        microbatches: The number of micro-batches of ``table``.
+        table: The actions of each process, as text.
+    """
+
+    name: str
+    chunks: int
+    balance: list[int]
+    microbatches: int
+    table: list[list[str]]
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlannedSchedule:
+        """Return the schedule of a plan."""
+        processes, name = len(plan.table), plan.schedule
+        chunks = plan.placement.num_stages // processes
+        if name == SEARCHED:
+            other = "zb-h1" if chunks == 1 else "interleaved"
+            name = "zbv" if chunks == 2 and plan.placement == v(processes) else other
+        table = [[str(action) for action in row] for row in plan.table]
+        return cls(name, chunks, list(plan.balance), plan.microbatches, table)
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> PlannedSchedule:
+        """Return the schedule that :meth:`state` described."""
+        return cls(**state)
+
+    def state(self) -> dict[str, Any]:
+        """Return the schedule as numbers, texts and lists."""
+        return asdict(self)
+
+    def __call__(self, processes: int, microbatches: int) -> CustomTable:
+        """Return the table for a number of micro-batches."""
+        if microbatches == self.microbatches:
+            return self.table
+        return SCHEDULES[self.name].table(processes, microbatches, self.chunks)
+
+    def __repr__(self) -> str:
+        return repr(AUTO)  # in messages: what the user has chosen

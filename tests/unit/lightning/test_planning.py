@@ -1,0 +1,157 @@
+"""``schedule="auto"``: what it may choose, what it measures, and what it refuses."""
+
+import logging
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from strategies import RPCSequentialStrategy
+from strategies.lightning.planning import SearchSettings, find_schedule, fits, with_schedule
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.schedule.planned import PlannedSchedule
+
+WIDTH, BLOCKS, ROWS = 8, 6, 12
+
+
+class Model(pl.LightningModule):
+    """Layers between an input and a head; the input is a batch."""
+
+    def __init__(self, rows: int | None = ROWS, head: int = WIDTH) -> None:
+        super().__init__()
+        self.before, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, head)
+        self.sequential_module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+        self.example_input_array = None if rows is None else torch.rand(rows, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.sequential_module(self.before(x)))
+
+
+class OfBlocks(pl.LightningModule):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        shape = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4}
+        self.net = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=32))
+
+
+def found(
+    model: pl.LightningModule, path: str = "sequential_module", *, given: Any = None, chunks: Any = None, **choices: Any
+) -> PlannedSchedule:
+    return find_schedule(
+        model,
+        model.get_submodule(path),
+        num_stages=2,
+        given=given,
+        settings=Settings(schedule="auto", chunks_per_stage=chunks, checkpoint="never"),
+        choices=SearchSettings("auto", **choices),
+        device=torch.device("cpu"),
+        effort=20_000,
+    )
+
+
+def test_a_schedule_is_found_and_the_model_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pytorch_lightning")
+    model = Model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    planned = found(model, microbatches=4)
+    assert planned.microbatches == 4 and sum(planned.balance) == BLOCKS
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), state)
+    (line,) = caplog.messages
+    assert line.startswith("RPCSequentialStrategy: schedule='auto' chooses ") and f"balance {planned.balance}" in line
+    tables = with_schedule(Settings(schedule="auto", chunks_per_stage=2), planned).timetables(2)
+    for number in (1, 3, 4):
+        assert sum(map(len, tables.training[number].rows)) >= 2 * number * len(planned.balance)
+
+
+def test_what_is_given_limits_the_choice() -> None:
+    for given, balances in {"even": ([3, 3], [2, 2, 1, 1]), (4, 2): ([4, 2],), (1, 2, 1, 2): ([1, 2, 1, 2],)}.items():
+        assert found(Model(), given=given).balance in balances
+    for _ in range(3):
+        assert len(found(Model(), chunks=1).balance) == 2
+    with pytest.raises(MisconfigurationException, match=r"The provided balance \[1, 1, 4\] is for 3 stages"):
+        found(Model(), given=[1, 1, 4])
+    with pytest.raises(MisconfigurationException, match=r"no plan fits into memory_limit_bytes=1000: process \d holds"):
+        found(Model(), memory_limit_bytes=1000)
+    assert found(Model(), memory_limit_bytes=10**9).balance
+
+
+def test_the_number_of_microbatches() -> None:
+    """One that divides the rows of the example, or a power of two, up to the largest."""
+    assert found(Model(), microbatches="auto").microbatches in {1, 2, 3, 4, 6, 8, 12}
+    assert found(Model(), microbatches="auto", max_microbatches=2).microbatches in {1, 2}
+    assert found(Model(rows=2), microbatches=8).microbatches == 8  # measured on one row
+
+
+def test_blocks_of_hugging_face_need_no_example() -> None:
+    planned = found(OfBlocks(), "net.model.layers")
+    assert sum(planned.balance) == 4 and planned.microbatches == 8
+
+
+def test_refusals() -> None:
+    with pytest.raises(MisconfigurationException, match="schedule='auto' measures the layers, which needs an example"):
+        found(Model(rows=None))
+    with pytest.raises(
+        MisconfigurationException, match=r"microbatches='auto' splits .* of Model .*, but it has one row"
+    ):
+        found(Model(rows=1), microbatches="auto")
+    with pytest.raises(MisconfigurationException, match=r"microbatches='auto' splits .* of OfBlocks .*there is none"):
+        found(OfBlocks(), "net.model.layers", microbatches="auto")
+    small = Model()
+    small.sequential_module = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(MisconfigurationException, match="1 layers cannot be divided among 2 processes"):
+        found(small)
+    wrong = Model()
+    wrong.example_input_array = torch.rand(4, WIDTH + 1)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        found(wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"microbatches": "auto"},
+            "microbatches='auto' is for schedule='auto', which measures the layers; got",
+        ),
+        (
+            {"memory_limit_bytes": 9},
+            "memory_limit_bytes=9 is for schedule='auto', which measures the layers;",
+        ),
+        (
+            {"schedule": "auto", "max_microbatches": 9},
+            "max_microbatches=9 is for microbatches='auto', got microbat",
+        ),
+        (
+            {"schedule": "auto", "microbatches": "auto", "max_microbatches": 0},
+            "max_microbatches must be a whole number",
+        ),
+        ({"schedule": "auto", "memory_limit_bytes": "1 GB"}, "memory_limit_bytes must be a whole number of at"),
+        ({"schedule": "auto", "microbatches": "many"}, "microbatches must be a whole number of at least 1, got"),
+        ({"schedule": "auto", "chunks_per_stage": 0}, "chunks_per_stage must be a whole number of at least 1, got 0."),
+        (
+            {"schedule": "auto", "pipelined_backward": False},
+            "pipelined_backward=False waits for all forward passes",
+        ),
+        ({"schedule": "automatic"}, "Unknown schedule 'automatic'; did you mean 'auto'?"),
+    ],
+)
+def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException) as error:
+        RPCSequentialStrategy(**settings)
+    assert message in str(error.value)
+
+
+def test_what_was_found_earlier_is_used_where_it_fits() -> None:
+    planned = PlannedSchedule("1f1b", 1, [2, 4], 4, [["0F0"], ["1F0"]])
+    assert PlannedSchedule.from_state(planned.state()) == planned
+    assert fits(planned, 2, 6, SearchSettings("auto", 4)) and fits(planned, 2, 6, SearchSettings("auto", "auto"))
+    assert not fits(planned, 3, 6, SearchSettings("auto", 4))
+    assert not fits(planned, 2, 7, SearchSettings("auto", 4))
+    assert not fits(planned, 2, 6, SearchSettings("auto", 8))

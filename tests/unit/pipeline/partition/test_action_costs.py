@@ -1,0 +1,135 @@
+"""What the actions of a layer cost: each part is measured by itself, and counts where a schedule runs it."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.pipeline.partition.action_costs import ByAction, Layer, model_costs, transfer_seconds
+from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
+
+CPU = torch.device("cpu")
+ROWS, WIDTH, FLOAT_BYTES = 4, 6, 4
+ROOM_SECONDS = 0.02
+
+
+class Sleeping(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, forward: float, backward: float, value: Tensor) -> Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        time.sleep(ctx.seconds)
+        return None, None, gradient
+
+
+class Sleep(nn.Module):
+    def __init__(self, forward: float, backward: float) -> None:
+        super().__init__()
+        self.seconds = forward, backward
+
+    def forward(self, value: Tensor) -> Tensor:
+        return Sleeping.apply(*self.seconds, value)
+
+
+class Model(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.before, self.after = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(0.02, 0.04)), Sleep(0.03, 0.05)
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.layers(self.before(x)))
+
+
+def measured(model: Model, **settings: Any) -> Costs[Layer, Any]:
+    example = Example(model, torch.rand(ROWS, WIDTH))
+    return costs_of(model, model.layers, example, ByAction(budget_seconds=0.001, **settings), CPU)
+
+
+def is_about(seconds: float, expected: float) -> bool:
+    return expected <= seconds < expected + ROOM_SECONDS
+
+
+def test_seconds_of_each_part() -> None:
+    model = Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(0.03, 0.06)), Sleep(0.05, 0.02))
+    for _ in range(5):  # other work on the machine makes a measurement longer, never shorter
+        costs = measured(model)
+        first, second = (layer.costs for layer in costs.layers)
+        driver = costs.driver.costs
+        parts = [first.forward, first.input_grad, first.whole, second.forward, second.whole]
+        parts += [driver.before, driver.after, driver.before_backward]
+        expected = [0.03, 0.06, 0.06, 0.05, 0.02, 0.02, 0.08, 0.04]
+        if all(map(is_about, parts, expected)):
+            break
+    assert all(map(is_about, parts, expected)), parts
+    assert 0 < first.weight_grad < ROOM_SECONDS
+    assert second.weight_grad == 0 and second.input_grad == second.whole  # nothing can wait
+    assert not costs.not_measured
+
+
+def test_large_products_are_split() -> None:
+    """The gradients of the weights of a linear layer take about as long as those of its inputs."""
+    layer, value = nn.Linear(512, 512), torch.rand(512, 512, requires_grad=True)
+    example = Example(layer, value)
+    for _ in range(10):
+        (costs,) = ByAction(budget_seconds=0.05).layers(nn.Sequential(layer), value, example, CPU)
+        share = costs.costs.weight_grad / costs.costs.whole
+        if 0.25 < share < 0.75:
+            break
+    assert 0.25 < share < 0.75
+    assert costs.output_bytes == 512 * 512 * FLOAT_BYTES
+
+
+def test_layers_that_are_recomputed() -> None:
+    """A micro-batch that is recomputed keeps the outputs of layers only; its input gradients take longer."""
+    model = Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Sleep(0.03, 0.06)))
+    hidden, parameters = ROWS * WIDTH * FLOAT_BYTES, 2 * (WIDTH * WIDTH + WIDTH) * FLOAT_BYTES
+    (kept,), (half,), (again,) = ([layer.costs for layer in measured(model, recomputed=r).layers] for r in (0, 0.5, 1))
+    assert again.weight_grad > 0 and kept.weight_grad > 0
+    assert again.input_grad >= 0.09 and again.whole >= 0.09 and half.whole >= 0.075 and kept.whole >= 0.06
+    assert kept.activation_bytes > hidden == again.activation_bytes
+    assert half.activation_bytes == (kept.activation_bytes + hidden) / 2
+    assert kept.kept == again.kept == 4 * hidden  # the inputs and the gradients of two products
+    assert kept.parameter_bytes == 4 * parameters
+    assert again.parameter_bytes == 4 * parameters + kept.activation_bytes
+
+
+def test_the_driver_has_what_is_outside_the_layers() -> None:
+    costs = measured(Model(nn.Linear(WIDTH, WIDTH)), param_scale=3)
+    assert costs.driver.parameter_bytes == 3 * (WIDTH * WIDTH + WIDTH) * FLOAT_BYTES
+    assert costs.driver.costs.after_bytes > 0
+
+
+def test_the_model_of_a_search() -> None:
+    costs = measured(Model(nn.Linear(WIDTH, WIDTH), Sleep(0.0, 0.0)))
+    model = model_costs(costs)
+    assert list(model.layers) == [layer.costs for layer in costs.layers]
+    assert list(model_costs(costs, in_reverse=True).layers) == list(model.layers)[::-1]
+    assert model.driver == costs.driver.costs and model.transfer > 0 and model.action > 0
+
+
+def test_more_bytes_take_longer_to_send() -> None:
+    small, large = transfer_seconds(1), transfer_seconds(2**26)
+    assert 0 < small < large
+
+
+def test_of_a_model_that_does_not_call_its_layers() -> None:
+    class Other(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    costs = measured(Other(nn.Linear(WIDTH, WIDTH)))
+    assert "does not call it" in costs.not_measured
+    assert costs.driver.costs.after == 0 < costs.driver.parameter_bytes
+    assert costs.layers[0].costs.forward > 0
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1])
+def test_a_transfer_of_nothing(num_bytes: int) -> None:
+    assert transfer_seconds(num_bytes) > 0
