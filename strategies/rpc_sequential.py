@@ -391,44 +391,38 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _found_balance(self, model: LightningModule, module: Pipelined, fitting: bool) -> list[int]:
         """Return the number of layers of each chunk, the same on all replicas; find the schedule before, if need be."""
-        device, convert, in_reverse = self.root_device, self.precision_plugin.convert_input, self._is_reversed
-        planned, num_stages = self._planned, len(self.devices)
-        if self._settings.is_auto and planned is not None and fits(planned, num_stages, len(module), self._choices):
-            self._settings = with_schedule(self._settings, planned)
-            return planned.balance
-        if self._settings.is_auto and fitting and num_stages > 1:
-            if self.is_global_zero:
-                planned = find_schedule(
-                    model,
-                    module,
-                    num_stages=num_stages,
-                    given=self._given_balance,
-                    settings=self._settings,
-                    choices=self._choices,
-                    device=device,
-                    convert=convert,
-                    in_reverse=in_reverse,
-                )
-            planned = self._planned = self.broadcast(planned)
-            assert planned is not None
-            self._settings = with_schedule(self._settings, planned)
-            return planned.balance
-        given, num_chunks = self._given_balance, len(self._stage_of_chunk)
-        if self._settings.is_auto and given is not None and len(given) != num_chunks:
+        settings, planned, given, num_stages = self._settings, self._planned, self._given_balance, len(self.devices)
+        measuring: dict[str, Any] = {
+            "num_stages": num_stages,
+            "device": self.root_device,
+            "convert": self.precision_plugin.convert_input,
+            "in_reverse": self._is_reversed,
+        }
+        if settings.is_auto:
+            if planned is None or not fits(planned, num_stages, len(module), given, settings, self._choices):
+                planned = None
+                if fitting and num_stages > 1:
+                    planned = find_schedule(
+                        model, module, given=given, settings=settings, choices=self._choices, **measuring
+                    )
+                    planned = self._planned = self.broadcast(planned)
+            if planned is not None:
+                self._settings = with_schedule(settings, planned)
+                return planned.balance
+        num_chunks = len(self._stage_of_chunk)
+        if settings.is_auto and given is not None and len(given) != num_chunks:
             given = "even"  # nothing is trained, and the given numbers are those of more chunks
-        return find_balance(
+        balance = find_balance(
             model,
             module,
             path=self._module_path,
-            num_stages=num_stages,
             num_chunks=num_chunks,
             given=given,
             mode=self._balance_mode,
-            settings=self._settings,
-            device=device,
-            convert=convert,
-            in_reverse=in_reverse,
+            settings=settings,
+            **measuring,
         )
+        return self.broadcast(balance)  # each replica has measured other times
 
     def _initialise(self, model: LightningModule) -> None:
         """Initialise modules that the user has built on the ``meta`` device and no checkpoint has given values."""

@@ -164,13 +164,29 @@ def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:
     return replace(settings, schedule=planned, chunks_per_stage=None, microbatches=planned.microbatches)
 
 
-def fits(planned: PlannedSchedule, num_stages: int, num_layers: int, choices: SearchSettings) -> bool:
-    """Return whether a schedule that was found earlier can be used again."""
-    return (
-        len(planned.table) == num_stages
-        and sum(planned.balance) == num_layers
-        and choices.microbatches in (AUTO, planned.microbatches)
-    )
+def fits(
+    planned: PlannedSchedule,
+    num_stages: int,
+    num_layers: int,
+    given: Sequence[int] | Literal["even"] | None,
+    settings: Settings,
+    choices: SearchSettings,
+) -> bool:
+    """Return whether a schedule that was found earlier can be used again: whether it obeys the settings of this run."""
+    chunks, limit = planned.chunks, choices.memory_limit_bytes
+    if len(planned.table) != num_stages or sum(planned.balance) != num_layers:
+        return False
+    if len(planned.balance) != num_stages * chunks or chunks > (settings.chunks_per_stage or MAX_CHUNKS):
+        return False
+    if given is not None:
+        numbers = partition_costs([1] * num_layers, num_stages * chunks) if given == "even" else list(given)
+        if planned.balance != numbers:
+            return False
+    if limit is not None and planned.peak_bytes > limit:
+        return False
+    if choices.finds_microbatches:
+        return planned.microbatches <= (choices.max_microbatches or MAX_MICROBATCHES)
+    return planned.microbatches == choices.microbatches
 
 
 def _numbers(rows: int, choices: SearchSettings) -> list[int]:

@@ -186,7 +186,7 @@ class Executor(NotCopyable):
             seed=self._parts.next_seed(grad),
             context=context or PassContext.capture(self.stage.device.type),
             limit=limit,
-            splits=grad and self.timetables.splits,
+            splits=grad and self.timetables.training[microbatches].splits,
         )
         self._share_ties(number)
         self.carry_changes()

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,6 +35,7 @@ from strategies.pipeline.partition.profiling import (
 from strategies.pipeline.schedule.search import LayerCosts, ModelCosts
 from strategies.pipeline.schedule.simulator import DriverCosts
 from strategies.pipeline.stage.calling import call_with_one
+from strategies.pipeline.stage.layers import is_compiled
 from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
 
 ACTION_SECONDS = 500e-6
@@ -182,7 +184,7 @@ def _split_pass(layer: nn.Module, value: Any) -> tuple[float, float, float]:
     value = as_output(value)
     devices = {tensor.device for tensor in [*tensors_in(value), *layer.parameters()]}
     delays = DelayedWeights()
-    with delays:
+    with nullcontext() if any(map(is_compiled, layer.modules())) else delays:
         output = layer(value)
     roots = _roots(output)
     delays.left = left = WeightGradients()

@@ -24,6 +24,7 @@ class PlannedSchedule:
         balance: The number of layers of each stage.
         microbatches: The number of micro-batches of ``table``.
         table: The actions of each process, as text.
+        peak_bytes: The predicted maximum of the bytes of parameters and activations of a process.
     """
 
     name: str
@@ -31,6 +32,7 @@ class PlannedSchedule:
     balance: list[int]
     microbatches: int
     table: list[list[str]]
+    peak_bytes: float = 0.0
 
     @classmethod
     def of(cls, plan: Plan) -> PlannedSchedule:
@@ -38,10 +40,11 @@ class PlannedSchedule:
         processes, name = len(plan.table), plan.schedule
         chunks = plan.placement.num_stages // processes
         if name == SEARCHED:
-            other = "zb-h1" if chunks == 1 else "interleaved"
+            splits = any(action.kind == "W" for row in plan.table for action in row)
+            other = "zb-h1" if splits else "1f1b" if chunks == 1 else "interleaved"
             name = "zbv" if chunks == 2 and plan.placement == v(processes) else other
         table = [[str(action) for action in row] for row in plan.table]
-        return cls(name, chunks, list(plan.balance), plan.microbatches, table)
+        return cls(name, chunks, list(plan.balance), plan.microbatches, table, max(plan.peak_bytes))
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PlannedSchedule:

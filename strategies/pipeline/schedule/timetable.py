@@ -27,11 +27,13 @@ class Timetable:
         driver: The last row; in a whole pass, with the user's code before the call of the module and its backward pass.
         limit: How many values may be under way on one channel. A process that has sent more waits for the arrival of
             the oldest, which bounds memory and, with this limit, causes no deadlock.
+        splits: Whether some backward passes have two parts.
     """
 
     rows: list[list[Action]]
     driver: list[Step]
     limit: int
+    splits: bool = False
 
 
 class _Computed(dict[int, Timetable]):
@@ -50,7 +52,7 @@ class Timetables:
     """The timetables of a pipeline, by the number of micro-batches.
 
     A timetable is computed when it is first needed, which raises a ``ValueError`` if the table is incomplete or
-    deadlocks, or runs micro-batches in another order on some stage.
+    deadlocks, runs micro-batches in another order on some stage, or has stages on other processes than ``placement``.
 
     Args:
         schedule: Returns the table for a number of micro-batches.
@@ -61,13 +63,11 @@ class Timetables:
         forward: Forward passes only.
         backward: The backward passes of all micro-batches, after all forward passes.
         rank_of: The rank of each stage.
-        splits: Whether backward passes have two parts.
     """
 
     def __init__(self, schedule: Callable[[int], Schedule], placement: Placement) -> None:
         self._schedule, self.placement = schedule, placement
         self.rank_of = ranks_of(placement)
-        self.splits = any(action.kind == "W" for row in schedule(1) for action in row)
         self.training: Mapping[int, Timetable] = _Computed(self._training)
         self.forward: Mapping[int, Timetable] = _Computed(partial(forward_timetable, placement))
         self.backward: Mapping[int, Timetable] = _Computed(self._backward)
@@ -75,9 +75,15 @@ class Timetables:
     def _training(self, microbatches: int) -> Timetable:
         table, driver = self._schedule(microbatches), self.placement.driver
         check_order(table)
+        if (other := Placement.of(table)) != self.placement:
+            raise ValueError(
+                f"the table for {microbatches} micro-batches has stages 0, 1, ... on processes {other.process_of}, but "
+                f"the layers were divided for {self.placement.process_of}; a stage must have one process in all tables"
+            )
+        splits = any(action.kind == "W" for row in table for action in row)
         with_code: list[list[Step]] = [list(row) for row in table]
         with_code[driver] = driver_row(table)
-        return Timetable(_by_rank(table, driver), with_code[driver], _limit(with_code, self.placement))
+        return Timetable(_by_rank(table, driver), with_code[driver], _limit(with_code, self.placement), splits)
 
     def _backward(self, microbatches: int) -> Timetable:
         table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]

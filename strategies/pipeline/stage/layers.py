@@ -412,7 +412,7 @@ class Layers:
         modules = list(self.layers.modules())
         self._norms = [module for module in modules if isinstance(module, NormBase)]
         self._seeded = [not draws_nothing(layer) for layer in self.layers]
-        self._is_compiled = any(map(_is_compiled, modules))
+        self._is_compiled = any(map(is_compiled, modules))
         self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
 
     def run(
@@ -528,7 +528,8 @@ class Layers:
             self._deferred.remove()
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` compiles calls of a module."""
     return compiled_call(module) is not None or type(module).__name__ == "OptimizedModule"
 
 

@@ -149,9 +149,17 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 
 def test_what_was_found_earlier_is_used_where_it_fits() -> None:
-    planned = PlannedSchedule("1f1b", 1, [2, 4], 4, [["0F0"], ["1F0"]])
+    """It is not used if the settings of this run say something else."""
+    planned = PlannedSchedule("zbv", 2, [2, 1, 1, 2], 4, [["0F0"], ["1F0"]], peak_bytes=100.0)
     assert PlannedSchedule.from_state(planned.state()) == planned
-    assert fits(planned, 2, 6, SearchSettings("auto", 4)) and fits(planned, 2, 6, SearchSettings("auto", "auto"))
-    assert not fits(planned, 3, 6, SearchSettings("auto", 4))
-    assert not fits(planned, 2, 7, SearchSettings("auto", 4))
-    assert not fits(planned, 2, 6, SearchSettings("auto", 8))
+
+    def is_used(stages: int = 2, layers: int = 6, given: Any = None, chunks: int | None = None, **choices: Any) -> bool:
+        settings = Settings(schedule="auto", chunks_per_stage=chunks)
+        return fits(planned, stages, layers, given, settings, SearchSettings("auto", **{"microbatches": 4, **choices}))
+
+    assert is_used() and is_used(given=(2, 1, 1, 2)) and is_used(chunks=3) and is_used(memory_limit_bytes=100)
+    assert is_used(microbatches="auto") and is_used(microbatches="auto", max_microbatches=4)
+    assert not is_used(stages=3) and not is_used(layers=7) and not is_used(microbatches=8)
+    assert not is_used(given=[1, 2, 1, 2]) and not is_used(given=[3, 3]) and not is_used(given="even")
+    assert not is_used(chunks=1) and not is_used(memory_limit_bytes=99)
+    assert not is_used(microbatches="auto", max_microbatches=3)

@@ -31,3 +31,5 @@ def test_searched_orders(chunks: int) -> None:
     assert custom_table(planned, 2, 6) == plan.table
     check_order(plan.table)
     assert simulate(custom_table(planned, 2, 4)).placement == plan.placement
+    kinds = [{action.kind for row in custom_table(planned, 2, m) for action in row} for m in (4, 6)]
+    assert kinds[0] - {"B"} == kinds[1] - {"B"}  # both split backward passes, or neither does

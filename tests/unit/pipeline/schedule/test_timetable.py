@@ -7,7 +7,7 @@ import pytest
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.simulator import UserCode
-from strategies.pipeline.schedule.tables import Action, Placement, gpipe, loop, one_f_one_b, v, zbv
+from strategies.pipeline.schedule.tables import Action, Placement, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
 from strategies.pipeline.schedule.timetable import (
     MIN_UNDER_WAY,
     Timetables,
@@ -55,7 +55,7 @@ def test_every_size_runs(choice: dict[str, Any]) -> None:
             assert timetable.limit == num + MIN_UNDER_WAY
         kinds = sorted(action.kind for row in tables.training[m].rows for action in row)
         assert kinds.count("F") == num * m == kinds.count("B") + kinds.count("I")
-        assert tables.splits == ("W" in kinds)
+        assert tables.training[m].splits == ("W" in kinds)
         both = [row + more for row, more in zip(tables.forward[m].rows, tables.backward[m].rows, strict=True)]
         assert list(map(sorted, both)) == list(map(sorted, tables.training[m].rows))
 
@@ -107,7 +107,7 @@ def test_the_driver_runs_the_code_of_each_microbatch_once() -> None:
 
 def test_tables_of_ones_own() -> None:
     tables = Settings(schedule=one_f_one_b, microbatches=4).timetables(2)
-    assert tables.rank_of == (0, 1) and not tables.splits
+    assert tables.rank_of == (0, 1) and not tables.training[4].splits
     assert tables.training[3].rows == one_f_one_b(2, 3)
     with pytest.raises(ValueError, match="lacks"):
         Settings(schedule=lambda p, m: [row[:-1] for row in one_f_one_b(p, m)]).timetables(2)
@@ -121,3 +121,14 @@ def test_tables_that_channels_cannot_run_are_refused_at_once() -> None:
         Settings(schedule=backwards, microbatches=3).timetables(2)
     with pytest.raises(ValueError, match=r"schedule='missing.csv' is the path of a table, but: .*No such file"):
         Settings(schedule="missing.csv").timetables(2)
+
+
+def test_tables_of_other_numbers_of_micro_batches() -> None:
+    """They may split other backward passes, but must leave the stages where they are."""
+    split_later = Settings(schedule=lambda p, m: (zb_h1 if m > 1 else one_f_one_b)(p, m), microbatches=4).timetables(2)
+    assert split_later.training[4].splits and not split_later.training[1].splits
+    moved = Settings(schedule=lambda p, m: (interleaved if m == 4 else zbv)(p, m), microbatches=4).timetables(2)
+    with pytest.raises(
+        ValueError, match=r"the table for 3 micro-batches has stages 0, 1, ... on processes \(0, 1, 1, 0"
+    ):
+        moved.training[3]
