@@ -255,6 +255,7 @@ _EXTENDED = {
     "argparse._ActionsContainer._actions": "list the keys of a configuration",
     "jsonargparse._core.ArgumentParser._subcommands_action": "list the keys of a configuration",
     f"{_LIGHTNING}.cli.LightningCLI._add_instantiators": "tell which constructor has refused its arguments",
+    f"{_LIGHTNING}.cli.LightningCLI._prepare_subcommand_parser": "build the parser of the chosen command only",
     f"{_LIGHTNING}.cli.LightningCLI._parse_ckpt_path": "explain a checkpoint that cannot be read",
     f"{_LIGHTNING}.cli.LightningCLI._run_subcommand": "explain a refused configuration",
     f"{_FABRIC}.plugins.environments.lightning.LightningEnvironment._main_port": "hold the port of a run",

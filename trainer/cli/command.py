@@ -15,7 +15,7 @@ import time
 import traceback
 from contextlib import suppress
 from pickle import UnpicklingError
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from omegaconf.errors import OmegaConfBaseException
 
@@ -48,11 +48,20 @@ def run(args: list[str] | None) -> None:
 class _CLI(LightningCLI):
     """LightningCLI that turns a refused configuration into one line, in each of the three steps above."""
 
+    def __init__(self, args: list[str] | None, **kwargs: Any) -> None:
+        self._args = sys.argv[1:] if args is None else args
+        super().__init__(args=args, **kwargs)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        others = set(self.subcommands()) - {subcommand}
+        if self._args and self._args[0] in others:  # its parser takes long to build, and would not be used
+            return self.init_parser(**kwargs)
+        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        assert args is None or isinstance(args, list)
         try:
             # LightningCLI's own method warns about arguments that a caller gives.
-            self.config = parser.parse_args(_spell_out_strategy(sys.argv[1:] if args is None else args))
+            self.config = parser.parse_args(_spell_out_strategy(self._args))
             strategy = self.config[self.config.subcommand].trainer.strategy
             if isinstance(strategy, str):
                 with suppress(ImportError):  # it may be a class path, which jsonargparse leaves alone here
