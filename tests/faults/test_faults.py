@@ -41,24 +41,30 @@ def ending(how: str, phase: str, rpc_timeout_sec: float) -> tuple[str, str, floa
     return "none", "", time.monotonic() - began
 
 
-def one_after_another() -> dict[str, Any]:
+CASES = ["kill forward", "kill step", "kill teardown", "hang backward", "stop forward", "compute forward"]
+MORE_CASES = [f"kill {phase}" for phase in ("unpack", "backward", "save", "validation")]
+MORE_CASES += [f"hang {phase}" for phase in ("forward", "step", "teardown")]
+
+
+def one_after_another(cases: list[str]) -> dict[str, Any]:
     """All in one process: what one leaves would show in the next."""
-    reference = faults_job.train("", "")
-    seen: dict[str, Any] = {f"kill {phase}": ending("kill", phase, 60.0) for phase in PHASES}
-    for how, phase in (("hang", "forward"), ("hang", "backward"), ("hang", "step"), ("hang", "teardown")):
-        seen[f"{how} {phase}"] = ending(how, phase, HANG_SECONDS)
-    seen["stop forward"] = ending("stop", "forward", HANG_SECONDS)
-    seen["compute forward"] = ending("compute", "forward", HANG_SECONDS)
+    reference, seen = faults_job.train("", ""), {}
+    for case in cases:
+        how, phase = case.split()
+        seen[case] = ending(how, phase, 60.0 if how == "kill" else HANG_SECONDS)
     seen["after all"] = faults_job.train("", "") == reference
     return seen
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)
-def test_a_worker_dies_or_hangs_at_any_phase() -> None:
-    seen = run(one_after_another, timeout_seconds=300, allow=["tmp"])
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.nightly)], ids=["some", "others"])
+def test_a_worker_dies_or_hangs_at_any_phase(cases: list[str]) -> None:
+    assert {case.split()[1] for case in CASES + MORE_CASES} == set(PHASES)
+    seen = run(one_after_another, cases, timeout_seconds=300, allow=["tmp"])
     assert seen.pop("after all")
-    assert seen.pop("compute forward")[0] == "none"  # for twice the time-out, alive
+    if "compute forward" in cases:
+        assert seen.pop("compute forward")[0] == "none"  # for twice the time-out, alive
     for name, (kind, message, seconds) in seen.items():
         how, phase = name.split()
         assert kind == "WorkerLost", (name, kind, message)
@@ -165,11 +171,14 @@ def killed_while_starting(moments: list[tuple[bool, float]]) -> list[tuple[str, 
 MOMENTS = [(False, 0.0), (False, 0.1), (False, 0.5), (False, 1.0), *((True, 0.004 * k) for k in range(12))]
 """Whether the time, in seconds, counts from when workers have imported torch, or from when they are spawned."""
 
+EVERY_THIRD = [MOMENTS[::3], pytest.param(MOMENTS, marks=pytest.mark.nightly)]
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_worker_that_is_killed_while_the_processes_start() -> None:
-    for message, seconds in run(killed_while_starting, MOMENTS, timeout_seconds=170, env=OWN_SERVER):
+@pytest.mark.parametrize("moments", EVERY_THIRD, ids=["some", "all"])
+def test_a_worker_that_is_killed_while_the_processes_start(moments: list[tuple[bool, float]]) -> None:
+    for message, seconds in run(killed_while_starting, moments, timeout_seconds=170, env=OWN_SERVER):
         assert ", was killed by signal 9 " in message and message.startswith("stage "), message
         assert seconds < SECONDS, (message, seconds)
 
@@ -197,7 +206,7 @@ def driver_killed_while_starting(moments: list[tuple[bool, float]]) -> list[floa
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-def test_a_driver_that_is_killed_while_the_processes_start() -> None:
-    moments = [*MOMENTS[:4], *MOMENTS[4::2]]
+@pytest.mark.parametrize("moments", EVERY_THIRD, ids=["some", "all"])
+def test_a_driver_that_is_killed_while_the_processes_start(moments: list[tuple[bool, float]]) -> None:
     seen = run(driver_killed_while_starting, moments, timeout_seconds=170, env=OWN_SERVER)
     assert max(seen) < SECONDS, seen

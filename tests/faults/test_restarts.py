@@ -209,20 +209,30 @@ def killed_at_once() -> float:
         Workers._spawn = spawn
 
 
-def at_every_phase() -> dict[str, float]:
+PHASES = ["forward", "save", "teardown", "spawn", "hang"]
+MORE_PHASES = ["unpack", "backward", "step", "validation"]
+
+
+def at_phases(phases: list[str]) -> dict[str, float]:
     expected, found = faults_job.train("", ""), {}
-    for phase in faults_job.PHASES:
-        found[phase] = faults_job.train(f"kill once {phase}", phase, max_restarts=1)
-    found["spawn"] = killed_at_once()
-    found["hang"] = faults_job.train("hang once hang", "backward", 3.0, max_restarts=1)
+    for phase in phases:
+        if phase == "spawn":
+            found[phase] = killed_at_once()
+        elif phase == "hang":
+            found[phase] = faults_job.train("hang once hang", "backward", 3.0, max_restarts=1)
+        else:
+            found[phase] = faults_job.train(f"kill once {phase}", phase, max_restarts=1)
     return {phase: loss - expected for phase, loss in found.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(250)
-def test_a_worker_dies_or_hangs_at_any_phase() -> None:
-    found = run(at_every_phase, timeout_seconds=240)
-    assert found == dict.fromkeys([*faults_job.PHASES, "spawn", "hang"], 0.0)
+@pytest.mark.parametrize(
+    "phases", [PHASES, pytest.param(MORE_PHASES, marks=pytest.mark.nightly)], ids=["some", "others"]
+)
+def test_a_worker_dies_or_hangs_at_any_phase(phases: list[str]) -> None:
+    assert {*PHASES, *MORE_PHASES} == {*faults_job.PHASES, "spawn", "hang"}
+    assert run(at_phases, phases, timeout_seconds=240) == dict.fromkeys(phases, 0.0)
 
 
 class Clumsy(Net):

@@ -101,6 +101,9 @@ SOME["modes"] = ["stage 2, overlap"]
 SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
+FEWER = {name: sorted({options[k % len(options)], options[-1]}) for k, (name, options) in enumerate(ALL.items())}
+"""Two options for each case, so that each option has several cases."""
+WANTED = {"some": SOME, "fewer": FEWER, "all": ALL}
 
 
 def fit(case: Case, strategy: Any, ranks: int, ckpt_path: Path | None = None, **more: Any) -> tuple[Any, Trainer]:
@@ -294,8 +297,8 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     seen: Any = None
-    if what in ("some", "all"):
-        seen = compared(ranks, results.parent, SOME if what == "some" else ALL)
+    if what in WANTED:
+        seen = compared(ranks, results.parent, WANTED[what])
     elif what == "watched":
         seen = watched(ranks)
     elif what == "refused":

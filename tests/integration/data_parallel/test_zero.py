@@ -106,16 +106,20 @@ def test_ranks_train_as_ddp_does(some: tuple[int, dict[str, Any]], name: str) ->
     check_case(name, outcomes[name], ranks)
 
 
-@pytest.fixture(scope="module")
-def everything() -> dict[str, Any]:
-    return run(launch, 2, "all", 580.0, timeout_seconds=600)
+@pytest.fixture(scope="module", params=["fewer", pytest.param("all", marks=pytest.mark.nightly)])
+def everything(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run(launch, 2, request.param, 580.0, timeout_seconds=600)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("name", zero_job.ALL)
-def test_every_option_trains_as_ddp_does(everything: dict[str, Any], name: str) -> None:
+def test_every_case_trains_as_ddp_does(everything: dict[str, Any], name: str) -> None:
     check_case(name, everything[name], 2)
+
+
+def test_every_option_has_a_case() -> None:
+    assert {option for options in zero_job.FEWER.values() for option in options} == {*zero_job.OPTIONS}
 
 
 @pytest.mark.slow

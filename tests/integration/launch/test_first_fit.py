@@ -70,6 +70,7 @@ def hooks_beside_the_server() -> list[tuple[list[str], bool]]:
     return [hooks_of_a_fit(max_restarts=1), hooks_of_a_fit(), hooks_of_a_fit(balance_mode="balance_by_time")]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_server_starts_before_the_users_hooks_unless_layers_are_timed() -> None:
     """And the driver imports what the checkpoint of ``max_restarts`` needs before the workers wait for it."""
@@ -93,5 +94,6 @@ def look_into_a_fork() -> int:
     return status
 
 
+@pytest.mark.slow
 def test_forks_do_not_collect_what_the_server_has_imported() -> None:
     assert run(look_into_a_fork, env=OWN_SERVER) == 1

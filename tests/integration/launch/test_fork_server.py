@@ -251,6 +251,7 @@ def await_end(pid: int, server: OwnForkServer) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_losing_a_server_is_no_error() -> None:
     assert run(lost_servers, env=OWN_SERVER) == ["the same", "a new one", "a new one"]
 
@@ -314,6 +315,7 @@ def kill_the_driver() -> tuple[float, list[str]]:
     return seconds, os.listdir(os.environ["TMPDIR"])
 
 
+@pytest.mark.slow
 def test_nothing_outlives_a_driver_that_is_killed() -> None:
     seconds, left = run(kill_the_driver, env=OWN_SERVER)
     assert not left
@@ -349,6 +351,7 @@ def kill_drivers_of_stuck_forks() -> list[int]:
     return left
 
 
+@pytest.mark.slow
 def test_a_killed_driver_leaves_no_server_and_no_stuck_fork() -> None:
     assert run(kill_drivers_of_stuck_forks, env=OWN_SERVER) == []
 

@@ -94,9 +94,9 @@ def test_a_few_families() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.nightly)])
 @pytest.mark.timeout(400)
-def test_all_families(half: int) -> None:
-    names = [family.name for family in FAMILIES[half::2]]
-    stages = [2 + number % 2 for number in range(len(names))]
-    assert run(equal_one_process, names, stages, ["1f1b", "gpipe"], env=OWN_SERVER, timeout_seconds=380) == []
+def test_all_families(schedule: str) -> None:
+    names = [family.name for family in FAMILIES]
+    stages = [2 + number // 2 % 2 for number in range(len(names))]
+    assert run(equal_one_process, names, stages, [schedule], env=OWN_SERVER, timeout_seconds=380) == []

@@ -175,6 +175,7 @@ def found() -> dict[str, Any]:
     return run(everything, timeout_seconds=175)
 
 
+@pytest.mark.slow
 def test_modes_flags_and_attributes(found: dict[str, Any]) -> None:
     """A recomputed micro-batch has those of its own forward pass, and the layer's own attributes come back."""
     single, never, _, always = found["changed"]
@@ -182,11 +183,13 @@ def test_modes_flags_and_attributes(found: dict[str, Any]) -> None:
     assert always["calls"] == 2 * single["calls"]
 
 
+@pytest.mark.slow
 def test_weights_come_back_from_a_stage_that_is_busy(found: dict[str, Any]) -> None:
     """For longer than a moment."""
     assert not any(found["lost"])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_carried(found: dict[str, Any]) -> None:
     for (_, pattern), message in zip(REFUSED, found["refused"], strict=True):
         with pytest.raises(RuntimeError, match=pattern):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from harness import run
 from parity import Fresh, Small, check, compare, fit
@@ -71,6 +72,7 @@ def exactly() -> list[list[float]]:
     return [check(model, **plugins, **arguments)[0].losses for model, arguments in rows]
 
 
+@pytest.mark.slow
 def test_one_decision_over_all_stages() -> None:
     automatic, fused, *_ = run(exactly)
     scales = [1024.0, 512.0, 512.0, 1024.0, 1024.0, 512.0, 512.0, 1024.0]

@@ -17,7 +17,7 @@ from strategies.pipeline.pipe.with_device import partitions_of
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.skip import Key
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,6 @@ def test_two_processes_train_as_one():
     assert_same(*run(pipe_job.two_processes), 1e-9)
 
 
-@pytest.mark.slow
 def test_a_killed_worker():
     got = run(pipe_odds_job.killed)
     assert got["forward"]["type"] == got["next"]["type"] == "WorkerLost"
@@ -132,7 +131,6 @@ def test_a_killed_worker():
     assert got["seconds"] < 10
 
 
-@pytest.mark.slow
 def test_private_rpc():
     got = run(pipe_odds_job.private_rpc)
     assert got["while a Pipe lives"] == ["127.0.0.1"]

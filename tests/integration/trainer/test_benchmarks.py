@@ -32,7 +32,7 @@ def bench(into: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1000)
 def test_every_section_runs(tmp_path: Path) -> None:
     done = bench(tmp_path)

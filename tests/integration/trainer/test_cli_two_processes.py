@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cli_models import CONFIG
 from harness import run
 from paths import PYTHONPATH
 
 
+@pytest.mark.slow
 def test_two_processes_from_any_directory() -> None:
     run(two_ranks, timeout_seconds=120)
 

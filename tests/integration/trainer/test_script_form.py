@@ -111,6 +111,7 @@ def test_a_script_without_a_guard(tmp_path: Path, in_one_process: tuple[float, f
     assert run_here == "layers run here [False, False, True, True]"
 
 
+@pytest.mark.slow
 def test_the_same_lines_in_an_interactive_session(in_one_process: tuple[float, float, str]) -> None:
     lines = python(["-i", "-q"], text=script("rpc_sequential", 2) + "\n")
     loss, checksum, _ = results([line.removeprefix(">>> ") for line in lines])

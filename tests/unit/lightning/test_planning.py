@@ -49,6 +49,7 @@ def found(
         settings=Settings(schedule="auto", chunks_per_stage=chunks, checkpoint="never"),
         choices=SearchSettings("auto", **choices),
         device=torch.device("cpu"),
+        budget_seconds=0.02,
         effort=20_000,
     )
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.pipeline.partition.action_costs import ByAction, Layer, model_costs, transfer_seconds
+from strategies.pipeline.partition.action_costs import MAX_CACHE_BYTES, ByAction, Layer, model_costs, transfer_seconds
 from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
 
 CPU = torch.device("cpu")
@@ -86,11 +86,30 @@ def test_large_products_are_split() -> None:
     assert costs.output_bytes == 512 * 512 * FLOAT_BYTES
 
 
+def test_other_layers_fill_the_caches() -> None:
+    """The weights of a layer, 2 MiB here, are no longer there when its next pass begins."""
+    layer, value = nn.Linear(1024, 512), torch.rand(1, 1024)
+    example = Example(layer, value)
+    for _ in range(10):
+        kept, lost = (
+            ByAction(budget_seconds=0.02, other_bytes=number).layers(nn.Sequential(layer), value, example, CPU)[0].costs
+            for number in (0, MAX_CACHE_BYTES)
+        )
+        if is_slower := lost.forward > 1.3 * kept.forward:
+            break
+    assert is_slower, (kept, lost)
+
+
 def test_layers_that_are_recomputed() -> None:
     """A micro-batch that is recomputed keeps the outputs of layers only; its input gradients take longer."""
-    model = Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Sleep(0.03, 0.06)))
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Sleep(0.03, 0.06))
+    value = torch.rand(ROWS, WIDTH)
     hidden, parameters = ROWS * WIDTH * FLOAT_BYTES, 2 * (WIDTH * WIDTH + WIDTH) * FLOAT_BYTES
-    (kept,), (half,), (again,) = ([layer.costs for layer in measured(model, recomputed=r).layers] for r in (0, 0.5, 1))
+    example, found = Example(layer, value), []
+    for recomputed in (0.0, 0.5, 1.0):
+        measure = ByAction(recomputed, budget_seconds=0.001)
+        found += [each.costs for each in measure.layers(nn.Sequential(layer), value, example, CPU)]
+    kept, half, again = found
     assert again.weight_grad > 0 and kept.weight_grad > 0
     assert again.input_grad >= 0.09 and again.whole >= 0.09 and half.whole >= 0.075 and kept.whole >= 0.06
     assert kept.activation_bytes > hidden == again.activation_bytes

@@ -17,7 +17,7 @@ from strategies.pipeline.schedule.timetable import (
     ranks_of,
 )
 
-SIZES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 5, 8, 16)]
+SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 7, 16)]
 
 CHOICES: list[dict[str, Any]] = [
     {"schedule": "gpipe"},
