@@ -1,7 +1,8 @@
 """Predicted and measured time of the passes under every schedule, and under the one that a search finds.
 
 The simulator predicts from the costs of layers, of the driver's own part and of transfers, measured beside a process
-that works, because processes on shared hardware slow each other down. Schedules take turns.
+that works, because processes on shared hardware slow each other down. The speed of such hardware changes from minute to
+minute, so the costs are measured again in every round, in turns with the schedules.
 """
 
 import multiprocessing
@@ -12,73 +13,69 @@ from typing import Any
 
 from benchmarks.contestants import Busy, Measurer, Relay, Shape
 from benchmarks.processes import ContestantError, ContestantProcesses
-from benchmarks.report import Effort, Section, Table, quartiles, spread
+from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 
-ROUNDS = 7
+ROUNDS, WARM_UP = 9, 2
 MICROBATCHES = (4, 8, 16)
 NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "auto")
 
 
-def measured_costs(shape: Shape, microbatches: int) -> Any:
-    """Returns the costs of one micro-batch, measured beside a process that works."""
-    go = multiprocessing.get_context("spawn").Event()
-    busy, measurer = ContestantProcesses(Busy, shape, go), ContestantProcesses(Measurer, shape)
-    try:
-        busy.call("prepare", microbatches)
-        busy.call("step")
-        go.set()
-        busy.command("keep_busy")
-        sleep(0.05)
-        (costs,) = measurer.call("costs", microbatches)
-        return costs
-    finally:
-        go.clear()
-        with suppress(ContestantError):
-            busy.replies()
-        busy.end()
-        measurer.end()
+class Contest:
+    """The schedules, and what measures the costs of their actions, each in processes of its own."""
 
+    def __init__(self, shape: Shape, names: Sequence[str]) -> None:
+        self.go = multiprocessing.get_context("spawn").Event()
+        self.busy, self.measurer = ContestantProcesses(Busy, shape, self.go), ContestantProcesses(Measurer, shape)
+        self.schedules = {name: ContestantProcesses(Relay, shape, name) for name in names}
 
-def timed(
-    shape: Shape, names: Sequence[str], microbatches: int, rounds: int
-) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Returns the table and the balance of each schedule, and the seconds of its passes in each round."""
-    contestants = {name: ContestantProcesses(Relay, shape, name) for name in names}
-    try:
-        for each in contestants.values():
+    def rounds(self, microbatches: int, rounds: int) -> tuple[dict[str, Any], dict[str, list[float]], list[Any]]:
+        """Returns the table and balance of each schedule, the seconds of its passes, and the costs, in each round."""
+        self.busy.call("prepare", microbatches)
+        self.busy.call("step")
+        for each in self.schedules.values():
             each.call("prepare", microbatches)
-        plans = {name: each.call("plan")[0] for name, each in contestants.items()}
-        times: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(rounds + 2):
-            for name, each in contestants.items():
-                (seconds,) = each.call("timed_passes")
-                if number >= 2:  # after warm-up
+        plans = {name: each.call("plan")[0] for name, each in self.schedules.items()}
+        times: dict[str, list[float]] = {name: [] for name in plans}
+        costs = []
+        for number in range(WARM_UP + rounds):
+            now = {name: each.call("timed_passes")[0] for name, each in self.schedules.items()}
+            found = self.costs(microbatches)
+            if number >= WARM_UP:
+                costs.append(found)
+                for name, seconds in now.items():
                     times[name].append(seconds)
-        return plans, times
-    finally:
-        for each in contestants.values():
-            each.end()
+        return plans, times, costs
+
+    def costs(self, microbatches: int) -> Any:
+        """Returns the costs of one micro-batch, measured beside a process that works."""
+        self.go.set()
+        self.busy.command("keep_busy")
+        sleep(0.05)
+        try:
+            return self.measurer.call("costs", microbatches)[0]
+        finally:
+            self.go.clear()
+            self.busy.replies()
+
+    def end(self) -> None:
+        self.go.clear()
+        for processes in [*self.schedules.values(), self.measurer, self.busy]:
+            with suppress(ContestantError):
+                processes.end()
 
 
-def table_of(shape: Shape, names: Sequence[str], microbatches: int, rounds: int) -> Table:
-    costs = measured_costs(shape, microbatches)
-    plans, times = timed(shape, names, microbatches, rounds)
-    predicted = {name: costs.seconds(*plan) for name, plan in plans.items()}
-    best = min(predicted.values())
+def table_of(contest: Contest, microbatches: int, rounds: int) -> Table:
+    plans, times, costs = contest.rounds(microbatches, rounds)
+    predicted = {name: [each.seconds(*plan) for each in costs] for name, plan in plans.items()}
+    best = [min(now) for now in zip(*predicted.values(), strict=True)]
     rows = []
     for name, (_, balance) in plans.items():
-        middle = quartiles(times[name])[1]
-        shares = f"{predicted[name] / middle:.3f}", f"{middle / best:.3f}"
-        rows.append([name, str(balance), f"{predicted[name]:.3f}", *spread(times[name]), *shares])
-    columns = [
-        "passes",
-        "balance",
-        "predicted s",
-        "median s",
-        "quartiles",
-        "predicted / measured",
-        "of the best predicted",
-    ]
+        low, middle, high = quartiles(ratios(predicted[name], times[name]))
+        row = [name, str(balance), f"{quartiles(predicted[name])[1]:.3f}", *spread(times[name])]
+        row += [f"{middle:.3f} ({low:.3f} to {high:.3f})", f"{quartiles(ratios(times[name], best))[1]:.3f}"]
+        rows.append(row)
+    columns = ["passes", "balance", "predicted s", "median s", "quartiles"]
+    columns += ["predicted / measured", "of the best predicted"]
     return Table(columns, rows, f"{microbatches} micro-batches")
 
 
@@ -86,15 +83,20 @@ def main(effort: Effort) -> Section:
     shape = Shape(num_blocks=4, width=64, rows=8, length=16) if effort.tiny else Shape()
     rounds, numbers = effort.rounds_or(ROUNDS), (4,) if effort.tiny else MICROBATCHES
     names = ("zbv", "auto") if effort.tiny else NAMES
+    contest = Contest(shape, names)
+    try:
+        tables = [table_of(contest, number, rounds) for number in numbers]
+    finally:
+        contest.end()
     return Section(
         "Predicted and measured time of each schedule",
         f"The GPT of the first section, {shape.num_blocks} blocks at width {shape.width}; two processes with one "
         f"thread each; the time of the passes until all stages have finished, without optimizer step; {rounds} "
         "interleaved rounds. `auto` measures alone and chooses balance and order by itself; the others have an even "
         "split.",
-        tables=[table_of(shape, names, number, rounds) for number in numbers],
+        tables=tables,
         notes=[
-            "The costs of the prediction are measured anew for each number of micro-batches, beside a busy process; "
-            "the best predicted time is that of these schedules, `auto` included."
+            "The costs of the prediction are measured in every round, beside a busy process. The ratios are medians of "
+            "the rounds' ratios; the best predicted time is that of these schedules, `auto` included."
         ],
     )

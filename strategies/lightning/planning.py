@@ -83,6 +83,7 @@ def find_schedule(
     device: torch.device,
     convert: Callable[[Any], Any] = lambda example: example,
     in_reverse: bool = False,
+    budget_seconds: float = 1.0,
     effort: int = EFFORT,
 ) -> PlannedSchedule:
     """Measure a model and return the schedule that takes least time for a batch.
@@ -98,6 +99,7 @@ def find_schedule(
         device: Where a copy of one layer at a time is measured.
         convert: Gives the example input the precision of the model.
         in_reverse: Whether the first stage has the last layers.
+        budget_seconds: The time that the passes of all layers may take together, beyond warm-up and the first few.
         effort: As of :func:`~strategies.pipeline.schedule.search.search`.
 
     Raises:
@@ -120,13 +122,14 @@ def find_schedule(
     numbers = _numbers(found.rows, choices)
     num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks_per_stage or MAX_CHUNKS) + 1)]
     balances = {number: _balance(given, len(module), number, num_stages, num_chunks) for number in num_chunks}
+    num_bytes = sum(tensor.nbytes for tensor in module.parameters()) // num_stages
     not_measured = ""
 
     def measured(microbatches: int) -> ModelCosts:
         nonlocal not_measured
         value = found.value if found.is_made else first_microbatch(found.value, min(found.rows, microbatches))
         recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
-        measure = ByAction(recomputed, 1.0 / len(module) / len(numbers))
+        measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers), other_bytes=num_bytes)
         costs = costs_of(model, module, Example(found.model, value), measure, device)
         not_measured = costs.not_measured
         return model_costs(costs, in_reverse=in_reverse)
