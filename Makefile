@@ -13,8 +13,8 @@ help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
 	@echo "make unit     run the tests that start no process (under a minute)"
 	@echo "make test     run all tests except those marked slow or nightly (within five minutes)"
-	@echo "make slow     run the tests marked slow (about twenty minutes); .ci/run runs these too"
-	@echo "make nightly  run the tests marked nightly, for which .ci/run has no time (about two minutes)"
+	@echo "make slow     run the tests marked slow (about 24 minutes); .ci/run runs these too"
+	@echo "make nightly  run the tests marked nightly, for which .ci/run has no time (about 20 minutes)"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
@@ -32,7 +32,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest -m "not slow and not nightly" --numprocesses $(JOBS) --dist loadfile
 
 slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m "slow and not nightly" --numprocesses $(JOBS) --dist loadfile --durations 15
+	OMP_NUM_THREADS=1 python -m pytest -m "slow and not nightly" --numprocesses $(JOBS) --dist loadfile --durations 40
 
 nightly: $(INSTALLED)
 	python -m pytest -m nightly

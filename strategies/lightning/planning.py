@@ -122,14 +122,13 @@ def find_schedule(
     numbers = _numbers(found.rows, choices)
     num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks_per_stage or MAX_CHUNKS) + 1)]
     balances = {number: _balance(given, len(module), number, num_stages, num_chunks) for number in num_chunks}
-    num_bytes = sum(tensor.nbytes for tensor in module.parameters()) // num_stages
     not_measured = ""
 
     def measured(microbatches: int) -> ModelCosts:
         nonlocal not_measured
         value = found.value if found.is_made else first_microbatch(found.value, min(found.rows, microbatches))
         recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
-        measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers), other_bytes=num_bytes)
+        measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers))
         costs = costs_of(model, module, Example(found.model, value), measure, device)
         not_measured = costs.not_measured
         return model_costs(costs, in_reverse=in_reverse)

@@ -110,7 +110,7 @@ def test_under_zero(undisturbed: float) -> None:
         check_told(moment, of_rank_0, MOMENTS[moment])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_third_rank_ends_as_well() -> None:
     seen = run(endings, "ddp", 3, ["start", "forward"], 110.0, timeout_seconds=120)
     for moment in ("start", "forward"):

@@ -8,12 +8,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +41,6 @@ from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGra
 ACTION_SECONDS = 500e-6
 """What the engine itself takes for an action, about: one of layers that compute next to nothing takes 0.9 ms."""
 
-MAX_CACHE_BYTES = 48 * 2**20
-"""More than the caches of common processors hold for one core."""
-
 _FEWEST_PASSES = 5
 _TRANSFERS = 7
 
@@ -72,15 +68,11 @@ class ByAction:
             outputs of layers only until then.
         budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
         param_scale: How many times a trained parameter is held: itself, its gradient, and what the optimizer keeps.
-        other_bytes: The bytes that other layers read and write between two passes of one layer. On a CPU, as many are
-            written before each pass, at most :data:`MAX_CACHE_BYTES`, since what a layer needs has then left the
-            caches of the processor in training.
     """
 
     recomputed: float = 0.0
     budget_seconds: float = 0.1
     param_scale: float = 4.0
-    other_bytes: int = 0
 
     def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Layer]:
         """Return the cost of each layer of an ``nn.Sequential``."""
@@ -110,18 +102,15 @@ class ByAction:
         return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
 
     def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
-        on_host = all(tensor.device.type == "cpu" for tensor in [*tensors_in(value), *layer.parameters()])
-        others = torch.zeros(min(self.other_bytes, MAX_CACHE_BYTES) if on_host else 0, dtype=torch.uint8)
-        between = partial(others.add_, 1)
         for _ in range(WARM_UP_PASSES):
             timed_pass(layer, value)
             _split_pass(layer, value)
         whole: list[tuple[float, float]] = []
         split: list[tuple[float, float, float]] = []
         for _ in _repeated(self.budget_seconds):
-            forward, backward, _ = timed_pass(layer, value, between)
+            forward, backward, _ = timed_pass(layer, value)
             whole.append((forward, backward))
-            split.append(_split_pass(layer, value, between))
+            split.append(_split_pass(layer, value))
         forward, backward = (statistics.median(column) for column in zip(*whole, strict=True))
         input_grad, weight_grad, kept = (statistics.median(column) for column in zip(*split, strict=True))
         if not kept:  # nothing was left for later
@@ -190,9 +179,7 @@ def _repeated(budget_seconds: float) -> Iterator[None]:
         yield
 
 
-def _split_pass(
-    layer: nn.Module, value: Any, between: Callable[[], object] = lambda: None
-) -> tuple[float, float, float]:
+def _split_pass(layer: nn.Module, value: Any) -> tuple[float, float, float]:
     """Return the seconds of the input gradients and of the weight gradients, and the bytes kept between them."""
     value = as_output(value)
     devices = {tensor.device for tensor in [*tensors_in(value), *layer.parameters()]}
@@ -201,13 +188,11 @@ def _split_pass(
         output = layer(value)
     roots = _roots(output)
     delays.left = left = WeightGradients()
-    between()
     start = now(devices)
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     input_grad = now(devices) - start
     kept = sum(storage_bytes(left.tensors()).values())
-    between()
     start = now(devices)
     left.compute()
     return input_grad, now(devices) - start, kept

@@ -241,17 +241,14 @@ def stop_batch_norm(modules: Iterable[nn.Module]) -> None:
             module.eval()
 
 
-def timed_pass(layer: nn.Module, value: Any, between: Callable[[], object] = lambda: None) -> tuple[float, float, Any]:
-    """Return the seconds of a forward and a backward pass, and the output; ``between`` is called before each pass."""
+def timed_pass(layer: nn.Module, value: Any) -> tuple[float, float, Any]:
     value = as_output(value)
     devices = {tensor.device for tensor in [*tensors_in(value), *_state(layer)]}
-    between()
     start = now(devices)
     output = layer(value)
     forward_seconds = now(devices) - start
     roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     gradients = [torch.ones_like(root) for root in roots]
-    between()
     start = now(devices)
     if roots:
         torch.autograd.backward(roots, gradients)

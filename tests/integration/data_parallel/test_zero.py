@@ -224,7 +224,7 @@ def chain() -> list[dict[str, Any]]:
         return [torch.load(file, weights_only=True) for file in (files[-1], files[0])]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(420)
 def test_resuming_on_other_numbers_of_ranks_and_under_other_strategies() -> None:
     chained, uninterrupted = run(chain, timeout_seconds=400)
