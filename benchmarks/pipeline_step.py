@@ -247,8 +247,9 @@ def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
 
 def draw_steps(all_times: dict[int, dict[str, list[float]]], figure: Any) -> None:
     axes = figure.subplots(1, len(all_times), sharey=True, squeeze=False)[0]
+    names = dict.fromkeys(name for times in all_times.values() for name in times)
     for axis, (microbatches, times) in zip(axes, all_times.items(), strict=True):
-        boxes(axis, times, x="seconds a step")
+        boxes(axis, {name: times.get(name, []) for name in names}, x="seconds a step")
         axis.set_title(f"{microbatches} micro-batches", fontsize=8)
 
 
