@@ -11,7 +11,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
-	@echo "make unit     run the tests that start no process (under a minute)"
+	@echo "make unit     run the tests that start no process (about one and a half minutes)"
 	@echo "make test     run all tests except those marked slow or nightly (about seven minutes)"
 	@echo "make slow     run the tests marked slow (about 24 minutes); .ci/run runs these too"
 	@echo "make nightly  run the tests marked nightly, for which .ci/run has no time (about 20 minutes)"
