@@ -15,6 +15,7 @@ from benchmarks.sections import outcome_of
 SECTIONS = (
     "pipeline_step",
     "schedules",
+    "plan",
     "microbatch_cost",
     "start",
     "driver_overhead",

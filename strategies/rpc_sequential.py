@@ -53,6 +53,7 @@ from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
+from strategies.lightning.plan import PipelineOptions, PlanChoices, PlanTable, plan_table
 from strategies.lightning.planning import (
     DEFAULT_MICROBATCHES,
     SearchSettings,
@@ -291,6 +292,39 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if not by_time and not self._given_settings.is_auto:
             self._start_fork_server()
 
+    def plan(
+        self,
+        trainer: Trainer,
+        model: LightningModule,
+        data: Any = None,
+        *,
+        stages: Sequence[int] | None = None,
+        microbatches: Sequence[int] | None = None,
+        schedules: Sequence[str] | None = None,
+        memory_limit_bytes: int | None = None,
+    ) -> PlanTable:
+        """Predict time and memory of ways to run a model, without starting a process; see ``trainer.Trainer.plan``."""
+        num_stages = len(self.devices)
+        limit = memory_limit_bytes if memory_limit_bytes is not None else self._choices.memory_limit_bytes
+        choices = PlanChoices(
+            stages if stages is not None else [max(2, num_stages)],
+            microbatches,
+            schedules,
+            limit,
+        )
+        options = PipelineOptions(
+            self._given_path,
+            self._given_balance,
+            self._given_settings,
+            self.root_device,
+            self.world_size,
+            self.world_size if self._divides_states else 1,
+            trainer.num_nodes,
+            self._loss_weight,
+            [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(self._choices, name) is not None],
+        )
+        return plan_table(trainer, model, data, options, choices)
+
     def setup(self, trainer: Trainer) -> None:
         """Check everything, then start the workers and send them their stages.
 
@@ -379,9 +413,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._build([child for child in model.modules() if child not in inside], built)
         with without_layers(module, list(module._modules)):
             self.model_to_device()
-        convert = self.precision_plugin.convert_input
         with self._construction.reading(module):
-            self._is_reversed = is_reversed(model, module, self.root_device, convert)
+            self._is_reversed = is_reversed(model, module, self.root_device, self.precision_plugin)
             balance = self.balance = self._found_balance(model, module, fitting)
         *elsewhere, here = cut(module, balance, self._stage_of_chunk, is_reversed=self._is_reversed)
         self._build(here.modules(), built)
@@ -395,7 +428,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         measuring: dict[str, Any] = {
             "num_stages": num_stages,
             "device": self.root_device,
-            "convert": self.precision_plugin.convert_input,
+            "precision": self.precision_plugin,
             "in_reverse": self._is_reversed,
         }
         if settings.is_auto:

@@ -4,7 +4,8 @@ import functools
 import inspect
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import strategies
 from strategies.common.names import PLUGINS, did_you_mean
@@ -20,12 +21,16 @@ from strategies.lightning.compat import (
     pl,
     strategy_of,
 )
+from trainer.plan_report import check_path, report
 from trainer.resume.loops import (
     ResumingCheckpointConnector,
     ResumingEpochLoop,
     ResumingFitLoop,
     ResumingLoggerConnector,
 )
+
+if TYPE_CHECKING:
+    from strategies.lightning.plan import PlanTable
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _Run = TypeVar("_Run", bound=Callable[..., Any])
@@ -124,6 +129,64 @@ class Trainer(pl.Trainer):
     @property
     def _results(self) -> Any:
         return self.fit_loop._results if _is_training(self) else super()._results
+
+    def plan(
+        self,
+        model: pl.LightningModule,
+        datamodule: Any = None,
+        *,
+        stages: list[int] | int | None = None,
+        microbatches: list[int] | int | None = None,
+        schedules: list[str] | str | None = None,
+        memory_limit_bytes: int | None = None,
+        json: str | Path | None = None,
+        picture: str | Path | None = None,
+    ) -> "PlanTable":
+        """Predict time and memory of ways to run a model as a pipeline, without training it, and print them.
+
+        The model is measured in this process: ``training_step`` on a batch of the data, else ``forward`` on
+        ``example_input_array``. No process is started, and the model is left unchanged. The strategy must be
+        ``"rpc_sequential"``; its other settings (``balance``, ``checkpoint``, ``module``, ...) hold for every row.
+
+        Args:
+            model: The model.
+            datamodule: Gives the batches of training: a ``LightningDataModule``, or a loader.
+            stages: Numbers of processes. Default: the Trainer's devices, at least 2.
+            microbatches: Numbers of micro-batches. Default: the powers of two from 2 to 32 that divide the rows.
+            schedules: Names of schedules. Default: all that the model allows.
+            memory_limit_bytes: What a process may hold; rows that need more are marked. Default: no limit.
+            json: Path of a file for all figures.
+            picture: Path of an SVG file for the predicted timetable of the best row.
+
+        Returns:
+            The rows, as :class:`~strategies.lightning.plan.PlanTable`.
+
+        Raises:
+            MisconfigurationException: If the strategy is another one, or if what is asked for does not fit the model.
+        """
+        if not isinstance(model, pl.LightningModule):
+            raise TypeError(f"`model` must be a LightningModule, got {type(model).__name__}.")
+        check_package(model, datamodule)
+        plan = getattr(self.strategy, "plan", None)
+        if plan is None:
+            raise MisconfigurationException(
+                f"A plan compares ways to run a pipeline, but the strategy is {type(self.strategy).__name__}. Set "
+                "strategy='rpc_sequential'."
+            )
+        for name, path, ending in (("json", json, ""), ("picture", picture, ".svg")):
+            check_path(name, path, ending)
+        table = plan(
+            self,
+            model,
+            datamodule,
+            stages=[stages] if isinstance(stages, int) else stages,
+            microbatches=[microbatches] if isinstance(microbatches, int) else microbatches,
+            schedules=[schedules] if isinstance(schedules, str) else schedules,
+            memory_limit_bytes=memory_limit_bytes,
+        )
+        if self.is_global_zero:
+            report(table, json=json, picture=picture)
+        return table
 
     fit = _checked(pl.Trainer.fit)
     validate = _checked(pl.Trainer.validate)

@@ -14,11 +14,13 @@ a subclass of one of Lightning's classes overrides, or reads from ``self``, stay
 it.
 """
 
+import copy
 import dis
 import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -107,8 +109,10 @@ ClusterEnvironment = fabric.plugins.ClusterEnvironment
 Closure = pl.loops.optimization.automatic.Closure
 CombinedLoader = pl.utilities.combined_loader.CombinedLoader
 DataHooks = pl.core.hooks.DataHooks
+DummyLogger = pl.loggers.logger.DummyLogger
 DoublePrecision = pl.plugins.precision.DoublePrecision
 LearningRateFinder = pl.callbacks.LearningRateFinder
+LightningDataModule = pl.LightningDataModule
 LightningEnvironment = fabric.plugins.environments.LightningEnvironment
 LightningModule = pl.LightningModule
 LightningOptimizer = pl.core.optimizer.LightningOptimizer
@@ -323,6 +327,65 @@ def replaced_sources() -> str:
 def run_stage_function() -> Callable[..., Any]:
     """Return the function of the Trainer below which the loops run, and above which it sets up."""
     return Trainer._run_stage
+
+
+def copy_of(model: LightningModule) -> LightningModule:
+    """Return a deep copy of a model, without the Trainer to which it is attached."""
+    own, model.trainer = model._trainer, None
+    try:
+        return copy.deepcopy(model)
+    finally:
+        model.trainer = own
+
+
+@contextmanager
+def attached(trainer: Trainer, model: LightningModule, data: Any = None) -> Iterator[None]:
+    """Within this, a model and its data are connected to a Trainer as at the start of ``fit``, and loggers do nothing.
+
+    So ``self.trainer`` works in the model, with ``self.trainer.estimated_stepping_batches``. Afterwards the Trainer is
+    as before.
+
+    Args:
+        trainer: The Trainer.
+        model: The model.
+        data: A data module, or loaders of training batches.
+    """
+    strategy, is_module = trainer.strategy, isinstance(data, LightningDataModule)
+    of_strategy = strategy._lightning_module, strategy.model, strategy.optimizers, strategy.lr_scheduler_configs
+    untyped: Any = trainer
+    of_trainer, of_model = (untyped.datamodule, trainer.loggers), model._trainer
+    of_data = data.trainer if is_module else None
+    connect(trainer, model)
+    loaders = {"datamodule": data} if is_module else {"train_dataloaders": data}
+    trainer._data_connector.attach_data(model, **loaders)
+    trainer.loggers = [DummyLogger() for _ in trainer.loggers]
+    try:
+        yield
+    finally:
+        trainer.fit_loop.teardown()
+        trainer.fit_loop._combined_loader = None
+        strategy._lightning_module, strategy.model, strategy.optimizers, strategy.lr_scheduler_configs = of_strategy
+        untyped.datamodule, trainer.loggers = of_trainer
+        model.trainer = of_model
+        if is_module:
+            data.trainer = of_data
+
+
+def connect(trainer: Trainer, model: LightningModule) -> None:
+    """Make a model the one that a Trainer and its strategy know."""
+    trainer.strategy.connect(model)
+    model.trainer = trainer
+
+
+def takes_batch_idx(model: LightningModule) -> bool:
+    """Return whether Lightning gives ``training_step`` of a model the number of the batch."""
+    return bool(is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2))
+
+
+def transferred(trainer: Trainer, model: LightningModule, batch: Any, device: torch.device) -> Any:
+    """Return a batch of training in its precision and on a device, after the model's hooks for this."""
+    batch = model._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, device, dataloader_idx=0)
 
 
 def tear_down(trainer: Trainer) -> None:

@@ -1,6 +1,6 @@
 """Find the part of a ``LightningModule`` that is pipelined, and the number of its layers on each stage."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -19,6 +19,7 @@ from strategies.lightning.checks import as_misconfiguration
 from strategies.lightning.compat import (
     LightningModule,
     MisconfigurationException,
+    Precision,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -103,13 +104,16 @@ def _described(model: nn.Module, path: str) -> str:
     return f"{len(list(module.children()))} {' and '.join(kinds)}"
 
 
-def find_module(model: nn.Module, path: str, construction: Construction | None = None) -> Pipelined:
+def find_module(
+    model: nn.Module, path: str, construction: Construction | None = None, *, needs_values: bool = True
+) -> Pipelined:
     """Return the part of the model that is pipelined.
 
     Args:
         model: The model.
         path: Its dotted path in the model.
         construction: What knows how to build parameters that have no values yet.
+        needs_values: Whether other parameters without values are an error.
 
     Raises:
         MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, if its parameters
@@ -148,7 +152,7 @@ def find_module(model: nn.Module, path: str, construction: Construction | None =
         )
     lacks = construction.lacks_values if construction is not None else attrgetter("is_meta")
     lost = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if lacks(tensor)]
-    if lost:
+    if lost and needs_values:
         raise MisconfigurationException(
             f"{len(lost)} parameters or buffers of {kind} have no values (they are on the meta device), such as "
             f"{lost[0]}: they stayed on the workers of an earlier run (gather_on_end=False, or a model that was built "
@@ -169,15 +173,16 @@ def _other_modules(model: nn.Module, path: str) -> str:
     return "; it has neither anywhere: put its layers into one, such as `self.sequential_module = nn.Sequential(...)`"
 
 
-def is_reversed(model: LightningModule, module: Pipelined, device: torch.device, convert: Callable[[Any], Any]) -> bool:
+def is_reversed(model: LightningModule, module: Pipelined, device: torch.device, precision: Precision) -> bool:
     """Return whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
 
     This is known only for a model with an ``example_input_array``; blocks of others are taken to be called in order.
     """
     if not isinstance(module, nn.ModuleList) or len(module) < 2 or model.example_input_array is None:
         return False
-    with _without_cache(model):
-        return is_called_first(module[-1], module[0], model, _moved(convert(model.example_input_array), device))
+    with _without_cache(model), precision.forward_context():
+        example = _moved(precision.convert_input(model.example_input_array), device)
+        return is_called_first(module[-1], module[0], model, example)
 
 
 def find_balance(
@@ -191,7 +196,7 @@ def find_balance(
     mode: str,
     settings: Settings,
     device: torch.device,
-    convert: Callable[[Any], Any] = lambda example: example,
+    precision: Precision | None = None,
     in_reverse: bool = False,
 ) -> list[int]:
     """Return the number of layers of each stage, as given or measured.
@@ -209,7 +214,7 @@ def find_balance(
         mode: What is measured: ``"balance_by_size"`` (bytes) or ``"balance_by_time"`` (seconds).
         settings: Micro-batches, schedule and recomputation.
         device: Where a copy of one layer at a time is measured.
-        convert: Gives the example input the precision of the model.
+        precision: The precision of the training; by default that of the tensors.
         in_reverse: Whether the first stage has the last layers.
 
     Raises:
@@ -242,8 +247,9 @@ def find_balance(
             f"to a batch of inputs, or give the balance, one number of layers for each of the {each}. "
             'balance="even" gives each the same number of layers, whatever they cost.'
         )
-    with measuring(model, num_stages):
-        costs = _costs(model, module, by_time=by_time, settings=settings, device=device, convert=convert)
+    precision = precision or Precision()
+    with measuring(model, num_stages, precision):
+        costs = _costs(model, module, by_time=by_time, settings=settings, device=device, precision=precision)
     is_counted = settings.interleaves or not by_time
     layers = costs.layers[::-1] if in_reverse else costs.layers
     balance = partition_costs(layers, num_chunks, last=costs.driver if is_counted else 0.0)
@@ -258,10 +264,10 @@ def _costs(
     by_time: bool,
     settings: Settings,
     device: torch.device,
-    convert: Callable[[Any], Any],
+    precision: Precision,
 ) -> Costs[float, float]:
     microbatches = settings.microbatches
-    found = find_example(model, module, device, convert)
+    found = find_example(model, module, device, precision)
     if found is None:
         return costs_of_parameters(model, module, by_time=by_time)
     if not found.is_made:
@@ -315,11 +321,12 @@ class FoundExample:
 
 
 def find_example(
-    model: LightningModule, module: Pipelined, device: torch.device, convert: Callable[[Any], Any]
+    model: LightningModule, module: Pipelined, device: torch.device, precision: Precision
 ) -> FoundExample | None:
     """Return an input for a model, on a device; ``None`` if there is none."""
     if model.example_input_array is not None:
-        return FoundExample(model, _moved(convert(model.example_input_array), device), is_made=False)
+        example = precision.convert_input(model.example_input_array)
+        return FoundExample(model, _moved(example, device), is_made=False)
     made = example_of(model, module)
     return None if made is None else FoundExample(made[0], _moved(made[1], device), is_made=True)
 
@@ -360,10 +367,18 @@ def _are_alike(layers: Pipelined) -> bool:
 
 
 @contextmanager
-def measuring(model: nn.Module, num_stages: int) -> Iterator[None]:
-    """Within this, a layer computes as in training: with a stage's share of threads, and without a key-value cache."""
-    with _threads(share_of_threads(num_stages)), _without_cache(model):
-        yield
+def measuring(model: nn.Module, num_stages: int, precision: Precision) -> Iterator[None]:
+    """Within this, a layer computes as in training.
+
+    That is with a stage's share of threads, in the precision of the training, and without a key-value cache.
+    """
+    caches = torch.is_autocast_cache_enabled()
+    with _threads(share_of_threads(num_stages)), _without_cache(model), precision.forward_context():
+        torch.set_autocast_cache_enabled(False)  # it keeps weights cast to bfloat16 or float16 until the context ends
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(caches)
 
 
 @contextmanager

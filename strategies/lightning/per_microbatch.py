@@ -76,7 +76,7 @@ class TrainingStepPerMicrobatch:
             MisconfigurationException: If the batch cannot be split, if a micro-batch has no valid weight, or if
                 ``training_step`` returns something that Lightning does not accept.
         """
-        parts, sizes = _split(self._model, batch, self._microbatches)
+        parts, sizes = split_for(self._model, batch, self._microbatches)
         if not self._has_checked_labels:  # of the first batch: to count those of each batch would wait for the device
             self._has_checked_labels = True
             warn_of_ignored_labels(parts, sizes)
@@ -125,8 +125,12 @@ def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:
     raise AssertionError("a batch has at least one micro-batch")
 
 
-def _split(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
-    """Return the micro-batches and the number of rows of each."""
+def split_for(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
+    """Return the micro-batches for ``training_step`` of a model, and the number of rows of each.
+
+    Raises:
+        MisconfigurationException: If the batch cannot be split.
+    """
     if not hasattr(model, "split_batch"):
         try:
             return split_batch(batch, microbatches)

@@ -7,16 +7,16 @@ from typing import Any, Literal
 import torch
 
 from strategies.lightning.checks import as_misconfiguration
-from strategies.lightning.compat import LightningModule, MisconfigurationException, rank_zero_info
-from strategies.lightning.partitioning import find_example, measuring
+from strategies.lightning.compat import LightningModule, MisconfigurationException, Precision, rank_zero_info
+from strategies.lightning.partitioning import FoundExample, find_example, measuring
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.action_costs import ByAction, model_costs
+from strategies.pipeline.partition.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
 from strategies.pipeline.partition.balance import partition_costs
-from strategies.pipeline.partition.model_costs import Example, costs_of
+from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
 from strategies.pipeline.partition.profiling import first_microbatch
 from strategies.pipeline.partition.sequential import Pipelined, check_balance
 from strategies.pipeline.schedule.planned import AUTO, PlannedSchedule
-from strategies.pipeline.schedule.search import EFFORT, ModelCosts, search
+from strategies.pipeline.schedule.search import EFFORT, search
 from strategies.pipeline.stage.layers import num_recomputed
 
 DEFAULT_MICROBATCHES = 8
@@ -81,7 +81,7 @@ def find_schedule(
     settings: Settings,
     choices: SearchSettings,
     device: torch.device,
-    convert: Callable[[Any], Any] = lambda example: example,
+    precision: Precision | None = None,
     in_reverse: bool = False,
     budget_seconds: float = 1.0,
     effort: int = EFFORT,
@@ -97,7 +97,7 @@ def find_schedule(
         settings: Recomputation, and the number of chunks of layers that a process may have.
         choices: What may be chosen.
         device: Where a copy of one layer at a time is measured.
-        convert: Gives the example input the precision of the model.
+        precision: The precision of the training; by default that of the tensors.
         in_reverse: Whether the first stage has the last layers.
         budget_seconds: The time that the passes of all layers may take together, beyond warm-up and the first few.
         effort: As of :func:`~strategies.pipeline.schedule.search.search`.
@@ -106,7 +106,8 @@ def find_schedule(
         MisconfigurationException: If there is no example input, if the model does not take it, if there are too few
             layers, or if nothing fits into the memory.
     """
-    found = find_example(model, module, device, convert)
+    precision = precision or Precision()
+    found = find_example(model, module, device, precision)
     kind = type(model).__name__
     if found is None:
         raise MisconfigurationException(
@@ -122,20 +123,17 @@ def find_schedule(
     numbers = _numbers(found.rows, choices)
     num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks_per_stage or MAX_CHUNKS) + 1)]
     balances = {number: _balance(given, len(module), number, num_stages, num_chunks) for number in num_chunks}
-    not_measured = ""
-
-    def measured(microbatches: int) -> ModelCosts:
-        nonlocal not_measured
-        value = found.value if found.is_made else first_microbatch(found.value, min(found.rows, microbatches))
-        recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
-        measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers))
-        costs = costs_of(model, module, Example(found.model, value), measure, device)
-        not_measured = costs.not_measured
-        return model_costs(costs, in_reverse=in_reverse)
-
-    with as_misconfiguration(), measuring(model, num_stages):
+    with as_misconfiguration(), measuring(model, num_stages, precision):
         try:
-            known = {number: measured(number) for number in numbers}
+            measured = measure_actions(
+                model,
+                module,
+                found,
+                numbers,
+                checkpoint=settings.checkpoint,
+                device=device,
+                budget_seconds=budget_seconds,
+            )
         except Exception as error:
             if not found.is_made:
                 raise
@@ -144,6 +142,8 @@ def find_schedule(
                 f"{type(found.model).__name__} does not fit ({type(error).__name__}: {error}). Set "
                 f"`self.example_input_array` on {kind} to a batch of inputs, or choose a schedule, such as '1f1b'."
             ) from error
+        known = {number: model_costs(costs, in_reverse=in_reverse) for number, costs in measured.items()}
+        not_measured = measured[numbers[-1]].not_measured
         plan = search(
             known.__getitem__,
             num_stages,
@@ -159,6 +159,44 @@ def find_schedule(
         line += f" (without what runs outside the layers: {not_measured})"
     rank_zero_info(f"{line}.")
     return PlannedSchedule.of(plan)
+
+
+def measure_actions(
+    model: LightningModule,
+    module: Pipelined,
+    found: FoundExample,
+    numbers: Sequence[int],
+    *,
+    checkpoint: str,
+    device: torch.device,
+    budget_seconds: float,
+    split: Callable[[int], Any] | None = None,
+) -> dict[int, Costs[Layer, DriverPart]]:
+    """Measure what a micro-batch costs each layer and the driver, for several numbers of micro-batches.
+
+    Args:
+        model: The model.
+        module: The pipelined part of the model.
+        found: The input.
+        numbers: The numbers of micro-batches.
+        checkpoint: Which micro-batches are recomputed in the backward pass.
+        device: Where a copy of one layer at a time is measured; on ``meta`` only bytes are.
+        budget_seconds: The time that all passes may take together, beyond warm-up and the first few.
+        split: Returns the first of a number of micro-batches of the input; by default its first rows.
+    """
+    measured = {}
+    for number in numbers:
+        value = found.value
+        if split is not None:
+            value = split(number)
+        elif not found.is_made:
+            value = first_microbatch(value, min(found.rows, number))
+        recomputed = num_recomputed(checkpoint, number) / number
+        measure: ByAction | WithoutTimes = WithoutTimes()
+        if device.type != "meta":
+            measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers))
+        measured[number] = costs_of(model, module, Example(found.model, value), measure, device)
+    return measured
 
 
 def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:

@@ -67,6 +67,17 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), self.hparams.lr)
 
 
+class Deep(Net):
+    """Four layers that can be divided into stages."""
+
+    def __init__(self, width: int = 8, lr: float = 0.1, trouble: str = "") -> None:
+        super().__init__(width, lr, trouble)
+        self.sequential_module = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.net(self.sequential_module(batch[0])).square().mean()
+
+
 class Data(pl.LightningDataModule):
     """Random rows [rows, width]."""
 

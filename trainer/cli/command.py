@@ -1,4 +1,4 @@
-"""The command line ``python -m trainer {fit,validate,test,predict}``: LightningCLI with Relay's Trainer.
+"""The command line ``python -m trainer {fit,validate,test,predict,plan}``: LightningCLI with Relay's Trainer.
 
 A mistake in the configuration ends the program with one line on stderr and exit status 2. It is found while
 
@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from argparse import SUPPRESS
 from contextlib import suppress
 from pickle import UnpicklingError
 from typing import Any, NoReturn
@@ -30,6 +31,9 @@ from trainer.trainer import Trainer, resolve_strategy
 
 _HEAD_START_SECONDS = 10.0
 """How long other ranks wait for rank 0 to print the error, because the end of one rank makes torchrun end them all."""
+
+_ONLY_IN_SAVED = ("ckpt_path", "weights_only")
+"""Keys that are in the configuration that ``fit`` saves, but are no options of a plan."""
 
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric", "lightning")
 
@@ -52,11 +56,20 @@ class _CLI(LightningCLI):
         self._args = sys.argv[1:] if args is None else args
         super().__init__(args=args, **kwargs)
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the commands, each with the arguments of its method that are no options."""
+        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         others = set(self.subcommands()) - {subcommand}
         if self._args and self._args[0] in others:  # its parser takes long to build, and would not be used
             return self.init_parser(**kwargs)
-        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        if subcommand == "plan":
+            for name in _ONLY_IN_SAVED:
+                parser.add_argument(f"--{name}", help=SUPPRESS)
+        return parser
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         try:

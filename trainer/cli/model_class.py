@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import yaml
 
-_SUBCOMMANDS = ("fit", "validate", "test", "predict")
+_SUBCOMMANDS = ("fit", "validate", "test", "predict", "plan")
 
 
 def import_model_class(args: list[str]) -> None:

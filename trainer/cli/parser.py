@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -118,7 +119,8 @@ class Parser(LightningArgumentParser):
         return list(self._actions)
 
     def _keys(self) -> set[str]:
-        return {action.dest for action in self._actions if action.dest not in ("help", "print_config")}
+        hidden = ("help", "print_config")
+        return {action.dest for action in self._actions if action.dest not in hidden and action.help != SUPPRESS}
 
     def _typehint_at(self, message: str) -> Any:
         """Return the type of the argument that a message is about."""

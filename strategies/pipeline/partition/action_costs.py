@@ -19,16 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from strategies.common.live_bytes import LiveBytes
 from strategies.common.trees import tensors_in
 from strategies.launch.session import join_group
 from strategies.pipeline.partition.model_costs import Costs, Example, Runs
 from strategies.pipeline.partition.profiling import (
     WARM_UP_PASSES,
+    PassBytes,
     activation_bytes,
     as_output,
     measure_layers,
     now,
     parameter_bytes,
+    pass_bytes,
     storage_bytes,
     timed_pass,
 )
@@ -46,17 +49,19 @@ _TRANSFERS = 7
 
 
 class Layer(NamedTuple):
-    """The cost of a layer, and the bytes that it sends if the next layer is in another process."""
+    """The cost of a layer, the bytes that it sends if the next layer is in another process, and those that it holds."""
 
     costs: LayerCosts
     output_bytes: int
+    held: PassBytes
 
 
 class DriverPart(NamedTuple):
-    """The cost of the driver's own part, and what it holds all the time."""
+    """The cost of the driver's own part, what it holds all the time, and what a micro-batch takes in it at most."""
 
     costs: DriverCosts
     parameter_bytes: float
+    peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class ByAction:
         before, after, before_backward = (statistics.median(column) for column in zip(*passes, strict=True))
         kept, _ = activation_bytes(runs, example.value, runs.recorded)  # what is kept before the call is a small part
         costs = DriverCosts(before, after, before_backward, after_bytes=float(kept))
-        return DriverPart(costs, parameter_bytes(held, self.param_scale))
+        return DriverPart(costs, parameter_bytes(held, self.param_scale), _driver_peak(runs, example.value))
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
         """Return what is counted for a driver's part that does not run."""
@@ -117,6 +122,7 @@ class ByAction:
             input_grad, weight_grad = backward, 0.0
         activations, output = activation_bytes(layer, value)
         output_bytes = sum(storage_bytes(tensors_in(output)).values())
+        held, _ = pass_bytes(layer, value)
         again, once = self.recomputed, 1 - self.recomputed
         costs = LayerCosts(
             forward=forward,
@@ -128,7 +134,50 @@ class ByAction:
             # A micro-batch that is recomputed holds all for a moment. Counted for every layer: an upper bound.
             parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale) + (activations if again else 0),
         )
-        return Layer(costs, output_bytes), output
+        return Layer(costs, output_bytes, held), output
+
+
+@dataclass(frozen=True)
+class WithoutTimes:
+    """Measures bytes only, so that nothing has to be computed: layers and example may be on the ``meta`` device.
+
+    Attributes:
+        param_scale: How many times a trained parameter is held.
+    """
+
+    param_scale: float = 4.0
+
+    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Layer]:
+        """Return the cost of each layer of an ``nn.Sequential``."""
+        return measure_layers(module, sample, device, call_with_one, self._measured)
+
+    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[Layer, Any]:
+        """Return the cost of a block, and its output."""
+        return self._measured(block, value)
+
+    def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
+        """Return the cost of the driver's own part."""
+        kept, _ = activation_bytes(runs, example.value, runs.recorded)
+        _driver_pass(runs, example.value)  # which makes gradients
+        peak = _driver_peak(runs, example.value)
+        return DriverPart(DriverCosts(after_bytes=float(kept)), parameter_bytes(parameters, self.param_scale), peak)
+
+    def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
+        """Return what is counted for a driver's part that does not run."""
+        return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
+
+    def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
+        *_, kept = _split_pass(layer, value)  # which makes gradients
+        held, output = pass_bytes(layer, value)
+        costs = LayerCosts(
+            forward=0.0,
+            input_grad=0.0,
+            weight_grad=0.0,
+            activation_bytes=held.inner + held.output_size,
+            kept_bytes=kept,
+            parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),
+        )
+        return Layer(costs, held.output_size, held), output
 
 
 def model_costs(costs: Costs[Layer, DriverPart], *, in_reverse: bool = False) -> ModelCosts:
@@ -216,6 +265,13 @@ def _driver_pass(runs: Runs, value: Any) -> tuple[float, float, float]:
         if runs.differentiated:
             return before, after + runs.differentiated[0] - begin, end - runs.differentiated[-1]
     return before, after, 0.0
+
+
+def _driver_peak(runs: Runs, value: Any) -> int:
+    """Return what a pass of the driver's own part takes at most, without the recorded outputs of the stages."""
+    with LiveBytes() as live:
+        _driver_pass(runs, value)
+    return max(0, live.peak - sum(storage_bytes(runs.recorded()).values()))
 
 
 def _roots(output: Any) -> Sequence[Tensor]:

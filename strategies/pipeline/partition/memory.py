@@ -128,12 +128,8 @@ def check_memory(placement: Placement, optimizers: Sequence[Optimizer] = (), *, 
     Raises:
         ValueError: If they cannot fit, with the smallest number of stages that would do.
     """
-    sizes = Sizes(optimizers, num_shares)
-    stages, last = placement.stages, len(placement.stages) - 1
-    ties = find_ties(stages, _tensors_of(placement.outside))
-    needs = [sizes.need(stage.modules(), owned_parameters(i, stage, ties)) for i, stage in enumerate(stages)]
-    outside = sizes.need(placement.outside)
-    needs[last] = sizes.need([*stages[last].modules(), *placement.outside])
+    sizes, stages = Sizes(optimizers, num_shares), placement.stages
+    needs, outside = needs_of(stages, placement.outside, sizes), sizes.need(placement.outside)
     held = held_bytes(placement, optimizers)
     placed = [(i, layer) for stage in stages for i, layer in zip(chain(*stage.spans), stage, strict=True)]
     layers = [sizes.need(layer.modules()).total for _, layer in sorted(placed, key=itemgetter(0))]
@@ -145,6 +141,17 @@ def check_memory(placement: Placement, optimizers: Sequence[Optimizer] = (), *, 
     for lack in checks:
         smallest = smallest_number(layers, lack.room_bytes, last=outside.total)
         raise ValueError(f"{lack.words} {_way_out(lack, smallest, len(stages))}")
+
+
+def needs_of(stages: Sequence[StageLayers], outside: Sequence[nn.Module], sizes: Sizes) -> list[Need]:
+    """Return what each stage needs, the last one with the modules ``outside``.
+
+    A tied parameter counts in each stage that uses it, its optimizer states in the one that owns it.
+    """
+    ties = find_ties(stages, _tensors_of(outside))
+    *workers, driver = stages
+    needs = [sizes.need(stage.modules(), owned_parameters(i, stage, ties)) for i, stage in enumerate(workers)]
+    return [*needs, sizes.need([*driver.modules(), *outside])]
 
 
 def smallest_number(costs: Sequence[int], limit: int, *, last: int = 0) -> list[int] | None:

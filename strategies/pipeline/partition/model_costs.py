@@ -75,6 +75,11 @@ class Example:
     value: Any
     microbatches: int = 1
 
+    @property
+    def described(self) -> str:
+        """What runs, for messages."""
+        return str(getattr(self.model, "described", f"{type(self.model).__name__}.forward"))
+
 
 class Measure(Protocol[Cost, DriverCost]):
     """Measures the layers of a model and its other parts."""
@@ -196,7 +201,7 @@ def costs_of(
                 missing = [name for name in blocks if name not in found]
                 if missing:
                     raise ValueError(
-                        f"{type(example.model).__name__}.forward does not call blocks {', '.join(missing)} on the "
+                        f"{example.described} does not call blocks {', '.join(missing)} on the "
                         "example input, so they cannot be measured; give the balance, or balance='even'"
                     )
                 return Costs([found[name] for name in blocks], measure.driver(runs, outside, example))
@@ -209,11 +214,11 @@ def costs_of(
                 runs(as_output(example.value))
                 if runs.num_recorded:
                     return Costs(layers, measure.driver(runs, outside, example))
-                reason = f"{type(example.model).__name__}.forward does not call it"
+                reason = f"{example.described} does not call it"
             except NotImplementedError:
                 reason = f"{type(example.model).__name__} has no forward"
             except Exception as error:  # the user's code behind the pipelined part, which training need not run
-                reason = f"{type(example.model).__name__}.forward raises {type(error).__name__}: {error}"
+                reason = f"{example.described} raises {type(error).__name__}: {error}"
     return Costs(layers, measure.unmeasured(outside), reason)
 
 

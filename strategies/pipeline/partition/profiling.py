@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,12 +25,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from strategies.common.live_bytes import LiveBytes
 from strategies.common.torch_compat import BatchNorm, storage_key, tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.pipeline.microbatch.chunks import has_tensor, scatter
 from strategies.pipeline.microbatch.split import NoChunk, has_rows, pack_objects, plain, split, unpack_objects
 from strategies.pipeline.stage.calling import CallLayer, call_layer
-from strategies.pipeline.stage.layers import Carried
+from strategies.pipeline.stage.layers import Carried, is_compiled
 from strategies.pipeline.stage.skip import waiting_skips
 
 WARM_UP_PASSES = 2  # the first pass in a process imports modules; the first pass of a layer allocates gradients
@@ -262,6 +264,15 @@ def activation_bytes(
 
     Not counted are ``value``, parameters and buffers, and the tensors that ``elsewhere`` returns after the call.
     """
+    saved, given, output = _kept_for_backward(layer, value)
+    sizes = {**saved, **storage_bytes(tensors_in(output))}
+    for counted_elsewhere in (*given, *storage_bytes([*_state(layer), *elsewhere()])):
+        sizes.pop(counted_elsewhere, None)
+    return sum(sizes.values()), output
+
+
+def _kept_for_backward(layer: nn.Module, value: Any) -> tuple[dict[int, int], dict[int, int], Any]:
+    """Return what autograd keeps after a call of ``layer``, and the input, as bytes by storage; and the output."""
     value = as_output(value)
     kept: list[weakref.ref[_Kept]] = []
 
@@ -274,10 +285,58 @@ def activation_bytes(
         output = layer(value)
     # Only autograd refers to the holders: those that are alive hold what the backward pass needs.
     saved = [holder.tensor for reference in kept if (holder := reference()) is not None]
-    sizes = storage_bytes([*saved, *tensors_in(output)])
-    for counted_elsewhere in storage_bytes([*tensors_in(value), *_state(layer), *elsewhere()]):
-        sizes.pop(counted_elsewhere, None)
-    return sum(sizes.values()), output
+    return storage_bytes(saved), storage_bytes(tensors_in(value)), output
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """What a micro-batch takes in a layer.
+
+    Attributes:
+        inner: What autograd keeps for the backward pass, apart from parameters, buffers, input and output.
+        input: What autograd keeps of the input.
+        input_size: All of the input.
+        output: What autograd keeps of the output.
+        output_size: All of the output.
+        forward_extra: What the forward pass takes at most, beyond ``inner`` and ``output_size``.
+        backward_extra: What the backward pass takes at most, beyond what there is at its start. Gradients that arrive
+            count; gradients of parameters count only before they are added to those of other micro-batches.
+    """
+
+    inner: int = 0
+    input: int = 0
+    input_size: int = 0
+    output: int = 0
+    output_size: int = 0
+    forward_extra: int = 0
+    backward_extra: int = 0
+
+
+def pass_bytes(layer: nn.Module, value: Any) -> tuple[PassBytes, Any]:
+    """Return what a forward and a backward pass of a layer take, and the output.
+
+    The parameters have gradients already, so that a micro-batch after the first one is measured.
+    """
+    saved, given, output = _kept_for_backward(layer, value)
+    made = storage_bytes(tensors_in(output))
+    known = {*given, *storage_bytes(_state(layer))}
+    inner = sum(size for key, size in saved.items() if key not in made and key not in known)
+    kept = sum(size for key, size in made.items() if key in saved and key not in known)
+    of_input = sum(size for key, size in given.items() if key in saved)
+    size = sum(size for key, size in made.items() if key not in known)
+    all_input = sum(given.values())
+    del saved, given
+    if any(map(is_compiled, layer.modules())):  # its operators are not seen
+        return PassBytes(inner, of_input, all_input, kept, size), output
+    value, live = as_output(value), LiveBytes()
+    with live:
+        output = layer(value)
+        forward_extra, after = live.peak - live.bytes, live.bytes
+        live.reset_peak()
+        roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    return PassBytes(inner, of_input, all_input, kept, size, forward_extra, live.peak - after), output
 
 
 class _Kept:

@@ -23,7 +23,7 @@ from functools import cached_property, partial
 from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias
 
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Program, simulate
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Program, Simulation, simulate
 from strategies.pipeline.schedule.tables import (
     KINDS,
     Action,
@@ -267,6 +267,32 @@ def search(
             "recompute activations, or raise the limit"
         )
     return _plan(best, named, candidates)
+
+
+def balanced(
+    costs: ModelCosts,
+    table: Schedule,
+    placement: Placement,
+    *,
+    balance: Sequence[int] | None = None,
+    memory_limit_bytes: float | None = None,
+    effort: int = EFFORT,
+) -> tuple[list[int], Simulation]:
+    """Find the balance with which a table takes least time; return it with the simulated batch.
+
+    Args:
+        costs: The costs of one micro-batch.
+        table: The actions of each process.
+        placement: Which process has which stages.
+        balance: The number of layers of each stage, if it is given.
+        memory_limit_bytes: What a process should hold at most. If no balance obeys this, the one that exceeds it least
+            is returned.
+        effort: The number of simulated actions that the search spends at most.
+    """
+    model = _Model(costs, 1 + max(action.microbatch for row in table for action in row), memory_limit_bytes)
+    candidate = _Candidate.of("", placement, table, model, balance)
+    found = _with_better_balance(candidate, _Budget(effort))
+    return found.balance, found.program.simulate(found.costs)
 
 
 def _choice(candidates: Iterable[_Candidate]) -> _Candidate:

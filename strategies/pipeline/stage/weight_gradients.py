@@ -188,7 +188,7 @@ class _Delayed(torch.autograd.Function):
         ctx.kind, ctx.others, ctx.delays, ctx.parameters, ctx.dtype = kind, others, delays, (weight, bias), x.dtype
         device = x.device.type
         own: list[Any] = [x, weight, bias]
-        if torch.is_autocast_enabled(device):
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not on meta
             dtype = torch.get_autocast_dtype(device)
             own = [t.to(dtype) if t is not None and t.dtype in _AUTOCAST else t for t in own]
         ctx.is_cast = own[0] is not x or own[1] is not weight

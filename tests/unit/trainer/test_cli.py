@@ -1,10 +1,12 @@
 """The command line: what it takes, what it saves, and the one line that it says to a mistake."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import cli_models
 import pytest
@@ -218,7 +220,27 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         "No `training_step()` method defined. Lightning `Trainer` expects as minimum a `training_step()`, ",
     ),
     "subcommand": (lambda: ["fti"], (), "argument subcommand: invalid choice: 'fti' (choose from 'fit', 'validate', "),
-    "no subcommand": (list, (), 'expected "subcommand" to be one of {fit,validate,test,predict}, but it was not prov'),
+    "no subcommand": (list, (), 'expected "subcommand" to be one of {fit,validate,test,predict,plan}, but it was not'),
+    "plan of another strategy": (
+        lambda: ["plan", "--config=config.yaml"],
+        (),
+        "A plan compares ways to run a pipeline, but the strategy is DDPStrategy. Set strategy='rpc_sequential'.",
+    ),
+    "schedule of a plan": (
+        lambda: ["plan", "--config=config.yaml", "--trainer.strategy=rpc_sequential", "--schedules=1f2b"],
+        (),
+        "Unknown schedule '1f2b'; did you mean '1f1b'?",
+    ),
+    "model of a plan": (
+        lambda: ["plan", "--config=config.yaml", "--trainer.strategy=rpc_sequential", "--stages=2"],
+        (),
+        "Net has no nn.Sequential or nn.ModuleList with at least 2 layers",
+    ),
+    "number of a plan": (
+        lambda: ["plan", "--config=config.yaml", "--trainer.strategy=rpc_sequential", "--stages=two"],
+        (),
+        "stages: expected int or list[int] or null, got two",
+    ),
     "no model": (lambda: ["fit"], (), "the following arguments are required: fit.model"),
 }
 
@@ -314,6 +336,38 @@ def test_the_other_commands_use_a_checkpoint_and_write_nothing(subcommand: str, 
     before = sorted(in_folder.rglob("*"))
     main([subcommand, "--config=config.yaml", ONE_DEVICE, f"--ckpt_path={checkpoint}"])
     assert sorted(in_folder.rglob("*")) == before
+
+
+def test_a_plan_and_the_configuration_that_it_gives(
+    in_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strategies.lightning.plan.BUDGET_SECONDS", 0.01)
+    given = ["--config=config.yaml", "--model=cli_models.Deep"]
+    choices = ["--microbatches=[2,4]", "--schedules=[zb-h1]", "--json=plan.json", "--picture=plan.svg"]
+    pipeline = ["--trainer.strategy=rpc_sequential", "--trainer.devices=2", "--trainer.strategy.checkpoint=never"]
+    main(["plan", *given, *pipeline, *choices])
+    said = capsys.readouterr().out
+    found = json.loads(Path("plan.json").read_text())
+    assert [row["microbatches"] for row in found["rows"]] == [2, 4]
+    assert [found["measured_on"], found["notes"]] == ["training_step on a batch of 8 rows", []]
+    assert ElementTree.parse("plan.svg").getroot().tag.endswith("svg")
+    assert not list(in_folder.glob("run/**/*"))
+
+    Path("plan.yaml").write_text(said[said.index("trainer:\n") :])
+    with pytest.raises(SystemExit):
+        main(["fit", *given, "--config=plan.yaml", "--print_config"])
+    saved = capsys.readouterr().out
+    trainer = yaml.safe_load(saved)["trainer"]
+    best = found["rows"][found["best"]]
+    arguments = trainer["strategy"]["init_args"]
+    assert trainer["devices"] == 2 and arguments["checkpoint"] == "never"
+    for name in ("schedule", "balance", "microbatches", "chunks_per_stage"):
+        assert arguments[name] == best[name]
+
+    Path("saved.yaml").write_text(saved)
+    assert "ckpt_path" in yaml.safe_load(saved)
+    main(["plan", "--config=saved.yaml", "--microbatches=2", "--schedules=zb-h1", "--json=again.json"])
+    assert json.loads(Path("again.json").read_text())["rows"][0]["balance"] == best["balance"]
 
 
 def test_unknown_key_at_each_level() -> None:

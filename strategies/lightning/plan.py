@@ -1,0 +1,626 @@
+"""``trainer.plan``: measures a model in this process and predicts ways to run it as a pipeline, without training.
+
+data, else example input ──▶ a micro-batch of each size ──▶ costs of layers and of the driver's part ─┐
+configure_optimizers ──▶ bytes of states, seconds of a step ──────────────────────────────────────────┴─▶ rows
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.common.names import did_you_mean
+from strategies.common.patching import unchanged
+from strategies.common.trees import tensors_in
+from strategies.launch.limits import room_on_host
+from strategies.launch.workers import share_of_threads
+from strategies.lightning.checks import as_misconfiguration, check_automatic_optimization, check_loss_weight
+from strategies.lightning.compat import (
+    CombinedLoader,
+    LightningDataModule,
+    LightningModule,
+    MisconfigurationException,
+    Precision,
+    Trainer,
+    attached,
+    collect_rng_states,
+    connect,
+    copy_of,
+    is_overridden,
+    is_stand_in,
+    set_rng_states,
+    takes_batch_idx,
+    transferred,
+    unwrapped,
+)
+from strategies.lightning.hooks import collect_logs
+from strategies.lightning.partitioning import FoundExample, find_example, find_module, find_path, is_reversed, measuring
+from strategies.lightning.per_microbatch import split_for
+from strategies.lightning.planning import measure_actions
+from strategies.optim.trial import StepCost, StepCosts, check_divisible
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.partition.action_costs import DriverPart, Layer, model_costs
+from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.memory import Need, Sizes, needs_of
+from strategies.pipeline.partition.model_costs import Costs
+from strategies.pipeline.partition.plan_rows import Measured, PlanRow, best_row, plan_row
+from strategies.pipeline.partition.profiling import now
+from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
+from strategies.pipeline.schedule.planned import AUTO
+from strategies.pipeline.schedule.tables import SCHEDULES, Placement
+from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.pipeline.stage.layers import num_recomputed
+
+_Costs: TypeAlias = Costs[Layer, DriverPart]
+
+MAX_MICROBATCHES = 32
+"""The largest number of micro-batches of a sweep."""
+
+BUDGET_SECONDS = 2.0
+"""The time that the passes of all layers may take together, beyond warm-up and the first few, for one size."""
+
+CACHE_BYTES = 48 * 2**20
+"""More than the caches of common processors hold for one core: written before each optimizer step that is measured."""
+
+
+@dataclass(frozen=True)
+class PlanChoices:
+    """What a plan compares.
+
+    Attributes:
+        stages: Numbers of processes.
+        microbatches: Numbers of micro-batches; ``None``: powers of two that divide the rows of a batch.
+        schedules: Names of schedules; ``None``: all that the model and the settings of the strategy allow.
+        memory_limit_bytes: What a process may hold.
+
+    Raises:
+        MisconfigurationException: If a number is out of range, or a name unknown.
+    """
+
+    stages: Sequence[int]
+    microbatches: Sequence[int] | None = None
+    schedules: Sequence[str] | None = None
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, values, least in (
+            ("stages", self.stages, 2),
+            ("microbatches", self.microbatches, 1),
+            ("memory_limit_bytes", None if self.memory_limit_bytes is None else [self.memory_limit_bytes], 1),
+        ):
+            wrong: list[Any] = [
+                each for each in values or () if not isinstance(each, int) or isinstance(each, bool) or each < least
+            ]
+            if wrong or (values is not None and not values):
+                raise MisconfigurationException(
+                    f"{name} must be whole numbers of at least {least}, got {wrong[0] if wrong else values!r}."
+                )
+        for schedule in self.schedules or ():
+            if schedule == AUTO:
+                raise MisconfigurationException(
+                    "schedules names 'auto', but a plan compares the schedules that schedule='auto' chooses among: "
+                    f"{', '.join(SCHEDULES)}. Leave it out."
+                )
+            if schedule not in SCHEDULES:
+                raise MisconfigurationException(
+                    f"Unknown schedule {schedule!r}{did_you_mean(str(schedule), SCHEDULES)}"
+                )
+        if self.schedules is not None and not self.schedules:
+            raise MisconfigurationException(f"schedules is empty; name some of {', '.join(SCHEDULES)}.")
+
+
+@dataclass(frozen=True)
+class PipelineOptions:
+    """The settings of a pipeline strategy that a plan uses.
+
+    Attributes:
+        path: Dotted path of the pipelined module; ``None`` to find it.
+        balance: The number of layers of each chunk; ``"even"``; ``None`` to find it.
+        settings: Micro-batches, recomputation and chunks.
+        device: The device of the driver.
+        num_replicas: Number of replicas of the pipeline.
+        num_shares: Number of replicas that divide the optimizer states among them.
+        num_nodes: Number of hosts.
+        loss_weight: How micro-batches are weighted.
+        only_auto: Names of settings that are given, but are for ``schedule="auto"`` only.
+    """
+
+    path: str | None
+    balance: Sequence[int] | Literal["even"] | None
+    settings: Settings
+    device: torch.device
+    num_replicas: int = 1
+    num_shares: int = 1
+    num_nodes: int = 1
+    loss_weight: str = "rows"
+    only_auto: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class PlanTable:
+    """The ways to run a model as a pipeline.
+
+    Attributes:
+        rows: All of them, in the order of stages, micro-batches and schedules.
+        best: The best one.
+        path: Dotted path of the pipelined module.
+        layers: The number of its layers, and their classes.
+        measured_on: What was measured.
+        notes: What a reader has to know about the figures.
+        options: The settings of the strategy.
+    """
+
+    rows: list[PlanRow]
+    best: PlanRow
+    path: str
+    layers: str
+    measured_on: str
+    options: PipelineOptions
+    notes: list[str] = field(default_factory=list)
+
+
+def plan_table(
+    trainer: Trainer, model: LightningModule, data: Any, options: PipelineOptions, choices: PlanChoices
+) -> PlanTable:
+    """Measure a model and predict every way to run it that is asked for. Nothing is trained, no process starts.
+
+    Args:
+        trainer: The Trainer, to which the model is attached meanwhile.
+        model: The model. Its ``setup`` hook runs; apart from what that does, the model is left unchanged.
+        data: A data module or a loader of training batches, on which ``training_step`` is measured; without one the
+            model's own ``train_dataloader`` is used. Without either, ``forward`` is measured on
+            ``example_input_array``, else, for a model of Hugging Face, on an input made from its configuration.
+        options: The settings of the strategy.
+        choices: What to compare.
+
+    Raises:
+        MisconfigurationException: If the choices do not fit the model, or if there is no input to measure it on.
+    """
+    precision = trainer.precision_plugin
+    is_late = is_overridden("configure_model", model)
+    converts = type(precision).convert_module is not Precision.convert_module
+    if is_late or converts or options.device.type != "cpu":
+        model = copy_of(model)
+    with attached(trainer, model, data), _set_up(model, data):
+        model = _prepared(trainer, model, options.device, is_late=is_late)
+        return _Plan(trainer, model, data, options, choices).table()
+
+
+def _prepared(trainer: Trainer, model: LightningModule, device: torch.device, *, is_late: bool) -> LightningModule:
+    """Return a model with its layers, in the precision of the training and on its device.
+
+    Layers that ``configure_model`` builds are built on the ``meta`` device, if they would take more than half of the
+    memory of this host.
+    """
+    if is_late:
+        model = _built(trainer, model)
+    model = cast(LightningModule, trainer.precision_plugin.convert_module(model))
+    if is_on_meta(model):
+        if not is_late:
+            model = copy_of(model)
+        model = model.to("meta")  # also what is outside the layers, so that it can be measured with them
+    else:
+        model = model.to(device)
+    connect(trainer, model)
+    return model
+
+
+def _built(trainer: Trainer, model: LightningModule) -> LightningModule:
+    """Return a model whose ``configure_model`` has run."""
+    trial = copy_of(model)
+    connect(trainer, trial)
+    try:
+        with torch.device("meta"):
+            trial.configure_model()
+    except Exception:  # the hook needs values, which tensors on the meta device do not have
+        sizes = []
+    else:
+        sizes = [parameter.nbytes for parameter in trial.parameters()]
+    if sum(sizes) > room_on_host().size_bytes // 2:
+        return trial
+    connect(trainer, model)
+    model.configure_model()
+    return model
+
+
+def is_on_meta(model: nn.Module) -> bool:
+    """Return whether some parameters or buffers of a model have no memory."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+@contextmanager
+def _set_up(model: LightningModule, data: Any) -> Iterator[None]:
+    """Call the hooks that prepare model and data for training; random numbers go on as before."""
+    states = collect_rng_states()
+    holders = [holder for holder in (data, model) if isinstance(holder, LightningDataModule | LightningModule)]
+    try:
+        for holder in holders:
+            holder.prepare_data()
+            holder.setup("fit")
+        yield
+        for holder in holders:
+            holder.teardown("fit")
+    finally:
+        set_rng_states(states)
+
+
+class _Step(nn.Module):
+    """Runs ``training_step`` of a model on a batch.
+
+    Args:
+        model: The model.
+
+    Attributes:
+        described: The name of what runs.
+    """
+
+    def __init__(self, model: LightningModule) -> None:
+        super().__init__()
+        self.model, self.described = model, f"{type(model).__name__}.training_step"
+        self._numbers = (0,) if takes_batch_idx(model) else ()
+
+    def forward(self, batch: Any) -> Any:
+        output = self.model.training_step(batch, *self._numbers)
+        return {"loss": output} if isinstance(output, Tensor) else output
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What the model is measured on.
+
+    Attributes:
+        found: The model's part that takes it, and the input.
+        rows: The number of rows of a batch; 0 if each micro-batch has the rows of an input that was made.
+        numbers: The numbers of micro-batches to compare.
+        described: A description.
+        first: Returns the first of a number of micro-batches; ``None``: the first rows.
+    """
+
+    found: FoundExample
+    rows: int
+    numbers: list[int]
+    described: str
+    first: Callable[[int], Any] | None = None
+
+
+class _Plan:
+    """The measuring of one model.
+
+    Args:
+        trainer: The Trainer to which the model is attached.
+        model: The model.
+        data: Gives batches.
+        options: The settings of the strategy.
+        choices: What to compare.
+    """
+
+    def __init__(
+        self, trainer: Trainer, model: LightningModule, data: Any, options: PipelineOptions, choices: PlanChoices
+    ) -> None:
+        self._trainer, self._model, self._data = trainer, model, data
+        self._options, self._choices = options, choices
+        self._precision = trainer.precision_plugin
+        self._path = find_path(model, options.path, min(choices.stages))
+        self._module: Pipelined = find_module(model, self._path, needs_values=False)
+        inside = set(self._module.modules())
+        self._outside = [module for module in model.modules() if module not in inside]
+        self._on_meta = is_on_meta(model)
+        self._device = torch.device("meta") if self._on_meta else options.device
+        self._notes: list[str] = []
+
+    def table(self) -> PlanTable:
+        """Check what is asked for, measure, and predict every row."""
+        ways, choices = self._ways(), self._choices
+        given = self._of_training() or self._of_forward()
+        optimizers = self._optimizers(min(choices.stages))
+        given, costs = self._costs(given, ways)
+        in_reverse = is_reversed(self._model, self._module, self._device, self._precision)
+        sizes = Sizes(optimizers, self._options.num_shares)
+        known = {
+            threads: self._measured(given, measured, sizes, optimizers, in_reverse=in_reverse)
+            for threads, measured in costs.items()
+        }
+        rows = []
+        for stages, schedule, chunks in ways:
+            for number in given.numbers:
+                with as_misconfiguration():  # such as chunks that share a BatchNorm layer
+                    rows.append(
+                        plan_row(
+                            known[share_of_threads(stages)][number],
+                            stages,
+                            schedule,
+                            chunks,
+                            balance=self._balance(stages, chunks),
+                            memory_limit_bytes=choices.memory_limit_bytes,
+                        )
+                    )
+        self._note(costs)
+        rows.sort(key=lambda row: (row.stages, row.microbatches))
+        kinds = dict.fromkeys(type(layer).__name__ for layer in self._module)
+        return PlanTable(
+            rows=rows,
+            best=best_row(rows),
+            path=self._path,
+            layers=f"{len(self._module)} layers: {', '.join(kinds)}",
+            measured_on=given.described,
+            options=self._options,
+            notes=[*dict.fromkeys(self._notes)],
+        )
+
+    # What to compare
+
+    def _ways(self) -> list[tuple[int, str, int]]:
+        """Return numbers of stages, names of schedules, and numbers of chunks per stage.
+
+        Raises:
+            MisconfigurationException: If the model has too few layers, or does not allow a schedule.
+        """
+        num, numbers = len(self._module), sorted(set(self._choices.stages))
+        if numbers[-1] > num:
+            raise MisconfigurationException(
+                f"stages={numbers[-1]}, but {self._path!r} has {num} layers, and each stage needs one. Ask for at most "
+                f"{num} stages, or divide the layers further."
+            )
+        ways, schedules = [], self._schedules()
+        for stages in numbers:
+            for schedule in schedules:
+                chunks = self._chunks(schedule)
+                if stages * chunks <= num:
+                    self._balance(stages, chunks)  # raises an error if the given one does not fit
+                    ways.append((stages, schedule, chunks))
+                else:
+                    self._notes.append(
+                        f"{schedule} with {stages} stages is left out: its {stages * chunks} chunks need a layer each, "
+                        f"and there are {num}."
+                    )
+        if not ways:
+            raise MisconfigurationException(
+                f"{self._path!r} has {num} layers, too few for {', '.join(schedules)} with {numbers[0]} stages, each "
+                "of which has several chunks of layers. Ask for '1f1b' or 'gpipe', or divide the layers further."
+            )
+        return ways
+
+    def _schedules(self) -> list[str]:
+        given, options = self._choices.schedules, self._options
+        schedules = [*dict.fromkeys(given if given is not None else SCHEDULES)]
+        if given is None and not self._model.automatic_optimization:
+            self._notes.append("the model steps its optimizers itself, which only gpipe allows")
+            schedules = ["gpipe"]
+        elif given is None and options.loss_weight == "tokens":
+            self._notes.append("gpipe is left out, because it does not weight micro-batches (loss_weight='tokens')")
+            schedules.remove("gpipe")
+        for schedule in schedules:
+            check_automatic_optimization(self._model, schedule)
+            settings = replace(options.settings, schedule=schedule, chunks_per_stage=None, pipelined_backward=True)
+            check_loss_weight(options.loss_weight, settings)
+        if not options.settings.pipelined_backward:
+            self._notes.append("all rows are those with pipelined_backward=True")
+        return schedules
+
+    def _chunks(self, schedule: str) -> int:
+        least, default, most = SCHEDULES[schedule].chunks
+        given = self._options.settings.chunks_per_stage
+        return given if given is not None and least <= given <= most else default
+
+    def _balance(self, stages: int, chunks: int) -> list[int] | None:
+        """Return the given number of layers of each chunk, if it is for this number of chunks."""
+        given, num = self._options.balance, len(self._module)
+        if given is None:
+            return None
+        if given == "even":
+            return partition_costs([1] * num, stages * chunks)
+        if len(given) != stages * chunks:
+            return None
+        with as_misconfiguration():
+            return check_balance(given, num, stages, chunks_per_stage=chunks)
+
+    def _numbers(self, rows: int, least_rows: int) -> list[int]:
+        """Return the numbers of micro-batches to compare.
+
+        Args:
+            rows: The number of rows of a batch; 0 if it is not known.
+            least_rows: The most micro-batches that these rows can be split into.
+        """
+        given = self._choices.microbatches
+        if not rows:
+            # Without times nothing tells which of several batch sizes is best.
+            default = [self._options.settings.microbatches] if self._on_meta else [2, 4, 8, 16]
+            return sorted(set(given or default))
+        if given is not None:
+            if (most := max(given)) > least_rows:
+                raise MisconfigurationException(
+                    f"microbatches={most}, but the batch has {rows} rows, and each micro-batch needs one. Ask "
+                    f"for at most {rows}, or give larger batches."
+                )
+            return sorted(set(given))
+        powers = [2**k for k in range(1, 32) if 2**k <= min(rows, MAX_MICROBATCHES) and not rows % 2**k]
+        return powers or [min(rows, self._options.settings.microbatches)]
+
+    # What it is measured on
+
+    def _of_training(self) -> _Input | None:
+        """Return the first batch of training, for ``training_step``; ``None`` if there is none."""
+        model, source = self._model, self._data
+        if not model.automatic_optimization or not is_overridden("training_step", model):
+            return None
+        if source is None and is_overridden("train_dataloader", model):
+            source = model
+        if source is None:
+            return None
+        loaders = source.train_dataloader() if hasattr(source, "train_dataloader") else source
+        batches = [batch for batch, *_ in islice(CombinedLoader(loaders, "max_size_cycle"), 1)]
+        if not batches:
+            raise MisconfigurationException(
+                f"A plan measures training_step on a batch, but the training data of {type(source).__name__} have none."
+            )
+        batch = transferred(self._trainer, model, batches[0], self._device)
+        rows = sum(split_for(model, batch, 1)[1])
+        return _Input(
+            FoundExample(_Step(model), (batch,), is_made=False),
+            rows,
+            self._numbers(rows, rows),
+            f"training_step on a batch of {rows} rows",
+            lambda number: (split_for(model, batch, number)[0][0],),
+        )
+
+    def _of_forward(self) -> _Input:
+        """Return an example for ``forward``."""
+        model = self._model
+        found = find_example(model, self._module, self._device, self._precision)
+        if found is None:
+            needed = "set `self.example_input_array`"
+            if model.automatic_optimization:
+                needed = f"give a data module, or {needed}"
+            raise MisconfigurationException(
+                f"A plan measures the layers, which needs an input: {needed} on {type(model).__name__} to a batch of "
+                "inputs."
+            )
+        if found.is_made:
+            described = f"an input made from the configuration, with {found.rows} rows for each micro-batch"
+            return _Input(found, 0, self._numbers(0, 0), described)
+        described = (
+            f"example_input_array, taken for a batch of {found.rows} rows; a loss outside forward is not counted"
+        )
+        return _Input(found, found.rows, self._numbers(found.rows, found.rows), described)
+
+    def _costs(
+        self, given: _Input, ways: Sequence[tuple[int, str, int]]
+    ) -> tuple[_Input, dict[int, dict[int, _Costs]]]:
+        """Return what was measured, and the costs by threads of a process and number of micro-batches."""
+        if given.first is None:
+            return given, self._costs_of(given, ways)
+        undo = collect_logs(self._model, lambda: lambda *args: None)
+        try:
+            return given, self._costs_of(given, ways)
+        except Exception as error:  # the user's code, which may need a running loop
+            reason = f"{type(self._model).__name__}.training_step cannot be measured by itself"
+            kind = "" if isinstance(error, MisconfigurationException) else f"{type(error).__name__}: "
+            reason += f" ({kind}{error})"
+            if self._model.example_input_array is None:
+                raise MisconfigurationException(
+                    f"{reason}. Set `self.example_input_array` to a batch of inputs; then forward is measured instead."
+                ) from error
+            self._notes.append(f"{reason}, so forward is")
+        finally:
+            undo()
+        given = self._of_forward()
+        return given, self._costs_of(given, ways)
+
+    def _costs_of(self, given: _Input, ways: Sequence[tuple[int, str, int]]) -> dict[int, dict[int, _Costs]]:
+        found: dict[int, dict[int, _Costs]] = {}
+        for stages, *_ in ways:
+            if share_of_threads(stages) in found:
+                continue
+            with (
+                as_misconfiguration(),
+                unchanged(self._model.modules()),
+                measuring(self._model, stages, self._precision),
+            ):
+                found[share_of_threads(stages)] = measure_actions(
+                    self._model,
+                    self._module,
+                    given.found,
+                    given.numbers,
+                    checkpoint=self._options.settings.checkpoint,
+                    device=self._device,
+                    budget_seconds=BUDGET_SECONDS * len(given.numbers),
+                    split=given.first,
+                )
+        return found
+
+    # Optimizers
+
+    def _optimizers(self, stages: int) -> list[Optimizer]:
+        """Return the optimizers of ``configure_optimizers``, which the strategy has from now on."""
+        strategy: Any = self._trainer.strategy
+        strategy.setup_optimizers(self._trainer)
+        optimizers = [own for own in map(unwrapped, strategy.optimizers) if not is_stand_in(own)]
+        if not optimizers:
+            self._notes.append("configure_optimizers returns no optimizer, so none is counted")
+        *workers, _ = cut(self._module, partition_costs([1] * len(self._module), stages))
+        rest = dict.fromkeys(self._model.parameters())
+        parts = []
+        for stage in workers:
+            own = [parameter for parameter in stage.parameters() if parameter in rest]
+            parts.append(own)
+            rest = {parameter: None for parameter in rest if parameter not in set(own)}
+        with as_misconfiguration():
+            for optimizer in [] if self._on_meta else optimizers:  # a trial needs values
+                check_divisible(optimizer, [*parts, [*rest]])
+        return optimizers
+
+    def _measured(
+        self,
+        given: _Input,
+        costs: dict[int, _Costs],
+        sizes: Sizes,
+        optimizers: Sequence[Optimizer],
+        *,
+        in_reverse: bool,
+    ) -> dict[int, Measured]:
+        """Return what is known of the model by number of micro-batches, with the costs of the optimizers' steps."""
+        layers = [*self._module][:: -1 if in_reverse else 1]
+        num_bytes = sum(tensor.nbytes for tensor in self._module.parameters()) // min(self._choices.stages)
+        others = torch.zeros(0 if self._on_meta else min(num_bytes, CACHE_BYTES), dtype=torch.uint8)
+        clock = partial(now, [self._device])
+        steps = [StepCosts(optimizer, partial(others.add_, 1), clock) for optimizer in optimizers]
+
+        def step(modules: Sequence[nn.Module]) -> StepCost:
+            own = dict.fromkeys(p for module in modules for p in module.parameters(recurse=False))
+            each = [costs.of(own) for costs in steps]
+            extra = max(each, key=lambda cost: cost.extra_bytes, default=StepCost())
+            return replace(extra, seconds=sum(cost.seconds for cost in each) / self._options.num_shares)
+
+        def needs(balance: Sequence[int], placement: Placement) -> list[Need]:
+            stages = cut(self._module, balance, ranks_of(placement), is_reversed=in_reverse)
+            return needs_of(stages, self._outside, sizes)
+
+        all_bytes = sum(tensor.nbytes for tensor in tensors_in(given.found.value))
+        of_layers = [sizes.need(layer.modules()) for layer in layers], [step([*layer.modules()]) for layer in layers]
+        outside = sizes.need(self._outside), step(self._outside)
+        for each, optimizer in zip(steps, optimizers, strict=True):
+            if each.refused is not None:
+                self._notes.append(
+                    f"a step of {type(optimizer).__name__} is not counted, because a copy of it cannot be stepped "
+                    f"({type(each.refused).__name__}: {each.refused})"
+                )
+        return {
+            number: Measured(
+                layers=cost.layers[::-1] if in_reverse else cost.layers,
+                driver=cost.driver,
+                needs=of_layers[0],
+                outside=outside[0],
+                needs_of=needs,
+                steps=of_layers[1],
+                outside_step=outside[1],
+                transfer=0.0 if self._on_meta else model_costs(cost).transfer,
+                microbatches=number,
+                recomputed=num_recomputed(self._options.settings.checkpoint, number),
+                rows=given.rows or given.found.rows * number,
+                input_bytes=-(-all_bytes // number) if given.rows else all_bytes,
+                has_times=not self._on_meta,
+            )
+            for number, cost in costs.items()
+        }
+
+    def _note(self, costs: dict[int, dict[int, _Costs]]) -> None:
+        """Note what a reader has to know about the figures."""
+        for measured in costs.values():
+            for cost in measured.values():
+                if cost.not_measured:
+                    self._notes.append(f"what runs outside the layers is not measured: {cost.not_measured}")
+        if self._options.num_replicas > 1:
+            self._notes.append(
+                f"figures are those of one of {self._options.num_replicas} replicas, without averaging gradients"
+            )
+        if self._on_meta:
+            self._notes.append(
+                "there are no times, because the model has parameters without memory (on the meta device), so nothing "
+                "can be run; bytes do not need it"
+            )

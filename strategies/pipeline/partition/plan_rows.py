@@ -1,0 +1,448 @@
+"""Predicted time and memory of ways to run a pipeline: by schedule and numbers of processes and micro-batches.
+
+The simulator gives the time of the passes, from measured costs of actions. Memory is followed along each process's row
+of actions, from the bytes that each layer keeps, and those that it takes for a moment::
+
+    row of a process      F0          F1          B0          F2          B1 ...
+    kept                  0           0, 1        1           1, 2        2
+    for a moment          forward     forward     backward    forward     backward
+                          └─ the maximum of kept + for a moment is the peak of activations ─┘
+
+Legend: m micro-batch, i stage of a table (a chunk of layers), r process (the number of a row).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+from strategies.optim.trial import StepCost
+from strategies.pipeline.partition.action_costs import ACTION_SECONDS, DriverPart, Layer
+from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.partition.memory import Need
+from strategies.pipeline.partition.profiling import PassBytes
+from strategies.pipeline.schedule.search import ModelCosts, balanced
+from strategies.pipeline.schedule.simulator import Simulation, Step, UserCode
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, Placement, Schedule
+from strategies.pipeline.schedule.timetable import ranks_of
+
+EFFORT = 500_000
+"""The number of simulated actions that are spent on the balance of a row."""
+
+ALLOCATOR_SHARE = 0.2
+"""What a process takes beyond its tensors, as a share of them: blocks that the allocator keeps, buffers of libraries.
+
+It was 0.1 to 0.7 in 20 runs on CPU, with a median of 0.2 (docs/decisions/096-plan.md).
+"""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What is known of a model whose batches are split into one number of micro-batches.
+
+    Attributes:
+        layers: The costs of a micro-batch in each layer, in the order of the stages.
+        driver: The costs of the driver's own part.
+        needs: The bytes of parameters, gradients and optimizer states of each layer.
+        outside: Those of the driver's own part.
+        needs_of: Returns those of each process, the driver last, for the number of layers of each chunk. Parameters
+            that several layers share count once in each process.
+        steps: What the optimizers' steps cost, for each layer.
+        outside_step: The same for the driver's own part.
+        transfer: Seconds to send the output of a layer to another process.
+        microbatches: The number of micro-batches.
+        recomputed: How many of them are recomputed in the backward pass.
+        rows: The number of rows of a batch.
+        input_bytes: The bytes of the input of a micro-batch.
+        has_times: Whether times were measured, or only bytes.
+    """
+
+    layers: Sequence[Layer]
+    driver: DriverPart
+    needs: Sequence[Need]
+    outside: Need
+    needs_of: Callable[[Sequence[int], Placement], Sequence[Need]]
+    steps: Sequence[StepCost]
+    outside_step: StepCost
+    transfer: float
+    microbatches: int
+    recomputed: int
+    rows: int
+    input_bytes: int
+    has_times: bool = True
+
+    def costs(self, *, at_once: bool) -> ModelCosts:
+        """Return the costs for the search; ``at_once``: the driver's own part runs for the whole batch between passes.
+
+        Then it is not among the passes, and there are no gradients of the step before.
+        """
+
+        def held(need: Need) -> float:
+            return float(need.total + (0 if at_once else need.gradients))
+
+        layers = [
+            replace(layer.costs, parameter_bytes=held(need))
+            for layer, need in zip(self.layers, self.needs, strict=True)
+        ]
+        found = ModelCosts(layers, self.transfer, ACTION_SECONDS, driver_parameter_bytes=held(self.outside))
+        return found if at_once else replace(found, driver=self.driver.costs)
+
+
+@dataclass(frozen=True)
+class Process:
+    """What a process of a pipeline holds and does in a step.
+
+    Attributes:
+        layers: The numbers of its layers.
+        need: Bytes of parameters, gradients and optimizer states.
+        activations: The maximum of the bytes that it holds for micro-batches.
+        step: The optimizer's step.
+        earlier_gradients: Bytes of the gradients of the step before, during the passes. Where ``training_step`` runs
+            once per micro-batch, a step collects its gradients beside ``.grad``, which a training loop clears only
+            after ``training_step``; elsewhere the backward passes begin after that.
+    """
+
+    layers: list[int]
+    need: Need
+    activations: int
+    step: StepCost
+    earlier_gradients: int = 0
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The most that the process holds in tensors at once."""
+        return self.need.total + max(self.activations + self.earlier_gradients, self.step.extra_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak of the process's memory, beyond what it takes without a model."""
+        return round((1 + ALLOCATOR_SHARE) * self.tensor_bytes)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """A way to run a pipeline, with its predicted time and memory.
+
+    Attributes:
+        stages: The number of processes.
+        microbatches: The number of micro-batches.
+        schedule: The name of the schedule.
+        chunks_per_stage: The number of chunks of layers of each process.
+        balance: The number of layers of each chunk.
+        processes: What each process holds; the driver is the last one.
+        rows: The number of rows of a batch.
+        seconds: The time of a training step, from the first pass to the end of the optimizer's step; ``None`` if no
+            times were measured.
+        idle: The idle share of all processes during the passes.
+        simulation: The predicted timetable of the passes.
+        memory_limit_bytes: What a process may hold; ``None``: no limit.
+    """
+
+    stages: int
+    microbatches: int
+    schedule: str
+    chunks_per_stage: int
+    balance: list[int]
+    processes: list[Process]
+    rows: int
+    seconds: float | None = None
+    idle: float | None = None
+    simulation: Simulation | None = None
+    memory_limit_bytes: int | None = None
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the process that holds most."""
+        return max(process.peak_bytes for process in self.processes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every process obeys the limit."""
+        return self.memory_limit_bytes is None or self.peak_bytes <= self.memory_limit_bytes
+
+    @property
+    def rows_per_second(self) -> float | None:
+        """How many rows a pipeline trains in a second."""
+        return self.rows / self.seconds if self.seconds else None
+
+    @property
+    def rank(self) -> tuple[bool, float, int]:
+        """The smaller, the better: what fits first, then the time per row, then the peak."""
+        return not self.fits, (self.seconds or 0.0) / self.rows, self.peak_bytes
+
+
+def plan_row(
+    measured: Measured,
+    stages: int,
+    schedule: str,
+    chunks: int,
+    *,
+    balance: Sequence[int] | None = None,
+    memory_limit_bytes: int | None = None,
+    effort: int = EFFORT,
+) -> PlanRow:
+    """Predict time and memory of a schedule.
+
+    Args:
+        measured: What was measured of the model.
+        stages: The number of processes.
+        schedule: The name of the schedule.
+        chunks: The number of chunks of layers of each process.
+        balance: The number of layers of each chunk; found by default: with measured times, the one that takes least
+            time among those that obey the limit; without, the one whose largest process is smallest.
+        memory_limit_bytes: What a process may hold.
+        effort: The number of simulated actions that are spent on the balance.
+    """
+    named = SCHEDULES[schedule]
+    way = _Way(
+        measured,
+        named.table(stages, measured.microbatches, chunks),
+        named.placement(stages, chunks),
+        at_once=schedule == "gpipe",
+        memory_limit_bytes=memory_limit_bytes,
+    )
+    found, simulation = way.balanced(balance, effort)
+    processes = way.processes(found)
+    if balance is None and memory_limit_bytes is not None and _peak(processes) > memory_limit_bytes:
+        found = way.smaller(found)
+        _, simulation = way.balanced(found, effort)
+        processes = way.processes(found)
+    seconds = None
+    if simulation is not None:
+        ranks = rank_of_row(way.placement)
+        ends = [max((simulation.end[step] for step in row), default=0.0) for row in simulation.rows]
+        seconds = max(end + processes[ranks[r]].step.seconds for r, end in enumerate(ends))
+    return PlanRow(
+        stages=stages,
+        microbatches=measured.microbatches,
+        schedule=schedule,
+        chunks_per_stage=chunks,
+        balance=found,
+        processes=processes,
+        rows=measured.rows,
+        seconds=seconds,
+        idle=None if simulation is None else simulation.bubble_fraction,
+        simulation=simulation,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A table with its placement, for a measured model.
+
+    Attributes:
+        measured: What was measured of the model.
+        table: The actions of each process.
+        placement: Which process has which chunks.
+        at_once: Whether the driver's own part runs for the whole batch between forward and backward passes.
+        memory_limit_bytes: What a process may hold.
+    """
+
+    measured: Measured
+    table: Schedule
+    placement: Placement
+    at_once: bool
+    memory_limit_bytes: int | None
+
+    def balanced(self, balance: Sequence[int] | None, effort: int) -> tuple[list[int], Simulation | None]:
+        """Return a balance, found if it is not given, and the simulated batch."""
+        measured, limit = self.measured, self.memory_limit_bytes
+        if not measured.has_times:
+            return list(balance) if balance is not None else _balance_by_size(measured, self.placement.num_stages), None
+        found, simulation = balanced(
+            measured.costs(at_once=self.at_once),
+            self.table,
+            self.placement,
+            balance=balance,
+            memory_limit_bytes=None if limit is None else limit / (1 + ALLOCATOR_SHARE),
+            effort=effort,
+        )
+        return found, _with_driver_between(simulation, measured) if self.at_once else simulation
+
+    def processes(self, balance: Sequence[int]) -> list[Process]:
+        """Return what each process holds and does."""
+        peaks = activation_peaks(self.table, self.placement, balance, self.measured, at_once=self.at_once)
+        return _processes(self.placement, balance, self.measured, peaks, at_once=self.at_once)
+
+    def smaller(self, balance: Sequence[int]) -> list[int]:
+        """Return a balance with a small peak, found by moving one layer after another between chunks."""
+        starts = [list(balance), _balance_by_size(self.measured, self.placement.num_stages)]
+        return min(map(self._descended, starts), key=lambda each: _peak(self.processes(each)))
+
+    def _descended(self, balance: list[int]) -> list[int]:
+        peak, found = _peak(self.processes(balance)), balance
+        while True:
+            peaks = [(_peak(self.processes(each)), each) for each in _neighbours(found)]
+            least, best = min(peaks, default=(peak, found))
+            if least >= peak:
+                return found
+            peak, found = least, best
+
+
+def _peak(processes: Sequence[Process]) -> int:
+    return max(process.peak_bytes for process in processes)
+
+
+def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:
+    """Yield the balances in which one layer has moved from a chunk to another one."""
+    for i, number in enumerate(balance):
+        for j in range(len(balance)):
+            if j != i and number > 1:
+                moved = list(balance)
+                moved[i], moved[j] = moved[i] - 1, moved[j] + 1
+                yield moved
+
+
+def best_row(rows: Sequence[PlanRow]) -> PlanRow:
+    """Return the row that fits and takes least time per row; if none fits, the one with the smallest peak."""
+    best = min(rows, key=lambda row: row.rank)
+    return best if best.fits else min(rows, key=lambda row: row.peak_bytes)
+
+
+def _balance_by_size(measured: Measured, num_chunks: int) -> list[int]:
+    costs = [
+        need.total + layer.held.inner + layer.held.output_size
+        for need, layer in zip(measured.needs, measured.layers, strict=True)
+    ]
+    return partition_costs(costs, num_chunks, last=measured.outside.total + measured.driver.peak_bytes)
+
+
+def rank_of_row(placement: Placement) -> list[int]:
+    """Return the rank of each row of a table: the driver's is the last."""
+    ranks = ranks_of(placement)
+    return [ranks[placement.process_of.index(r)] for r in range(1 + max(placement.process_of))]
+
+
+def _processes(
+    placement: Placement, balance: Sequence[int], measured: Measured, activations: Sequence[float], *, at_once: bool
+) -> list[Process]:
+    ends = [0, *accumulate(balance)]
+    needs = measured.needs_of(balance, placement)
+    processes: dict[int, Process] = {}
+    for r, rank in enumerate(rank_of_row(placement)):
+        layers = [layer for i in placement.stages_of(r) for layer in range(ends[i], ends[i + 1])]
+        steps = [measured.steps[layer] for layer in layers]
+        if r == placement.driver:
+            steps.append(measured.outside_step)
+        step, need = StepCost.of_all(steps), needs[rank]
+        processes[rank] = Process(layers, need, round(activations[r]), step, 0 if at_once else need.gradients)
+    return [processes[rank] for rank in sorted(processes)]
+
+
+def _with_driver_between(simulation: Simulation, measured: Measured) -> Simulation:
+    """Add the driver's own part of a batch: before all forward passes, between them and the backward passes, and after.
+
+    Under ``gpipe`` the stages wait meanwhile.
+    """
+    driver, num = measured.driver.costs, measured.microbatches
+    before, after, last = num * driver.before, num * driver.after, num * driver.before_backward
+
+    def later(step: Step) -> float:
+        return before if step[0] == "F" else before + after
+
+    start = {step: time + later(step) for step, time in simulation.start.items()}
+    end = {step: time + later(step) for step, time in simulation.end.items()}
+    rows = [list(row) for row in simulation.rows]
+    total, row = simulation.total_time + before + after + last, rows[simulation.placement.driver]
+    if before:
+        row.insert(0, UserCode("b", 0))
+        start[row[0]], end[row[0]] = 0.0, before
+    if last:
+        row.append(UserCode("a", 0))
+        start[row[-1]], end[row[-1]] = total - last, total
+    if after:
+        forward = max(step.microbatch for step in row if step[0] == "F")
+        loss = next(step for step in row if isinstance(step, Action) and step[:2] == ("F", forward))
+        end[loss] += after  # as where it runs per micro-batch: at the end of the last stage's forward pass
+    busy = sum(end[step] - start[step] for step in end)
+    idle = 1 - busy / (total * len(rows)) if total else 0.0
+    return replace(simulation, rows=rows, start=start, end=end, total_time=total, bubble_fraction=idle)
+
+
+# Memory
+
+
+@dataclass(frozen=True)
+class _StageBytes:
+    """What a micro-batch takes in a stage, in bytes.
+
+    Attributes:
+        held: What is held from the forward to the backward pass.
+        entry: The input, which is all that is held of a micro-batch that is recomputed.
+        kept: What is held from the input gradients to the weight gradients.
+        forward: What is taken at most in the forward pass.
+        backward: What is taken at most in the backward pass, ``held`` included.
+        output: The size of the output.
+    """
+
+    held: int
+    entry: int
+    kept: float
+    forward: int
+    backward: int
+    output: int
+
+
+def activation_peaks(
+    table: Schedule, placement: Placement, balance: Sequence[int], measured: Measured, *, at_once: bool
+) -> list[float]:
+    """Return the most that each process holds for micro-batches, in the order of the table's rows.
+
+    Args:
+        table: The actions of each process.
+        placement: Which process has which stages.
+        balance: The number of layers of each stage.
+        measured: What a micro-batch takes in each layer.
+        at_once: Whether the driver's own part runs for the whole batch between forward and backward passes.
+    """
+    stages = _stage_bytes(placement, balance, measured)
+    num, last = measured.microbatches, placement.num_stages - 1
+    whole_output = num * stages[last].output
+    peaks = []
+    for r, row in enumerate(table):
+        is_driver = r == placement.driver
+        held = float(num * measured.input_bytes if is_driver else 0)
+        peak, has_gradients = held, False
+        for kind, m, i in row:
+            stage, again = stages[i], m < measured.recomputed
+            if is_driver and at_once and kind != "F" and not has_gradients:
+                peak = max(peak, held + whole_output + num * measured.driver.peak_bytes)
+                held, has_gradients = held + whole_output, True  # the gradient of the whole output
+            if kind == "F":
+                peak = max(peak, held + stage.forward)
+                held += stage.entry if again else stage.held
+                if is_driver and i == last and not at_once:
+                    peak = max(peak, held + stage.output + measured.driver.peak_bytes)
+            elif kind in "BI":
+                now = held + (stage.held if again else 0)
+                peak = max(peak, now - stage.held + stage.backward)
+                held += (stage.kept if kind == "I" else 0) - (stage.entry if again else stage.held)
+            else:
+                held -= stage.kept
+        peaks.append(peak)
+    return peaks
+
+
+def _stage_bytes(placement: Placement, balance: Sequence[int], measured: Measured) -> list[_StageBytes]:
+    stages, ends = [], [0, *accumulate(balance)]
+    every = [layer.held for layer in measured.layers]
+    before = PassBytes()
+    for i, (start, end) in enumerate(pairwise(ends)):
+        layers = every[start:end]
+        is_sent = i == 0 or placement.process_of[i - 1] != placement.process_of[i]
+        held = layers[0].input if is_sent else max(0, layers[0].input - before.output)
+        entry = layers[0].input_size if is_sent else 0
+        forward = backward = 0
+        arrived = max(0, layers[0].input_size - layers[0].input)  # what is dropped after the first layer
+        for layer, following in zip(layers, [*layers[1:], None], strict=True):
+            forward = max(forward, held + arrived + layer.inner + layer.output_size + layer.forward_extra)
+            boundary = max(layer.output, following.input if following is not None else 0)
+            held += layer.inner + boundary
+            backward = max(backward, held + layer.backward_extra)
+            arrived = max(0, layer.output_size - boundary)
+        kept = sum(layer.costs.kept for layer in measured.layers[start:end])
+        before = layers[-1]
+        stages.append(_StageBytes(held, entry, kept, forward, backward, before.output_size))
+    return stages

@@ -1,0 +1,95 @@
+"""A picture of a simulated timetable as SVG: a row of boxes for each process, over an axis of milliseconds.
+
+stage 0  [F0][F1][F2]        [ B0 ][F3][ B1 ] ...
+driver   [b0][F0    ][ B0 ][F1    ][ B1 ] ...
+         0          10          20          30 ms
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from strategies.pipeline.schedule.simulator import Simulation, Step, UserCode
+
+COLOURS = {"F": "#9ecae9", "B": "#f7b6a2", "I": "#fbd38d", "W": "#b7e4c7", "code": "#d5d5d5"}
+WORDS = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradients",
+    "W": "weight gradients",
+    "code": "driver, outside the layers",
+}
+
+_WIDTH, _ROW, _LEFT, _TOP = 1200.0, 34.0, 80.0, 54.0
+_NARROWEST_TEXT = 14.0
+"""A box that is narrower, in pixels, has no number."""
+
+
+def svg(simulation: Simulation, names: Sequence[str], title: str) -> str:
+    """Return the picture as a document of its own.
+
+    Args:
+        simulation: The timetable, in seconds.
+        names: The names of the processes, in the order of the table's rows.
+        title: The title.
+    """
+    total = simulation.total_time or 1.0
+    scale = (_WIDTH - _LEFT - 20.0) / total
+    height = _TOP + _ROW * len(names) + 40.0
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {_WIDTH:.0f} {height:.0f}" font-family="sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        f'<rect class="background" width="{_WIDTH:.0f}" height="{height:.0f}" fill="white"/>',
+        f'<text x="{_LEFT:.0f}" y="18" font-size="14">{escape(title)}</text>',
+        *_legend(simulation),
+    ]
+    for r, (name, row) in enumerate(zip(names, simulation.rows, strict=True)):
+        top = _TOP + _ROW * r
+        parts.append(f'<text x="{_LEFT - 8:.0f}" y="{top + 20:.1f}" text-anchor="end">{escape(name)}</text>')
+        for step in row:
+            left = _LEFT + scale * simulation.start[step]
+            parts.append(_box(step, left, top, scale * (simulation.end[step] - simulation.start[step])))
+    parts += _axis(total, scale, _TOP + _ROW * len(names))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _kind(step: Step) -> str:
+    return "code" if isinstance(step, UserCode) else step.kind
+
+
+def _box(step: Step, left: float, top: float, width: float) -> str:
+    box = (
+        f'<rect x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{_ROW - 6:.0f}" '
+        f'fill="{COLOURS[_kind(step)]}" stroke="#555" stroke-width="0.5"/>'
+    )
+    text = ""
+    if width >= _NARROWEST_TEXT:
+        text = f'<text x="{left + width / 2:.2f}" y="{top + 18:.1f}" text-anchor="middle">{step.microbatch}</text>'
+    return f'<g class="step"><title>{step!r}</title>{box}{text}</g>'
+
+
+def _legend(simulation: Simulation) -> list[str]:
+    kinds = {_kind(step) for row in simulation.rows for step in row}
+    parts, left = [], _LEFT
+    for kind, colour in COLOURS.items():
+        if kind in kinds:
+            parts.append(f'<rect class="legend" x="{left:.0f}" y="28" width="12" height="12" fill="{colour}"/>')
+            parts.append(f'<text x="{left + 17:.0f}" y="38">{WORDS[kind]}</text>')
+            left += 40.0 + 7.0 * len(WORDS[kind])
+    return parts
+
+
+def _axis(total: float, scale: float, top: float) -> list[str]:
+    """Return about ten ticks at round numbers of milliseconds."""
+    rough = 1e3 * total / 10
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    parts = [f'<line x1="{_LEFT}" y1="{top}" x2="{_LEFT + scale * total:.2f}" y2="{top}" stroke="#555"/>']
+    for number in range(int(1e3 * total / step) + 1):
+        x, value = _LEFT + scale * number * step / 1e3, number * step
+        parts.append(f'<line x1="{x:.2f}" y1="{top}" x2="{x:.2f}" y2="{top + 5}" stroke="#555"/>')
+        parts.append(f'<text x="{x:.2f}" y="{top + 19}" text-anchor="middle">{value:g}</text>')
+    return [*parts, f'<text x="{_LEFT + scale * total:.2f}" y="{top + 34}" text-anchor="end">milliseconds</text>']

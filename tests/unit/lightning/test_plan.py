@@ -1,0 +1,457 @@
+"""``trainer.plan``: what is measured, what is refused, and that the model is left unchanged."""
+
+import io
+import json
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from strategies import RPCSequentialStrategy
+from strategies.lightning import plan
+from strategies.lightning.plan import PlanTable
+from trainer import Trainer
+from trainer.plan_report import strategy_block, why_best, yaml_of
+
+WIDTH, BLOCKS, ROWS, FLOAT = 8, 4, 16, 4
+LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * FLOAT
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "BUDGET_SECONDS", 0.01)
+
+
+class Data(pl.LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(TensorDataset(torch.randn(3 * ROWS, WIDTH), torch.zeros(3 * ROWS)), batch_size=ROWS)
+
+
+class Model(pl.LightningModule):
+    """Layers and a head outside; counts the steps."""
+
+    def __init__(self, example: bool = False) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.rows: list[int] = []
+        if example:
+            self.example_input_array = torch.rand(ROWS, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.sequential_module(x))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        self.rows.append(len(x))
+        loss = (self(x).mean(1) - y).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+        steps = int(self.trainer.estimated_stepping_batches)
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps)]
+
+
+class Late(Model):
+    """Builds its layers in ``configure_model``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.sequential_module
+        self.example_input_array = torch.rand(ROWS, WIDTH)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "sequential_module"):
+            self.sequential_module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS)))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class Llama(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        shape = {"vocab_size": 50, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 4}
+        self.net = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=2, max_position_embeddings=32))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(input_ids=batch, labels=batch).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+def trainer_with(devices: int = 2, **settings: Any) -> Trainer:
+    return Trainer(
+        accelerator="cpu", devices=devices, strategy=RPCSequentialStrategy(**settings), logger=False, max_epochs=1
+    )
+
+
+def planned(model: pl.LightningModule, data: Any = None, *, settings: Any = None, **choices: Any) -> PlanTable:
+    with redirect_stdout(io.StringIO()):
+        return trainer_with(**(settings or {})).plan(model, data, **choices)
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[PlanTable]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "BUDGET_SECONDS", 0.01)
+        yield planned(Model(), Data(), microbatches=[2, 4], memory_limit_bytes=10**6)
+
+
+def test_rows_for_everything(table: PlanTable) -> None:
+    found = {(row.stages, row.microbatches, row.schedule) for row in table.rows}
+    names = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half")
+    assert found == {(2, number, name) for number in (2, 4) for name in names} and len(table.rows) == len(found)
+    for row in table.rows:
+        assert row.seconds is not None and row.seconds > 0 and row.idle is not None and 0 <= row.idle < 1
+        assert row.rows == ROWS and sum(row.balance) == BLOCKS
+        assert len(row.balance) == row.stages * row.chunks_per_stage
+        *_, driver = row.processes
+        assert sum(len(process.layers) for process in row.processes) == BLOCKS
+        for process in row.processes:
+            number = len(process.layers) + (process is driver)
+            assert process.need.parameters == process.need.gradients == number * LAYER_BYTES
+            assert process.need.states == 2 * number * LAYER_BYTES
+            assert process.activations > 0 and process.step.seconds > 0
+    assert table.best.seconds == min(row.seconds or 0.0 for row in table.rows)
+    assert table.measured_on == f"training_step on a batch of {ROWS} rows" and table.notes == []
+
+
+def test_the_model_is_left_unchanged() -> None:
+    model, trainer = Model(), trainer_with()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+    with redirect_stdout(io.StringIO()):
+        trainer.plan(model, Data(), microbatches=2, schedules="1f1b")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "log" not in vars(model) and model._trainer is None
+    assert trainer.lightning_module is None and trainer.strategy.optimizers == []
+
+
+def test_the_microbatches_of_a_sweep_divide_the_rows() -> None:
+    rows = planned(Late(), schedules="gpipe").rows
+    assert [row.microbatches for row in rows] == [2, 4, 8, 16]
+
+
+def test_the_settings_of_the_strategy_hold() -> None:
+    settings = {"balance": [3, 1], "chunks_per_stage": 1, "schedule": "zb-h1", "checkpoint": "never"}
+    table = planned(Model(), Data(), settings=settings, microbatches=4)
+    balances = {row.schedule: row.balance for row in table.rows}
+    assert balances["1f1b"] == balances["gpipe"] == balances["zb-h1"] == [3, 1]
+    assert len(balances["zbv"]) == 4  # the given one is for two chunks
+    even = planned(Model(), Data(), settings={"balance": "even"}, microbatches=4)
+    assert {tuple(row.balance) for row in even.rows} == {(2, 2), (1, 1, 1, 1)}
+    checkpointed = planned(Model(), Data(), microbatches=4, schedules="gpipe").best
+    kept = next(row for row in table.rows if row.schedule == "gpipe")
+    assert checkpointed.processes[0].activations < kept.processes[0].activations
+
+
+def test_schedules_with_too_many_chunks_are_left_out() -> None:
+    table = planned(Model(), Data(), stages=[3], microbatches=2)
+    assert {row.schedule for row in table.rows} == {"gpipe", "1f1b", "zb-h1"}
+    assert table.notes[0] == ("interleaved with 3 stages is left out: its 6 chunks need a layer each, and there are 4.")
+
+
+def test_a_model_of_hugging_face_needs_no_input() -> None:
+    table = planned(Llama(), microbatches=[2], schedules=["1f1b", "gpipe"])
+    assert sum(table.best.balance) == 4 and table.best.rows == 4
+    assert table.measured_on == "an input made from the configuration, with 2 rows for each micro-batch"
+
+
+def test_without_memory_there_are_bytes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        table = planned(Late(), microbatches=[4], schedules=["gpipe", "zbv"])
+    assert all(row.seconds is None for row in table.rows)
+    assert {sum(process.need.parameters for process in row.processes) for row in table.rows} == {5 * LAYER_BYTES}
+    assert "there are no times, because" in table.notes[-1]
+    real = planned(Late(), microbatches=[4], schedules=["gpipe"])
+    assert real.best.seconds is not None
+    monkeypatch.setattr(plan, "room_on_host", lambda: type("Room", (), {"size_bytes": 1000}))
+    late = Late()
+    large = planned(late, microbatches=[4], schedules=["gpipe"], stages=2)
+    assert large.best.seconds is None and not hasattr(late, "sequential_module")
+    assert [process.activations for process in large.best.processes] == [
+        process.activations for process in next(row for row in table.rows if row.schedule == "gpipe").processes
+    ]
+
+
+class Unusual(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise RuntimeError("needs a running loop")
+
+
+def test_a_training_step_that_cannot_be_measured() -> None:
+    reason = r"Unusual\.training_step cannot be measured by itself \(RuntimeError: needs a running loop\)"
+    with pytest.raises(MisconfigurationException, match=rf"{reason}\. Set `self\.example_input_array`"):
+        planned(Unusual(), Data(), microbatches=2)
+    model = Unusual(example=True)
+    model.example_input_array = torch.rand(4, WIDTH)
+    table = planned(model, Data(), schedules="1f1b")
+    assert re.match(f"{reason}, so forward is", table.notes[0])
+    assert {(row.microbatches, row.rows) for row in table.rows} == {(2, 4), (4, 4)}  # those of the example
+
+
+class Manual(Model):
+    def __init__(self) -> None:
+        super().__init__(example=True)
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ({"schedules": ["1f2b"]}, r"Unknown schedule '1f2b'; did you mean '1f1b'\?"),
+        ({"schedules": "auto"}, "schedules names 'auto', but a plan compares the schedules that .* gpipe, 1f1b"),
+        ({"schedules": []}, "schedules is empty"),
+        ({"stages": 5}, "stages=5, but 'sequential_module' has 4 layers"),
+        ({"stages": 1}, "stages must be whole numbers of at least 2, got 1"),
+        ({"stages": []}, r"stages must be whole numbers of at least 2, got \[\]"),
+        ({"microbatches": 0}, "microbatches must be whole numbers of at least 1, got 0"),
+        ({"microbatches": [4, 32]}, "microbatches=32, but the batch has 16 rows"),
+        ({"memory_limit_bytes": -1}, "memory_limit_bytes must be whole numbers of at least 1, got -1"),
+        ({"stages": 3, "schedules": "zbv"}, "has 4 layers, too few for zbv with 3 stages"),
+        ({"json": "no/such/folder.json"}, r"json='no/such/folder.json': there is no folder"),
+        ({"picture": "picture.png"}, "picture='picture.png' must end with '.svg'"),
+    ],
+)
+def test_refusals(choices: dict[str, Any], message: str) -> None:
+    with pytest.raises(MisconfigurationException, match=message):
+        planned(Model(), Data(), **choices)
+
+
+def test_refusals_of_models() -> None:
+    with pytest.raises(MisconfigurationException, match="A plan measures the layers, which needs an input: give a"):
+        planned(Model())
+    with pytest.raises(MisconfigurationException, match=r"schedule='1f1b' runs training_step once per micro-batch"):
+        planned(Manual(), Data(), schedules="1f1b")
+    with pytest.raises(MisconfigurationException, match=r"balance sum: 2 does not match .* length: 4"):
+        planned(Model(), Data(), settings={"balance": [1, 1]})
+    other = Trainer(accelerator="cpu", devices=1, logger=False)
+    with pytest.raises(MisconfigurationException, match=r"is SingleDeviceStrategy\. Set strategy='rpc_seq"):
+        other.plan(Model(), Data())
+
+
+def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures, picture = tmp_path / "plan.json", tmp_path / "plan.svg"
+    table = trainer_with().plan(
+        Model(), Data(), microbatches=4, schedules=["1f1b", "zbv"], json=str(figures), picture=str(picture)
+    )
+    found = json.loads(figures.read_text())
+    assert [row["schedule"] for row in found["rows"]] == ["1f1b", "zbv"]
+    assert found["rows"][found["best"]]["step_seconds"] == table.best.seconds
+    assert found["strategy"] == strategy_block(table, table.best)
+    names = [process["name"] for process in found["rows"][0]["processes"]]
+    assert names == ["stage 0", "driver"]
+    assert found["rows"][0]["processes"][1]["parameters_bytes"] == table.rows[0].processes[1].need.parameters
+    space = "{http://www.w3.org/2000/svg}"
+    boxes = [each for each in ElementTree.parse(picture).iter(f"{space}g") if each.get("class") == "step"]
+    assert table.best.simulation is not None
+    assert len(boxes) == len(table.best.simulation.start)
+    said = capsys.readouterr().out
+    assert "does not fit" not in said and "\nBest: " in said and yaml_of(table, table.best) in said
+
+
+def test_what_does_not_fit_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer_with().plan(Model(), Data(), microbatches=4, schedules=["1f1b"], memory_limit_bytes=100)
+    said = capsys.readouterr().out
+    assert said.count("does not fit") == 2
+    assert "the smallest peak, but nothing fits into the limit of 0.0 MiB" in said
+
+
+@pytest.mark.parametrize("place", range(12))
+def test_the_yaml_gives_the_row(table: PlanTable, place: int) -> None:
+    row = table.rows[place]
+    arguments = yaml.safe_load(yaml_of(table, row))["trainer"]["strategy"]["init_args"]
+    assert f"balance: {row.balance}\n" in yaml_of(table, row)
+    strategy = RPCSequentialStrategy(**arguments)
+    tables = strategy._given_settings.timetables(row.stages)
+    assert strategy.balance == row.balance and strategy._given_settings.microbatches == row.microbatches
+    assert tables.placement.num_stages == row.stages * row.chunks_per_stage
+    assert strategy._given_settings.schedule == row.schedule
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"schedule": "auto", "microbatches": "auto", "max_microbatches": 8, "memory_limit_bytes": 10**9},
+        {"schedule": "interleaved", "chunks_per_stage": 2},
+        {"schedule": "1f1b", "loss_weight": "tokens"},
+        {"pipelined_backward": False},
+    ],
+    ids=lambda given: next(iter(given.values())),
+)
+def test_the_yaml_can_follow_the_configuration_that_was_planned(given: dict[str, Any]) -> None:
+    table = planned(Model(), Data(), settings=given, microbatches=2)
+    assert ("gpipe" in {row.schedule for row in table.rows}) == ("loss_weight" not in given)
+    for row in table.rows:
+        merged = RPCSequentialStrategy(
+            **{**given, **strategy_block(table, row)["init_args"]}
+        )  # as the command line does
+        assert merged._given_settings.schedule == row.schedule and merged.balance == row.balance
+        tables = merged._given_settings.timetables(row.stages)
+        assert tables.placement.num_stages == row.stages * row.chunks_per_stage
+
+
+class Usual(Model):
+    """What a step may do under Lightning: call arguments, optimizers, loggers, transfers, attributes of ``setup``."""
+
+    def setup(self, stage: str) -> None:
+        self.scale = 2.0
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "tail"):
+            rates = [float(rate) for rate in torch.linspace(0, 0.1, 3)]  # which the meta device cannot give
+            self.tail = nn.Sequential(*map(nn.Dropout, rates), nn.Linear(WIDTH, int(4 * self.scale)))
+            assert self.trainer.max_epochs == 1
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [batch[0].to(self.dtype) * self.scale, batch[1]]
+
+    def training_step(self, batch: list[Tensor], *numbers: int) -> Tensor:
+        assert self.scale == 2.0 and numbers == (0,)
+        self.log("lr", self.optimizers().param_groups[0]["lr"])
+        self.lr_schedulers().get_last_lr()
+        self.logger.log_metrics({"x": 1.0})
+        return (self.tail(self(batch[0])).mean(1) - batch[1]).square().mean()
+
+
+def test_what_a_step_may_do(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=RPCSequentialStrategy(module="sequential_module"),
+        logger=CSVLogger(tmp_path),
+        max_epochs=1,
+    )
+    model, data = Usual(), Data()
+    with redirect_stdout(io.StringIO()):
+        table = trainer.plan(model, data, microbatches=2, schedules="1f1b")
+    assert table.notes == [] and table.measured_on == f"training_step on a batch of {ROWS} rows"
+    assert not any(tmp_path.rglob("*.csv")) and isinstance(trainer.logger, CSVLogger)
+    assert not hasattr(model, "tail") and trainer.datamodule is None and data.trainer is None
+    loader = data.train_dataloader()
+    with redirect_stdout(io.StringIO()):
+        assert trainer.plan(model, loader, microbatches=2, schedules="1f1b").measured_on == table.measured_on
+
+
+def test_activations_follow_the_precision() -> None:
+    def kept(**precision: str) -> int:
+        trainer = Trainer(
+            accelerator="cpu", devices=2, strategy=RPCSequentialStrategy(checkpoint="never"), logger=False, **precision
+        )
+        with redirect_stdout(io.StringIO()):
+            return trainer.plan(Late(), microbatches=4, schedules="gpipe").best.processes[0].activations
+
+    assert kept(precision="bf16-true") < kept(precision="bf16-mixed") < kept() < kept(precision="64-true")
+
+
+class Tied(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.sequential_module:
+            layer.weight = self.head.weight
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+def test_tied_parameters_count_once_in_a_process_and_their_states_in_one() -> None:
+    bias, weight = WIDTH * FLOAT, WIDTH * WIDTH * FLOAT
+    for row in planned(Tied(), Data(), microbatches=2).rows:
+        worker, driver = (process.need for process in row.processes)
+        layers = [len(process.layers) for process in row.processes]
+        assert worker.parameters == weight + layers[0] * bias and driver.parameters == weight + (layers[1] + 1) * bias
+        assert worker.states + driver.states == 2 * (weight + (BLOCKS + 1) * bias)
+
+
+class Backwards(Model):
+    """Calls its blocks from the last to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.sequential_module
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)])
+        self.example_input_array = torch.rand(ROWS, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return self.head(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_blocks_that_are_called_in_reverse() -> None:
+    first = (2 * WIDTH * WIDTH + WIDTH) * FLOAT
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = Backwards()
+        row = planned(model, settings={"balance": [1, 2]}, microbatches=2, schedules="1f1b").best
+        assert [process.need.parameters for process in row.processes] == [first, 3 * LAYER_BYTES]
+
+
+class Sparse(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module.insert(0, nn.Embedding(10, WIDTH, sparse=True))
+        self.example_input_array = torch.zeros(ROWS, dtype=torch.long)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_sparse_gradients() -> None:
+    assert planned(Sparse(), microbatches=2, schedules="1f1b").notes == []
+
+
+class Foreach(Late):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), foreach=True)
+
+
+def test_a_step_over_lists_of_tensors_takes_memory_for_all_of_them() -> None:
+    one, several = (
+        planned(model, microbatches=2, schedules="1f1b", settings={"balance": [1, 3]}).best.processes
+        for model in (Late(), Foreach())
+    )
+    assert one[0].step.extra_bytes == one[1].step.extra_bytes
+    assert several[1].step.extra_bytes == 4 * several[0].step.extra_bytes  # with the head
+
+
+def test_inputs_that_were_made_have_different_batches() -> None:
+    table = planned(Llama(), microbatches=[2, 4], schedules="gpipe")
+    assert [row.rows for row in table.rows] == [4, 8]
+    assert table.best.rows_per_second == max(row.rows_per_second or 0.0 for row in table.rows)
+    assert "longer per row" in why_best(table)
+
+
+def test_labels_are_not_what_a_stage_keeps_of_a_recomputed_microbatch() -> None:
+    class Labels(pl.LightningDataModule):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(TensorDataset(torch.randn(ROWS, WIDTH), torch.zeros(ROWS, 1000)), batch_size=ROWS)
+
+    class Wide(Late):
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            return (self(batch[0]).mean(1, keepdim=True) - batch[1]).square().mean()
+
+    choices: dict[str, Any] = {"microbatches": 4, "schedules": "gpipe", "settings": {"checkpoint": "always"}}
+    worker, driver = planned(Wide(), Labels(), **choices).best.processes
+    assert worker.activations < ROWS * WIDTH * FLOAT * BLOCKS * 4 < driver.activations

@@ -1,0 +1,179 @@
+"""Rows of a plan: times are the simulator's, bytes are those that one computes by hand."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, islice, pairwise
+from typing import Any
+
+import pytest
+
+from strategies.optim.trial import StepCost
+from strategies.pipeline.partition.action_costs import ACTION_SECONDS, DriverPart, Layer
+from strategies.pipeline.partition.memory import Need
+from strategies.pipeline.partition.plan_rows import Measured, PlanRow, activation_peaks, best_row, plan_row
+from strategies.pipeline.partition.profiling import PassBytes
+from strategies.pipeline.schedule.search import LayerCosts
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, simulate
+from strategies.pipeline.schedule.tables import SCHEDULES, Placement
+from strategies.pipeline.schedule.timetable import ranks_of
+
+FORWARD, BACKWARD, TRANSFER = 0.010, 0.020, 0.001
+HELD = PassBytes(inner=100, input=10, input_size=10, output=0, output_size=10, forward_extra=5, backward_extra=30)
+NAMES = tuple(SCHEDULES)
+
+
+def needs_of(needs: Sequence[Need], balance: Sequence[int], placement: Placement) -> list[Need]:
+    """Without layers that share parameters: sums, with the driver's own part."""
+    found, layers = [Need()] * (max(ranks_of(placement)) + 1), iter(needs)
+    for rank, number in zip(ranks_of(placement), balance, strict=True):
+        found[rank] = sum(islice(layers, number), found[rank])
+    return [*found[:-1], found[-1] + Need(8, 8, 16)]
+
+
+def measured(
+    microbatches: int = 4,
+    *,
+    layers: int = 4,
+    driver: DriverCosts | None = None,
+    driver_peak: int = 0,
+    recomputed: int = 0,
+    **settings: Any,
+) -> Measured:
+    """Equal layers, each with 8 bytes of parameters and of gradients and 16 of states; the driver has as much."""
+    costs = LayerCosts(FORWARD, BACKWARD / 2, BACKWARD / 2, BACKWARD, activation_bytes=110, kept_bytes=40)
+    defaults: dict[str, Any] = {
+        "layers": [Layer(costs, 10, HELD)] * layers,
+        "driver": DriverPart(driver or DriverCosts(), 0.0, driver_peak),
+        "needs": [Need(8, 8, 16)] * layers,
+        "outside": Need(8, 8, 16),
+        "needs_of": partial(needs_of, settings.get("needs", [Need(8, 8, 16)] * layers)),
+        "steps": [StepCost(0.002, 3)] * layers,
+        "outside_step": StepCost(0.002, 4),
+        "transfer": TRANSFER,
+        "microbatches": microbatches,
+        "recomputed": recomputed,
+        "rows": 16,
+        "input_bytes": 10,
+    }
+    return Measured(**{**defaults, **settings})
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "gpipe"])
+def test_times_are_those_of_the_simulator(name: str) -> None:
+    named, driver = SCHEDULES[name], DriverCosts(0.001, 0.003, 0.002)
+    chunks = named.chunks[1]
+    row = plan_row(measured(driver=driver), 2, name, chunks, balance=[4 // (2 * chunks)] * 2 * chunks)
+    layers = 4 // (2 * chunks)
+    costs = Costs(
+        forward=layers * FORWARD + ACTION_SECONDS,
+        backward=layers * BACKWARD + ACTION_SECONDS,
+        input_grad=layers * BACKWARD / 2 + ACTION_SECONDS,
+        weight_grad=layers * BACKWARD / 2 + ACTION_SECONDS,
+        transfer=TRANSFER,
+        driver=driver,
+    )
+    simulation = simulate(named.table(2, 4, chunks), costs)
+    ends = [max(simulation.end[step] for step in own) for own in simulation.rows]
+    steps = [0.002 * 2] * 2
+    steps[simulation.placement.driver] += 0.002
+    assert row.seconds == pytest.approx(max(end + step for end, step in zip(ends, steps, strict=True)))
+    assert row.idle == pytest.approx(simulation.bubble_fraction)
+    assert row.rows_per_second == pytest.approx(16 / (row.seconds or 0.0))
+
+
+def test_under_gpipe_the_stages_wait_for_the_driver() -> None:
+    driver = DriverCosts(0.001, 0.003, 0.002)
+    without, row = plan_row(measured(), 2, "gpipe", 1), plan_row(measured(driver=driver), 2, "gpipe", 1)
+    assert row.simulation is not None and without.simulation is not None
+    assert row.simulation.total_time == pytest.approx(without.simulation.total_time + 4 * 0.006)
+    busy = 4 * (4 * (FORWARD + BACKWARD) + 2 * 2 * ACTION_SECONDS + 0.006)
+    assert row.idle == pytest.approx(1 - busy / (2 * row.simulation.total_time))
+    for own in row.simulation.rows:  # no two steps of a process at once
+        times = sorted((row.simulation.start[step], row.simulation.end[step]) for step in own)
+        assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(times))
+
+
+def test_bytes_of_every_process() -> None:
+    row = plan_row(measured(), 2, "1f1b", 1, balance=[3, 1])
+    worker, driver = row.processes
+    assert (worker.layers, driver.layers) == ([0, 1, 2], [3])
+    assert (worker.need, driver.need) == (Need(24, 24, 48), Need(16, 16, 32))
+    # A layer keeps 100 and its input, 10; of stage 0 two micro-batches; 30 more in the backward pass.
+    assert worker.activations == 2 * 330 + 30
+    assert driver.activations == 4 * 10 + 110 + 30  # its batch
+    assert (
+        worker.tensor_bytes == 96 + 690 + 24 and driver.tensor_bytes == 64 + 180 + 16
+    )  # and the last step's gradients
+    assert [process.earlier_gradients for process in plan_row(measured(), 2, "gpipe", 1).processes] == [0, 0]
+    assert (worker.step.seconds, driver.step.seconds) == (pytest.approx(0.006), pytest.approx(0.004))
+    assert (worker.step.extra_bytes, driver.step.extra_bytes) == (3, 4)
+
+
+def peaks(name: str, balance: Sequence[int], **settings: Any) -> list[float]:
+    named = SCHEDULES[name]
+    chunks = named.chunks[1]
+    known = measured(**settings)
+    return activation_peaks(
+        named.table(2, known.microbatches, chunks),
+        named.placement(2, chunks),
+        balance,
+        known,
+        at_once=name == "gpipe",
+    )
+
+
+def test_peaks_follow_the_schedule() -> None:
+    assert peaks("gpipe", [2, 2]) == [4 * 220 + 30, 40 + 4 * 220 + 4 * 10 + 30]  # the gradient of the whole output
+    assert peaks("1f1b", [2, 2], microbatches=8) == [2 * 220 + 30, 80 + 220 + 30]
+    assert peaks("gpipe", [2, 2], driver_peak=200)[1] == 40 + 4 * 220 + 40 + 4 * 200
+    assert peaks("1f1b", [2, 2], driver_peak=200)[1] == 40 + 220 + 10 + 200
+    driver, worker = peaks("zbv", [1, 1, 1, 1])
+    assert driver > worker  # which has the first and the last chunk, and the batch
+    assert peaks("v-half", [1, 1, 1, 1], microbatches=8)[1] < peaks("zbv", [1, 1, 1, 1], microbatches=8)[1]
+
+
+def test_recomputed_microbatches_keep_their_input_only() -> None:
+    always, last = peaks("gpipe", [2, 2], recomputed=4), peaks("gpipe", [2, 2], recomputed=3)
+    assert always[0] == 3 * 10 + 220 + 30 + 10  # the inputs of all four, and one micro-batch again
+    assert last[0] == 3 * 10 + 220 + 30
+    assert peaks("gpipe", [2, 2])[0] > always[0]
+
+
+def test_a_limit_changes_the_balance_or_marks_the_row() -> None:
+    large = [Need(1000, 1000, 2000), *[Need(8, 8, 16)] * 3]
+    free = plan_row(measured(needs=large), 2, "1f1b", 1)
+    assert free.balance == [2, 2] and free.fits
+    limited = plan_row(measured(needs=large), 2, "1f1b", 1, memory_limit_bytes=6360)
+    assert limited.balance == [1, 3] and limited.fits
+    tight = plan_row(measured(needs=large), 2, "1f1b", 1, memory_limit_bytes=4800)
+    assert not tight.fits and tight.peak_bytes > 4800
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_balance_that_fits_is_found(schedule: str) -> None:
+    sizes = [100, 900, 200, 700, 300, 400, 1200, 100]
+    model = measured(layers=8, needs=[Need(size, size, 2 * size) for size in sizes], steps=[StepCost(0.002)] * 8)
+    chunks = SCHEDULES[schedule].chunks[1]
+    every = [
+        plan_row(model, 2, schedule, chunks, balance=[b - a for a, b in pairwise([0, *cuts, 8])]).peak_bytes
+        for cuts in combinations(range(1, 8), 2 * chunks - 1)
+    ]
+    assert plan_row(model, 2, schedule, chunks, memory_limit_bytes=min(every)).peak_bytes == min(every)
+
+
+def test_without_times() -> None:
+    row = plan_row(measured(has_times=False, needs=[Need(900), Need(0), Need(0), Need(0)]), 2, "1f1b", 1)
+    assert row.balance == [1, 3]
+    assert row.seconds is row.idle is row.rows_per_second is row.simulation is None
+
+
+def test_the_best_row() -> None:
+    row = plan_row(measured(), 2, "1f1b", 1)
+    slow, fast = replace(row, seconds=2.0), replace(row, seconds=1.0)
+    assert best_row([slow, fast]) is fast
+    too_large = replace(fast, memory_limit_bytes=1)
+    assert best_row([slow, too_large]) is slow
+    assert best_row([too_large]) is too_large
+    small: PlanRow = replace(row, seconds=None, processes=row.processes[1:])
+    assert best_row([replace(row, seconds=None), small]) is small

@@ -1,0 +1,37 @@
+"""The picture of a timetable: well-formed, with a box for every step of every process, where the simulator has it."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from strategies.pipeline.schedule.picture import svg
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, simulate
+from strategies.pipeline.schedule.tables import SCHEDULES
+
+SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def steps_of(document: str) -> list[ElementTree.Element]:
+    return [group for group in ElementTree.fromstring(document).iter(f"{SPACE}g") if group.get("class") == "step"]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_box_for_every_step(name: str) -> None:
+    named = SCHEDULES[name]
+    costs = Costs(0.01, 0.02, 0.01, 0.01, driver=DriverCosts(0.001, 0.002, 0.001))
+    simulation = simulate(named.table(2, 4, named.chunks[1]), costs)
+    steps = steps_of(svg(simulation, ["stage 0", "driver"], "<title> & more"))
+    assert sorted(step.findtext(f"{SPACE}title", "") for step in steps) == sorted(map(repr, simulation.start))
+
+
+def test_boxes_lie_where_the_simulator_has_them() -> None:
+    simulation = simulate(SCHEDULES["1f1b"].table(2, 2, 1), Costs(1.0, 2.0))
+    boxes = {}
+    for step in steps_of(svg(simulation, ["stage 0", "driver"], "")):
+        box = step.find(f"{SPACE}rect")
+        assert box is not None
+        boxes[step.findtext(f"{SPACE}title")] = (float(box.get("x", "")), float(box.get("width", "")), box.get("y"))
+    origin, unit, top = boxes["0F0"]
+    assert boxes["1F0"][0] == pytest.approx(origin + unit, abs=0.02)
+    assert boxes["1B0"][:2] == (pytest.approx(origin + 2 * unit, abs=0.02), pytest.approx(2 * unit, abs=0.02))
+    assert boxes["0B1"][2] == top != boxes["1B0"][2]
