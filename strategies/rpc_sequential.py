@@ -52,7 +52,7 @@ from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
-from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch
+from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch, num_gradient_sets
 from strategies.lightning.plan import PipelineOptions, PlanChoices, PlanTable, plan_table
 from strategies.lightning.planning import (
     DEFAULT_MICROBATCHES,
@@ -154,7 +154,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             number that may be chosen (default: 2).
         max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
         memory_limit_bytes: With ``schedule="auto"``, what each process may hold of activations and of parameters, which
-            count four times, as with Adam and its gradients. Default: no limit.
+            count four times, as with Adam and its gradients; five times where a run holds two sets of
+            gradients (``docs/decisions/098-two-sets-of-gradients.md``). Default: no limit.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
@@ -366,7 +367,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 gathers_on_end=built_here if self._gathers_on_end is None else self._gathers_on_end,
             )
             placement = Placement.of(model, pipeline.stages, self.devices, self.stages_on_host())
-            check_memory(placement, optimizers, num_shares=self.world_size if self._divides_states else 1)
+            check_memory(
+                placement,
+                optimizers,
+                num_shares=self.world_size if self._divides_states else 1,
+                gradient_sets=num_gradient_sets(trainer, model, optimizers) if self._settings.interleaves else 1,
+            )
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
 
@@ -432,11 +438,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             "in_reverse": self._is_reversed,
         }
         if settings.is_auto:
-            if planned is None or not fits(planned, num_stages, len(module), given, settings, self._choices):
+            sets = num_gradient_sets(model.trainer, model) if fitting else 1
+            if planned is None or not fits(planned, num_stages, len(module), given, settings, self._choices, sets):
                 planned = None
                 if fitting and num_stages > 1:
                     planned = find_schedule(
-                        model, module, given=given, settings=settings, choices=self._choices, **measuring
+                        model,
+                        module,
+                        given=given,
+                        settings=settings,
+                        choices=self._choices,
+                        gradient_sets=sets,
+                        **measuring,
                     )
                     planned = self._planned = self.broadcast(planned)
             if planned is not None:

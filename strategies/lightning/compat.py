@@ -111,6 +111,7 @@ CombinedLoader = pl.utilities.combined_loader.CombinedLoader
 DataHooks = pl.core.hooks.DataHooks
 DummyLogger = pl.loggers.logger.DummyLogger
 DoublePrecision = pl.plugins.precision.DoublePrecision
+GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
 LearningRateFinder = pl.callbacks.LearningRateFinder
 LightningDataModule = pl.LightningDataModule
 LightningEnvironment = fabric.plugins.environments.LightningEnvironment

@@ -5,7 +5,7 @@ or by other weights (:mod:`.loss_weights`). For a loss that is a mean over rows,
 the whole batch.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from strategies.lightning.compat import (
+    Callback,
     ClosureResult,
+    GradientAccumulationScheduler,
     LightningModule,
     MisconfigurationException,
     Precision,
@@ -29,6 +32,7 @@ from strategies.lightning.loss_weights import LossWeights, warn_of_ignored_label
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.per_microbatch import Shares
 from strategies.pipeline.microbatch.split import split_batch
+from strategies.pipeline.optim.optimizers import clears_as_torch_does
 from strategies.pipeline.stage.layers import PassContext
 
 _collector: ContextVar[Collect | None] = ContextVar("collector of what one micro-batch logs", default=None)
@@ -82,8 +86,8 @@ class TrainingStepPerMicrobatch:
             warn_of_ignored_labels(parts, sizes)
         weights: Sequence[float] = sizes
         shares: Callable[[], Shares] = Shares
+        trainer = self._model.trainer
         if self.loss_weights is not None:
-            trainer = self._model.trainer
             if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:  # Lightning clears the gradients then
                 self.loss_weights.begin_step()
             weights = self.loss_weights.of(parts)
@@ -107,6 +111,9 @@ class TrainingStepPerMicrobatch:
         with self._precision.train_step_context():
             context = PassContext.capture(self._pipeline.device.type)
         codes = [partial(step, m) for m in range(len(parts))]
+        if num_gradient_sets(trainer, self._model, trainer.optimizers) == 1:
+            for optimizer in trainer.optimizers:  # Lightning does so after the pass, when there would be two sets
+                optimizer.zero_grad()
         loss = self._pipeline.interleave(codes, _normalised(weights, sizes), context, scale, shares)
         with context.entered(grad=True):
             logs.log_to(self._model)
@@ -123,6 +130,35 @@ def _normalised(weights: Sequence[float], sizes: Sequence[int]) -> list[float]:
         if total := sum(known):
             return [weight / total for weight in known]
     raise AssertionError("a batch has at least one micro-batch")
+
+
+def num_gradient_sets(trainer: Any, model: LightningModule, optimizers: Iterable[Optimizer] = ()) -> int:
+    """Return how many sets of gradients a process holds during a pass that runs within ``training_step``.
+
+    Lightning clears the gradients of the last step after ``training_step``, when such a pass has made new ones. If
+    nobody can look at them until then, they are cleared before the pass, and there is one set. There are two
+
+    * where gradients are accumulated, since those of earlier batches stay;
+    * where the model or a callback overrides ``on_before_zero_grad``, or the model ``optimizer_zero_grad``;
+    * where an optimizer has a ``zero_grad`` of its own.
+
+    Args:
+        trainer: The Trainer.
+        model: The model.
+        optimizers: The optimizers; without them, they count as torch's.
+    """
+    accumulates = trainer.accumulate_grad_batches > 1 or any(
+        isinstance(callback, GradientAccumulationScheduler) and callback.going_to_accumulate_grad_batches()
+        for callback in trainer.callbacks
+    )
+    hooks = [
+        (model.on_before_zero_grad, LightningModule.on_before_zero_grad),
+        (model.optimizer_zero_grad, LightningModule.optimizer_zero_grad),
+        *((callback.on_before_zero_grad, Callback.on_before_zero_grad) for callback in trainer.callbacks),
+    ]
+    # A hook may be any callable, also one that Lightning's is_overridden does not take.
+    is_seen = any(getattr(hook, "__func__", None) is not original for hook, original in hooks)
+    return 1 if not (accumulates or is_seen) and all(map(clears_as_torch_does, optimizers)) else 2
 
 
 def split_for(model: Any, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from strategies.common.names import did_you_mean
 from strategies.common.patching import unchanged
-from strategies.common.trees import tensors_in
 from strategies.launch.limits import room_on_host
 from strategies.launch.workers import share_of_threads
 from strategies.lightning.checks import as_misconfiguration, check_automatic_optimization, check_loss_weight
@@ -41,8 +40,8 @@ from strategies.lightning.compat import (
 )
 from strategies.lightning.hooks import collect_logs
 from strategies.lightning.partitioning import FoundExample, find_example, find_module, find_path, is_reversed, measuring
-from strategies.lightning.per_microbatch import split_for
-from strategies.lightning.planning import measure_actions
+from strategies.lightning.per_microbatch import num_gradient_sets, split_for
+from strategies.lightning.planning import input_bytes, measure_actions
 from strategies.optim.trial import StepCost, StepCosts, check_divisible
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.action_costs import DriverPart, Layer, model_costs
@@ -581,7 +580,6 @@ class _Plan:
             stages = cut(self._module, balance, ranks_of(placement), is_reversed=in_reverse)
             return needs_of(stages, self._outside, sizes)
 
-        all_bytes = sum(tensor.nbytes for tensor in tensors_in(given.found.value))
         of_layers = [sizes.need(layer.modules()) for layer in layers], [step([*layer.modules()]) for layer in layers]
         outside = sizes.need(self._outside), step(self._outside)
         for each, optimizer in zip(steps, optimizers, strict=True):
@@ -603,7 +601,8 @@ class _Plan:
                 microbatches=number,
                 recomputed=num_recomputed(self._options.settings.checkpoint, number),
                 rows=given.rows or given.found.rows * number,
-                input_bytes=-(-all_bytes // number) if given.rows else all_bytes,
+                input_bytes=input_bytes(given.found, number),
+                gradient_sets=num_gradient_sets(self._trainer, self._model, optimizers),
                 has_times=not self._on_meta,
             )
             for number, cost in costs.items()

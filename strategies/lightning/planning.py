@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from strategies.common.trees import tensors_in
 from strategies.lightning.checks import as_misconfiguration
 from strategies.lightning.compat import LightningModule, MisconfigurationException, Precision, rank_zero_info
 from strategies.lightning.partitioning import FoundExample, find_example, measuring
@@ -13,15 +15,19 @@ from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
+from strategies.pipeline.partition.plan_rows import MeasuredPasses, activation_peaks
 from strategies.pipeline.partition.profiling import first_microbatch
 from strategies.pipeline.partition.sequential import Pipelined, check_balance
 from strategies.pipeline.schedule.planned import AUTO, PlannedSchedule
-from strategies.pipeline.schedule.search import EFFORT, search
+from strategies.pipeline.schedule.search import EFFORT, ModelCosts, search
 from strategies.pipeline.stage.layers import num_recomputed
 
 DEFAULT_MICROBATCHES = 8
 MAX_MICROBATCHES = 32
 MAX_CHUNKS = 2
+
+HELD_WITHOUT_GRADIENTS = 3.0
+"""How many times a trained parameter is held apart from its gradients: itself, and what Adam keeps."""
 
 CLEARLY_FASTER = 0.97
 """An order of its own fits the measured costs only; predictions were up to 5 % off, so it must promise 3 %."""
@@ -83,6 +89,7 @@ def find_schedule(
     device: torch.device,
     precision: Precision | None = None,
     in_reverse: bool = False,
+    gradient_sets: int = 1,
     budget_seconds: float = 1.0,
     effort: int = EFFORT,
 ) -> PlannedSchedule:
@@ -99,6 +106,7 @@ def find_schedule(
         device: Where a copy of one layer at a time is measured.
         precision: The precision of the training; by default that of the tensors.
         in_reverse: Whether the first stage has the last layers.
+        gradient_sets: Number of gradients that a parameter has at once.
         budget_seconds: The time that the passes of all layers may take together, beyond warm-up and the first few.
         effort: As of :func:`~strategies.pipeline.schedule.search.search`.
 
@@ -133,6 +141,7 @@ def find_schedule(
                 checkpoint=settings.checkpoint,
                 device=device,
                 budget_seconds=budget_seconds,
+                gradient_sets=gradient_sets,
             )
         except Exception as error:
             if not found.is_made:
@@ -142,10 +151,22 @@ def find_schedule(
                 f"{type(found.model).__name__} does not fit ({type(error).__name__}: {error}). Set "
                 f"`self.example_input_array` on {kind} to a batch of inputs, or choose a schedule, such as '1f1b'."
             ) from error
-        known = {number: model_costs(costs, in_reverse=in_reverse) for number, costs in measured.items()}
+
+        def known(number: int) -> ModelCosts:
+            costs = measured[number]
+            passes = MeasuredPasses(
+                layers=costs.layers[::-1] if in_reverse else costs.layers,
+                driver=costs.driver,
+                microbatches=number,
+                recomputed=num_recomputed(settings.checkpoint, number),
+                input_bytes=input_bytes(found, number),
+            )
+            peaks = partial(activation_peaks, measured=passes, at_once=False)
+            return replace(model_costs(costs, in_reverse=in_reverse), activation_peaks=peaks)
+
         not_measured = measured[numbers[-1]].not_measured
         plan = search(
-            known.__getitem__,
+            known,
             num_stages,
             numbers,
             max_chunks=settings.chunks_per_stage or MAX_CHUNKS,
@@ -158,7 +179,7 @@ def find_schedule(
     if not_measured:
         line += f" (without what runs outside the layers: {not_measured})"
     rank_zero_info(f"{line}.")
-    return PlannedSchedule.of(plan)
+    return PlannedSchedule.of(plan, gradient_sets)
 
 
 def measure_actions(
@@ -170,6 +191,7 @@ def measure_actions(
     checkpoint: str,
     device: torch.device,
     budget_seconds: float,
+    gradient_sets: int = 1,
     split: Callable[[int], Any] | None = None,
 ) -> dict[int, Costs[Layer, DriverPart]]:
     """Measure what a micro-batch costs each layer and the driver, for several numbers of micro-batches.
@@ -182,9 +204,10 @@ def measure_actions(
         checkpoint: Which micro-batches are recomputed in the backward pass.
         device: Where a copy of one layer at a time is measured; on ``meta`` only bytes are.
         budget_seconds: The time that all passes may take together, beyond warm-up and the first few.
+        gradient_sets: Number of gradients that a parameter has at once.
         split: Returns the first of a number of micro-batches of the input; by default its first rows.
     """
-    measured = {}
+    measured, param_scale = {}, HELD_WITHOUT_GRADIENTS + gradient_sets
     for number in numbers:
         value = found.value
         if split is not None:
@@ -192,11 +215,17 @@ def measure_actions(
         elif not found.is_made:
             value = first_microbatch(value, min(found.rows, number))
         recomputed = num_recomputed(checkpoint, number) / number
-        measure: ByAction | WithoutTimes = WithoutTimes()
+        measure: ByAction | WithoutTimes = WithoutTimes(param_scale)
         if device.type != "meta":
-            measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers))
+            measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers), param_scale)
         measured[number] = costs_of(model, module, Example(found.model, value), measure, device)
     return measured
+
+
+def input_bytes(found: FoundExample, number: int) -> int:
+    """Return the bytes of the input of a micro-batch."""
+    all_bytes = sum(tensor.nbytes for tensor in tensors_in(found.value))
+    return all_bytes if found.is_made else -(-all_bytes // number)
 
 
 def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:
@@ -211,6 +240,7 @@ def fits(
     given: Sequence[int] | Literal["even"] | None,
     settings: Settings,
     choices: SearchSettings,
+    gradient_sets: int = 1,
 ) -> bool:
     """Return whether a schedule that was found earlier can be used again: whether it obeys the settings of this run."""
     chunks, limit = planned.chunks, choices.memory_limit_bytes
@@ -222,7 +252,7 @@ def fits(
         numbers = partition_costs([1] * num_layers, num_stages * chunks) if given == "even" else list(given)
         if planned.balance != numbers:
             return False
-    if limit is not None and planned.peak_bytes > limit:
+    if limit is not None and (planned.peak_bytes > limit or planned.gradient_sets < gradient_sets):
         return False
     if choices.finds_microbatches:
         return planned.microbatches <= (choices.max_microbatches or MAX_MICROBATCHES)

@@ -332,3 +332,11 @@ def _zero_grad(
 
 def _group_sizes(optimizer: Optimizer) -> list[int]:
     return [len(group["params"]) for group in optimizer.param_groups]
+
+
+def clears_as_torch_does(optimizer: Optimizer) -> bool:
+    """Return whether ``zero_grad`` of an optimizer is torch's, apart from what :func:`follow_optimizer` has added."""
+    method: Any = optimizer.zero_grad
+    if isinstance(method, partial) and method.func is _zero_grad:
+        method = method.args[2]
+    return getattr(method, "__func__", None) is Optimizer.zero_grad

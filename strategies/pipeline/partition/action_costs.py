@@ -69,8 +69,7 @@ class ByAction:
     """Measures the forward pass, the whole backward pass and its two parts, each the median of several; and bytes.
 
     Attributes:
-        recomputed: The share of micro-batches whose forward pass is run again in the backward pass. These keep the
-            outputs of layers only until then.
+        recomputed: The share of micro-batches whose forward pass is run again in the backward pass, which takes time.
         budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
         param_scale: How many times a trained parameter is held: itself, its gradient, and what the optimizer keeps.
     """
@@ -123,16 +122,15 @@ class ByAction:
         activations, output = activation_bytes(layer, value)
         output_bytes = sum(storage_bytes(tensors_in(output)).values())
         held, _ = pass_bytes(layer, value)
-        again, once = self.recomputed, 1 - self.recomputed
+        again = self.recomputed
         costs = LayerCosts(
             forward=forward,
             input_grad=again * forward + input_grad,
             weight_grad=weight_grad,
             backward=again * forward + backward,
-            activation_bytes=again * output_bytes + once * activations,
+            activation_bytes=activations,
             kept_bytes=kept,
-            # A micro-batch that is recomputed holds all for a moment. Counted for every layer: an upper bound.
-            parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale) + (activations if again else 0),
+            parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),
         )
         return Layer(costs, output_bytes, held), output
 

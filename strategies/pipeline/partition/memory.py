@@ -27,6 +27,12 @@ from strategies.pipeline.transport.ties import find_ties, owned_parameters
 
 _MEBI = 2**20
 
+TWO_SETS = (
+    "Gradients count twice, because this schedule makes those of a batch while earlier ones are still there: gradients "
+    "are accumulated, or on_before_zero_grad, optimizer_zero_grad or the optimizer's zero_grad is overridden. "
+    "schedule='gpipe' needs them once. "
+)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -92,9 +98,11 @@ class Sizes:
     Args:
         optimizers: The optimizers, over parameters that may be on the ``meta`` device; none if the run does not train.
         num_shares: Number of replicas that divide the optimizer states among them.
+        gradient_sets: Number of gradients that a parameter has at once.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], num_shares: int = 1) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], num_shares: int = 1, gradient_sets: int = 1) -> None:
+        self._gradient_sets = gradient_sets
         self._stepped = [set(parameters_of(optimizer)) for optimizer in optimizers]
         self._states: dict[Tensor, int] = {}
         for optimizer in optimizers:
@@ -113,22 +121,27 @@ class Sizes:
         # Optimizers may take turns, so the gradients of all of them need not exist at once.
         gradients = [sum(nbytes_of(p) for p in tensors if p in own and p.requires_grad) for own in self._stepped]
         return Need(
-            sum(map(nbytes_of, tensors)), max(gradients, default=0), sum(self._states.get(p, 0) for p in states)
+            sum(map(nbytes_of, tensors)),
+            self._gradient_sets * max(gradients, default=0),
+            sum(self._states.get(p, 0) for p in states),
         )
 
 
-def check_memory(placement: Placement, optimizers: Sequence[Optimizer] = (), *, num_shares: int = 1) -> None:
+def check_memory(
+    placement: Placement, optimizers: Sequence[Optimizer] = (), *, num_shares: int = 1, gradient_sets: int = 1
+) -> None:
     """Check that parameters, gradients and optimizer states fit into the memory of processes, host and GPUs.
 
     Args:
         placement: Where the parts of the model are.
         optimizers: The optimizers; none if the run does not train.
         num_shares: Number of replicas that divide the optimizer states among them.
+        gradient_sets: Number of gradients that a parameter has at once.
 
     Raises:
         ValueError: If they cannot fit, with the smallest number of stages that would do.
     """
-    sizes, stages = Sizes(optimizers, num_shares), placement.stages
+    sizes, stages = Sizes(optimizers, num_shares, gradient_sets), placement.stages
     needs, outside = needs_of(stages, placement.outside, sizes), sizes.need(placement.outside)
     held = held_bytes(placement, optimizers)
     placed = [(i, layer) for stage in stages for i, layer in zip(chain(*stage.spans), stage, strict=True)]
@@ -140,7 +153,8 @@ def check_memory(placement: Placement, optimizers: Sequence[Optimizer] = (), *, 
     )
     for lack in checks:
         smallest = smallest_number(layers, lack.room_bytes, last=outside.total)
-        raise ValueError(f"{lack.words} {_way_out(lack, smallest, len(stages))}")
+        twice = TWO_SETS if gradient_sets > 1 and optimizers else ""
+        raise ValueError(f"{lack.words} {twice}{_way_out(lack, smallest, len(stages))}")
 
 
 def needs_of(stages: Sequence[StageLayers], outside: Sequence[nn.Module], sizes: Sizes) -> list[Need]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 
 from strategies.optim.trial import StepCost
@@ -38,12 +39,29 @@ It was 0.1 to 0.7 in 20 runs on CPU, with a median of 0.2 (docs/decisions/096-pl
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What is known of a model whose batches are split into one number of micro-batches.
+class MeasuredPasses:
+    """What passes cost a model whose batches are split into one number of micro-batches.
 
     Attributes:
         layers: The costs of a micro-batch in each layer, in the order of the stages.
         driver: The costs of the driver's own part.
+        microbatches: The number of micro-batches.
+        recomputed: How many of them are recomputed in the backward pass.
+        input_bytes: The bytes of the input of a micro-batch.
+    """
+
+    layers: Sequence[Layer]
+    driver: DriverPart
+    microbatches: int
+    recomputed: int
+    input_bytes: int
+
+
+@dataclass(frozen=True)
+class Measured(MeasuredPasses):
+    """What is known of a model, optimizers included.
+
+    Attributes:
         needs: The bytes of parameters, gradients and optimizer states of each layer.
         outside: Those of the driver's own part.
         needs_of: Returns those of each process, the driver last, for the number of layers of each chunk. Parameters
@@ -51,42 +69,47 @@ class Measured:
         steps: What the optimizers' steps cost, for each layer.
         outside_step: The same for the driver's own part.
         transfer: Seconds to send the output of a layer to another process.
-        microbatches: The number of micro-batches.
-        recomputed: How many of them are recomputed in the backward pass.
         rows: The number of rows of a batch.
-        input_bytes: The bytes of the input of a micro-batch.
+        gradient_sets: Number of gradients that a parameter has at once where ``training_step`` runs once per
+            micro-batch.
         has_times: Whether times were measured, or only bytes.
     """
 
-    layers: Sequence[Layer]
-    driver: DriverPart
     needs: Sequence[Need]
     outside: Need
     needs_of: Callable[[Sequence[int], Placement], Sequence[Need]]
     steps: Sequence[StepCost]
     outside_step: StepCost
     transfer: float
-    microbatches: int
-    recomputed: int
     rows: int
-    input_bytes: int
+    gradient_sets: int = 1
     has_times: bool = True
 
     def costs(self, *, at_once: bool) -> ModelCosts:
         """Return the costs for the search; ``at_once``: the driver's own part runs for the whole batch between passes.
 
-        Then it is not among the passes, and there are no gradients of the step before.
+        Then it is not among the passes.
         """
 
         def held(need: Need) -> float:
-            return float(need.total + (0 if at_once else need.gradients))
+            return float(need.total + self.earlier_gradients(need, at_once=at_once))
 
         layers = [
             replace(layer.costs, parameter_bytes=held(need))
             for layer, need in zip(self.layers, self.needs, strict=True)
         ]
-        found = ModelCosts(layers, self.transfer, ACTION_SECONDS, driver_parameter_bytes=held(self.outside))
+        found = ModelCosts(
+            layers,
+            self.transfer,
+            ACTION_SECONDS,
+            driver_parameter_bytes=held(self.outside),
+            activation_peaks=partial(activation_peaks, measured=self, at_once=at_once),
+        )
         return found if at_once else replace(found, driver=self.driver.costs)
+
+    def earlier_gradients(self, need: Need, *, at_once: bool) -> int:
+        """Return the bytes of gradients that there are during the passes beside those that the passes make."""
+        return 0 if at_once else (self.gradient_sets - 1) * need.gradients
 
 
 @dataclass(frozen=True)
@@ -98,9 +121,7 @@ class Process:
         need: Bytes of parameters, gradients and optimizer states.
         activations: The maximum of the bytes that it holds for micro-batches.
         step: The optimizer's step.
-        earlier_gradients: Bytes of the gradients of the step before, during the passes. Where ``training_step`` runs
-            once per micro-batch, a step collects its gradients beside ``.grad``, which a training loop clears only
-            after ``training_step``; elsewhere the backward passes begin after that.
+        earlier_gradients: Bytes of gradients that there are during the passes beside those that the passes make.
     """
 
     layers: list[int]
@@ -327,7 +348,8 @@ def _processes(
         if r == placement.driver:
             steps.append(measured.outside_step)
         step, need = StepCost.of_all(steps), needs[rank]
-        processes[rank] = Process(layers, need, round(activations[r]), step, 0 if at_once else need.gradients)
+        earlier = measured.earlier_gradients(need, at_once=at_once)
+        processes[rank] = Process(layers, need, round(activations[r]), step, earlier)
     return [processes[rank] for rank in sorted(processes)]
 
 
@@ -386,7 +408,7 @@ class _StageBytes:
 
 
 def activation_peaks(
-    table: Schedule, placement: Placement, balance: Sequence[int], measured: Measured, *, at_once: bool
+    table: Schedule, placement: Placement, balance: Sequence[int], measured: MeasuredPasses, *, at_once: bool
 ) -> list[float]:
     """Return the most that each process holds for micro-batches, in the order of the table's rows.
 
@@ -425,7 +447,7 @@ def activation_peaks(
     return peaks
 
 
-def _stage_bytes(placement: Placement, balance: Sequence[int], measured: Measured) -> list[_StageBytes]:
+def _stage_bytes(placement: Placement, balance: Sequence[int], measured: MeasuredPasses) -> list[_StageBytes]:
     stages, ends = [], [0, *accumulate(balance)]
     every = [layer.held for layer in measured.layers]
     before = PassBytes()

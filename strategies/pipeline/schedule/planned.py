@@ -25,6 +25,7 @@ class PlannedSchedule:
         microbatches: The number of micro-batches of ``table``.
         table: The actions of each process, as text.
         peak_bytes: The predicted maximum of the bytes of parameters and activations of a process.
+        gradient_sets: Number of gradients that a parameter was taken to have at once.
     """
 
     name: str
@@ -33,9 +34,10 @@ class PlannedSchedule:
     microbatches: int
     table: list[list[str]]
     peak_bytes: float = 0.0
+    gradient_sets: int = 1
 
     @classmethod
-    def of(cls, plan: Plan) -> PlannedSchedule:
+    def of(cls, plan: Plan, gradient_sets: int = 1) -> PlannedSchedule:
         """Return the schedule of a plan."""
         processes, name = len(plan.table), plan.schedule
         chunks = plan.placement.num_stages // processes
@@ -44,7 +46,7 @@ class PlannedSchedule:
             other = "zb-h1" if splits else "1f1b" if chunks == 1 else "interleaved"
             name = "zbv" if chunks == 2 and plan.placement == v(processes) else other
         table = [[str(action) for action in row] for row in plan.table]
-        return cls(name, chunks, list(plan.balance), plan.microbatches, table, max(plan.peak_bytes))
+        return cls(name, chunks, list(plan.balance), plan.microbatches, table, max(plan.peak_bytes), gradient_sets)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PlannedSchedule:

@@ -110,6 +110,8 @@ class ModelCosts:
         action: Time that the engine itself takes for an action.
         driver: What the driver runs outside the layers.
         driver_parameter_bytes: What the driver holds for it all the time.
+        activation_peaks: Returns the most that each process holds for micro-batches, given a table, its placement and
+            the number of layers of each stage. By default it is computed from the bytes of each layer.
     """
 
     layers: Sequence[LayerCosts]
@@ -117,6 +119,7 @@ class ModelCosts:
     action: float = 0.0
     driver: DriverCosts = field(default_factory=DriverCosts)
     driver_parameter_bytes: float = 0.0
+    activation_peaks: Callable[[Schedule, Placement, Sequence[int]], Sequence[float]] | None = None
 
     def seconds(self, table: Schedule, balance: Sequence[int]) -> float:
         """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
@@ -486,8 +489,9 @@ class _Candidate:
 
 
 def _peaks(program: Program, model: _Model, balance: Sequence[int], costs: Costs) -> list[float]:
-    held = model.parameter_bytes(balance, program.placement)
-    return [own + peak for own, peak in zip(held, program.peak_bytes(costs), strict=True)]
+    held, of = model.parameter_bytes(balance, program.placement), model.costs.activation_peaks
+    peaks = program.peak_bytes(costs) if of is None else of(program.schedule, program.placement, balance)
+    return [own + peak for own, peak in zip(held, peaks, strict=True)]
 
 
 def _variants(table: Schedule, model: _Model) -> list[Schedule]:

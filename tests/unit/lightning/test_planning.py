@@ -39,16 +39,24 @@ class OfBlocks(pl.LightningModule):
 
 
 def found(
-    model: pl.LightningModule, path: str = "sequential_module", *, given: Any = None, chunks: Any = None, **choices: Any
+    model: pl.LightningModule,
+    path: str = "sequential_module",
+    *,
+    given: Any = None,
+    chunks: Any = None,
+    checkpoint: str = "never",
+    gradient_sets: int = 1,
+    **choices: Any,
 ) -> PlannedSchedule:
     return find_schedule(
         model,
         model.get_submodule(path),
         num_stages=2,
         given=given,
-        settings=Settings(schedule="auto", chunks_per_stage=chunks, checkpoint="never"),
+        settings=Settings(schedule="auto", chunks_per_stage=chunks, checkpoint=checkpoint),
         choices=SearchSettings("auto", **choices),
         device=torch.device("cpu"),
+        gradient_sets=gradient_sets,
         budget_seconds=0.02,
         effort=20_000,
     )
@@ -81,6 +89,25 @@ def test_what_is_given_limits_the_choice() -> None:
     with pytest.raises(MisconfigurationException, match=r"no plan fits into memory_limit_bytes=1000: process \d holds"):
         found(Model(), memory_limit_bytes=1000)
     assert found(Model(), memory_limit_bytes=10**9).balance
+
+
+def test_memory_of_two_sets_of_gradients_and_of_recomputed_micro_batches() -> None:
+    wide, layer = Model(), nn.Linear(512, 512)
+    wide.before, wide.sequential_module = nn.Linear(WIDTH, 512), nn.Sequential(*[layer] * BLOCKS)
+    wide.head = nn.Linear(512, 1)
+    once, twice = (found(wide, gradient_sets=n, given=[5, 1], chunks=1, microbatches=4).peak_bytes for n in (1, 2))
+    weights = 5 * (layer.weight.nbytes + layer.bias.nbytes)
+    assert twice - once == pytest.approx(weights, rel=0.05)  # what the micro-batches hold depends on the schedule
+    deep = Model()
+    deep.sequential_module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[nn.Tanh() for _ in range(31)])
+    deep.example_input_array = torch.rand(4000, WIDTH)
+    kept, recomputed = (
+        found(deep, checkpoint=mode, given=[16, 16], chunks=1, microbatches=4).peak_bytes
+        for mode in ("never", "always")
+    )
+    size = 1000 * WIDTH * 4  # of what each layer keeps of a micro-batch
+    assert kept > 2 * 16 * size  # at least two micro-batches are under way in stage 0
+    assert recomputed < 28 * size  # one of them with all layers, and of each its input
 
 
 def test_the_number_of_microbatches() -> None:
@@ -151,16 +178,20 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 def test_what_was_found_earlier_is_used_where_it_fits() -> None:
     """It is not used if the settings of this run say something else."""
-    planned = PlannedSchedule("zbv", 2, [2, 1, 1, 2], 4, [["0F0"], ["1F0"]], peak_bytes=100.0)
+    planned = PlannedSchedule("zbv", 2, [2, 1, 1, 2], 4, [["0F0"], ["1F0"]], peak_bytes=100.0, gradient_sets=1)
     assert PlannedSchedule.from_state(planned.state()) == planned
 
-    def is_used(stages: int = 2, layers: int = 6, given: Any = None, chunks: int | None = None, **choices: Any) -> bool:
+    def is_used(
+        stages: int = 2, layers: int = 6, given: Any = None, chunks: int | None = None, sets: int = 1, **choices: Any
+    ) -> bool:
         settings = Settings(schedule="auto", chunks_per_stage=chunks)
-        return fits(planned, stages, layers, given, settings, SearchSettings("auto", **{"microbatches": 4, **choices}))
+        given_choices = SearchSettings("auto", **{"microbatches": 4, **choices})
+        return fits(planned, stages, layers, given, settings, given_choices, sets)
 
     assert is_used() and is_used(given=(2, 1, 1, 2)) and is_used(chunks=3) and is_used(memory_limit_bytes=100)
     assert is_used(microbatches="auto") and is_used(microbatches="auto", max_microbatches=4)
     assert not is_used(stages=3) and not is_used(layers=7) and not is_used(microbatches=8)
     assert not is_used(given=[1, 2, 1, 2]) and not is_used(given=[3, 3]) and not is_used(given="even")
     assert not is_used(chunks=1) and not is_used(memory_limit_bytes=99)
+    assert is_used(sets=2) and not is_used(sets=2, memory_limit_bytes=100)
     assert not is_used(microbatches="auto", max_microbatches=3)

@@ -37,6 +37,8 @@ def test_a_stage_needs_parameters_gradients_and_states() -> None:
     sizes = Sizes([optim.AdamW(model.parameters())])
     assert sizes.need(model.blocks[:3].modules()) == Need(24 * MEBI, 24 * MEBI, 48 * MEBI)
     assert sizes.need([model, model.embed]) == Need(2 * MEBI, MEBI, 2 * MEBI)  # the buffer is not trained
+    twice = Sizes([optim.AdamW(model.parameters())], gradient_sets=2)
+    assert twice.need(model.blocks[:3].modules()) == Need(24 * MEBI, 48 * MEBI, 48 * MEBI)
     assert Sizes([]).need(model.modules()) == Need(34 * MEBI, 0, 0)
     assert Sizes([optim.AdamW(model.parameters())], num_shares=2).need(model.embed.modules()).states == MEBI
 
@@ -89,6 +91,11 @@ def test_what_no_host_has_is_refused_and_what_fits_is_not() -> None:
     check_memory(half.placed([4, 4]))
     with pytest.raises(ValueError, match=r"of gradients, [\d,]+ MiB of optimizer states"):
         check_memory(half.placed([4, 4]), [optim.AdamW(half.parameters())])
+    trained = Model(room // 20, 8)
+    sgd = [optim.SGD(trained.parameters(), lr=0.1)]
+    check_memory(trained.placed([4, 4]), sgd)
+    with pytest.raises(ValueError, match=r"Gradients count twice, .* schedule='gpipe' needs them once"):
+        check_memory(trained.placed([4, 4]), sgd, gradient_sets=2)
 
 
 def test_what_this_process_already_holds_counts_as_room() -> None:

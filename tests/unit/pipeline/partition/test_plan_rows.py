@@ -95,17 +95,17 @@ def test_under_gpipe_the_stages_wait_for_the_driver() -> None:
 
 
 def test_bytes_of_every_process() -> None:
-    row = plan_row(measured(), 2, "1f1b", 1, balance=[3, 1])
+    row = plan_row(measured(gradient_sets=2), 2, "1f1b", 1, balance=[3, 1])
     worker, driver = row.processes
     assert (worker.layers, driver.layers) == ([0, 1, 2], [3])
     assert (worker.need, driver.need) == (Need(24, 24, 48), Need(16, 16, 32))
     # A layer keeps 100 and its input, 10; of stage 0 two micro-batches; 30 more in the backward pass.
     assert worker.activations == 2 * 330 + 30
     assert driver.activations == 4 * 10 + 110 + 30  # its batch
-    assert (
-        worker.tensor_bytes == 96 + 690 + 24 and driver.tensor_bytes == 64 + 180 + 16
-    )  # and the last step's gradients
-    assert [process.earlier_gradients for process in plan_row(measured(), 2, "gpipe", 1).processes] == [0, 0]
+    # And earlier gradients.
+    assert worker.tensor_bytes == 96 + 690 + 24 and driver.tensor_bytes == 64 + 180 + 16
+    for known, name in ((measured(), "1f1b"), (measured(gradient_sets=2), "gpipe")):
+        assert [process.earlier_gradients for process in plan_row(known, 2, name, 1).processes] == [0, 0]
     assert (worker.step.seconds, driver.step.seconds) == (pytest.approx(0.006), pytest.approx(0.004))
     assert (worker.step.extra_bytes, driver.step.extra_bytes) == (3, 4)
 
@@ -144,8 +144,9 @@ def test_a_limit_changes_the_balance_or_marks_the_row() -> None:
     large = [Need(1000, 1000, 2000), *[Need(8, 8, 16)] * 3]
     free = plan_row(measured(needs=large), 2, "1f1b", 1)
     assert free.balance == [2, 2] and free.fits
-    limited = plan_row(measured(needs=large), 2, "1f1b", 1, memory_limit_bytes=6360)
+    limited = plan_row(measured(needs=large), 2, "1f1b", 1, memory_limit_bytes=5160)
     assert limited.balance == [1, 3] and limited.fits
+    assert not plan_row(measured(needs=large, gradient_sets=2), 2, "1f1b", 1, memory_limit_bytes=5160).fits
     tight = plan_row(measured(needs=large), 2, "1f1b", 1, memory_limit_bytes=4800)
     assert not tight.fits and tight.peak_bytes > 4800
 

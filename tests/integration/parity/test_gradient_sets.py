@@ -1,0 +1,105 @@
+"""Schedules that run ``training_step`` per micro-batch hold one set of gradients, or two where that could be seen."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from parity import Outcome, Small, batches, compare, fit
+from parity_layers import NotesMemory
+from parity_parts import assert_same_gradients, gradients
+from procfs import MEBI
+from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from strategies import RPCSequentialStrategy
+from strategies.lightning.per_microbatch import num_gradient_sets
+from strategies.pipeline.partition.memory import Sizes
+
+WIDE = 3584
+"""A weight has 49 MiB: blocks of more than 32 MiB go back to the kernel at once."""
+
+
+class Wide(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        narrow = nn.Linear(6, WIDE, bias=False)
+        inner = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(2)]
+        self.sequential_module = nn.Sequential(narrow, NotesMemory(), *inner, nn.Linear(WIDE, 2))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-9)
+
+
+def held(schedule: str, **arguments: Any) -> tuple[int, int]:
+    """Return what the worker held in its last backward pass, and the bytes of gradients that are counted for it."""
+    strategy = RPCSequentialStrategy([4, 1], microbatches=2, checkpoint="never", schedule=schedule)
+    train = partial(batches, (4,) * 4)
+    outcome = fit(Wide, strategy, 2, train=train, precision="32-true", max_epochs=1, **arguments)
+    trainer, model = outcome.trainer, outcome.model
+    number = num_gradient_sets(trainer, model, trainer.optimizers) if schedule != "gpipe" else 1
+    need = Sizes(trainer.optimizers, gradient_sets=number).need(model.sequential_module[:4].modules())
+    return int(model.sequential_module[1].noted), need.gradients
+
+
+def look(*_: Any) -> None:
+    """Look at gradients, perhaps."""
+
+
+def all_held() -> list[tuple[int, int]]:
+    looks = [LambdaCallback(on_before_zero_grad=look)]
+    return [held("gpipe"), held("1f1b"), held("1f1b", accumulate_grad_batches=2), held("1f1b", callbacks=looks)]
+
+
+def test_what_is_counted_is_held() -> None:
+    (at_once, one), *others = run(all_held, timeout_seconds=120)
+    print([(f"{bytes_ / MEBI:.1f} MiB", f"{counted / MEBI:.1f} MiB") for bytes_, counted in [(at_once, one), *others]])
+    assert [counted / one for _, counted in others] == [1, 2, 2]
+    for bytes_, counted in others:
+        assert bytes_ - at_once == pytest.approx(counted - one, abs=one / 8)
+
+
+# What hooks see
+
+
+class Sees(Small):
+    """Keeps gradients where users can look at them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Tensor | None]] = []
+
+    def see(self, *_: Any) -> None:
+        self.seen.append(gradients(self))
+
+    on_train_batch_start = on_before_backward = on_after_backward = on_train_batch_end = on_train_end = see
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters()][1:], lr=0.05)  # the first one's gradient is never cleared
+
+
+class SeesAll(Sees):
+    on_before_zero_grad = Sees.see
+
+
+def assert_same(pipeline: Outcome, single: Outcome) -> None:
+    compare(replace(pipeline, losses=single.losses), single)
+    assert_same_gradients(pipeline.model.seen, single.model.seen)
+
+
+def seen() -> None:
+    for model, settings in ((Sees, {}), (SeesAll, {}), (Sees, {"accumulate_grad_batches": 2})):
+        single = fit(model, SingleDeviceStrategy("cpu"), 1, **settings)
+        strategy = RPCSequentialStrategy([3, 3], microbatches=3, schedule="1f1b")
+        assert_same(fit(model, strategy, 2, **settings), single)
+
+
+def test_hooks_see_the_gradients_of_one_process() -> None:
+    run(seen, timeout_seconds=120)
