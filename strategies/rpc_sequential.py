@@ -382,6 +382,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         with checks.as_misconfiguration():
             return self._settings.timetables(len(self.devices)).rank_of
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The running pipeline; ``None`` outside of a run."""
+        return self._pipeline
+
     def _start_fork_server(self) -> None:
         """Start the process that forks the workers, if there is none: it imports torch while this one goes on."""
         if self.world is None and len(self.devices) > 1:

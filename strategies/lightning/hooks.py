@@ -181,6 +181,12 @@ def show_summary(callback: ModelSummary, summary: Callable[[Trainer, LightningMo
     return replaced(callback, *replacing_summary(summary))
 
 
+def add_to_progress_bar(bar: Any, items: Callable[[], dict[str, str]]) -> Undo:
+    """Add items to those that a progress bar shows."""
+    get_metrics = bar.get_metrics
+    return replaced(bar, "get_metrics", lambda *args: {**get_metrics(*args), **items()})
+
+
 def around_stop(profiler: PyTorchProfiler, stop: Callable[[Callable[[str], None], str], None]) -> Undo:
     """Call ``stop(original, action_name)`` in place of ``profiler.stop(action_name)``."""
     return replaced(profiler, "stop", partial(stop, profiler.stop))

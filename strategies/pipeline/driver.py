@@ -46,7 +46,9 @@ from strategies.pipeline.microbatch.split import NoChunk
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
 from strategies.pipeline.partition.sequential import Pipelined, cut
+from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
+from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.remote_operations import Holder
@@ -147,8 +149,8 @@ class Pipeline(NotCopyable):
         gathers_on_end: bool = True,
     ) -> None:
         self.module, self.balance = module, list(balance)
-        self._timetables = settings.timetables(len(devices))
-        stage_of = self._timetables.rank_of
+        self.timetables = settings.timetables(len(devices))
+        stage_of = self.timetables.rank_of
         self.stages = cut(module, balance, stage_of, is_reversed=is_reversed)
         self.optimizers = PipelineOptimizers(
             optimizers,
@@ -158,7 +160,7 @@ class Pipeline(NotCopyable):
         )
         self.failures = Failures()
         """What has gone wrong on any process since the last start."""
-        self._devices, self._settings, self._model = list(devices), settings, model
+        self._devices, self.settings, self._model = list(devices), settings, model
         inside = set(module.modules())
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
@@ -187,7 +189,7 @@ class Pipeline(NotCopyable):
         steps = running.per_microbatch.steps if running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(value)
-        rows = find_rows() if self._settings.microbatches > 1 else None
+        rows = find_rows() if self.settings.microbatches > 1 else None
         if rows is None:
             return running.whole_batch(value, microbatches=1)
         table, plan = value
@@ -221,7 +223,7 @@ class Pipeline(NotCopyable):
         See :meth:`~strategies.pipeline.executor.per_microbatch.PerMicrobatch.run`.
         """
         per_microbatch = self._usable().per_microbatch
-        assert per_microbatch is not None, f"schedule={self._settings.schedule!r} runs whole batches"
+        assert per_microbatch is not None, f"schedule={self.settings.schedule!r} runs whole batches"
         return per_microbatch.run(codes, weights, context, scale, shares)
 
     def _usable(self) -> _Running:
@@ -290,6 +292,26 @@ class Pipeline(NotCopyable):
         if self._replicas is not None and self._running is not None:
             self._running.executor.complete_gradients()
 
+    def start_recording(self) -> None:
+        """Record from now on what every process does, until :meth:`stop_recording`."""
+        assert self._running is not None
+        self._running.executor.stage.recorder = self.optimizers.recorder = Recorder(self.device)
+        for remote in self.remotes:
+            remote.queue(StageCommands.start_recording)
+
+    def stop_recording(self) -> Callable[[], list[Recorded]]:
+        """Stop recording, without waiting for the workers, which may still be busy.
+
+        Returns:
+            A function that waits for the records and returns those of each process, the driver's last.
+        """
+        assert self._running is not None
+        stage = self._running.executor.stage
+        recorder, stage.recorder, self.optimizers.recorder = stage.recorder, None, None
+        answers = [(remote, remote.start(StageCommands.stop_recording)) for remote in self.remotes]
+        own = (recorder or Recorder(self.device)).recorded()
+        return lambda: [*(remote.result(answer) for remote, answer in answers), own]
+
     def wait(self) -> None:
         """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
         for remote, answer in [(remote, remote.start(StageCommands.num_kept)) for remote in self.remotes]:
@@ -355,7 +377,7 @@ class Pipeline(NotCopyable):
                 self.stages[last],
                 workers.connections.ports,
                 self.device,
-                deferred_batch_norm=self._settings.deferred_batch_norm,
+                deferred_batch_norm=self.settings.deferred_batch_norm,
                 call=call_in_turn if self._blocks is None else self._blocks.call,
                 side_outputs=SideOutputs.of(last, self.stages[last]),
             )
@@ -372,11 +394,11 @@ class Pipeline(NotCopyable):
                 module=self.module,
                 stages=self.stages,
                 stage=stage,
-                timetables=self._timetables,
+                timetables=self.timetables,
                 connections=workers.connections,
                 remotes=workers.remotes,
                 failures=self.failures,
-                settings=self._settings,
+                settings=self.settings,
                 next_seed=partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
                 num_updates=lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in holders),
                 averaging=averaging,
@@ -384,7 +406,7 @@ class Pipeline(NotCopyable):
         )
         whole_batch, per_microbatch = WholeBatch(executor), None
         ending.callback(whole_batch.close)
-        if self._settings.interleaves:
+        if self.settings.interleaves:
             per_microbatch = PerMicrobatch(executor, self._parameters_here)
         if self._blocks is None:
             ending.callback(replaced(self.module, "forward", self._forward))
@@ -444,7 +466,7 @@ class Pipeline(NotCopyable):
             index=i,
             layers=self.stages[i],
             device=str(self._devices[i]),
-            deferred_batch_norm=self._settings.deferred_batch_norm,
+            deferred_batch_norm=self.settings.deferred_batch_norm,
             optimizers=[taken_apart(restricted(optimizer, owned)) for optimizer in self.optimizers.optimizers],
             numbers=[numbers_of(optimizer, owned) for optimizer in self.optimizers.optimizers],
             ties=self._ties,
@@ -452,7 +474,7 @@ class Pipeline(NotCopyable):
             call=call_in_turn if self._blocks is None else call_blocks,
             reports_side_outputs=True,
             copies=[stages[i] for _, stages in self._copies],
-            placement=self._timetables.placement,
+            placement=self.timetables.placement,
         )
 
     def _launch(self, parcels: Sequence[Parcel], threads: int, holders: list[Holder], ending: ExitStack) -> _Workers:
@@ -462,7 +484,7 @@ class Pipeline(NotCopyable):
         ending.callback(_close, remotes)
         processes = Workers(stages) if self._world is None else Ranks(self._world)
         ending.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if remotes else 0.0))
-        session = processes.start(timeout_seconds=self._settings.rpc_timeout_sec, threads=threads)
+        session = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
         for i, parcel in enumerate(parcels):
             remotes.append(self._ship(i, stages[i], parcel.blob, session, processes))
             parcel.blob = b""
@@ -474,7 +496,7 @@ class Pipeline(NotCopyable):
         with self.failures.explained():
             group = join_data_plane(session, len(parcels), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        rank_of = self._timetables.rank_of
+        rank_of = self.timetables.rank_of
         connections = Connections.to_workers(group, rank_of, self.device, self._ties, named, wait)
         del named
         for i, (parcel, remote, answer) in enumerate(zip(parcels, remotes, unpacked, strict=True)):

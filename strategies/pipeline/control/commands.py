@@ -16,6 +16,7 @@ from strategies.commands.declaration import command
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, Piece
+from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.stage import Pass
@@ -254,6 +255,14 @@ class StageCommands(Protocol):
         """Load the states of all optimizers that have been read from a sharded checkpoint."""
 
     # Profiling
+
+    @command(changes_values=False)
+    def start_recording(self) -> None:
+        """Record from now on when the stage waits, computes and sends."""
+
+    @command(changes_values=False, doing="handing over records")
+    def stop_recording(self) -> Recorded:
+        """Stop that and return what has been recorded; nothing if the recording has not been started."""
 
     @command(changes_values=False, doing="starting the profiler")
     def start_trace(self, options: Mapping[str, Any]) -> None:

@@ -205,11 +205,17 @@ class Executor(NotCopyable):
             m: Index of the first one.
             requires_grad: For each tensor of an input, whether it requires a gradient.
         """
-        feed = self.connections.feed
+        feed, recorder, num_fed = self.connections.feed, self.stage.recorder, 1
+        if recorder is not None:
+            recorder.begin()
+            recorder.computed()
         if isinstance(feed, Mailbox):
             feed.send((parts[0], {}), this.number, m, requires_grad=requires_grad)  # no skip before the first layer
-            return 1
-        return feed.send_inputs(parts, this.number, m, requires_grad)
+        else:
+            num_fed = feed.send_inputs(parts, this.number, m, requires_grad)
+        if recorder is not None:
+            recorder.end("feed", m, number=this.number)
+        return num_fed
 
     def run(self, actions: Iterable[Action], this: Pass) -> None:
         """Run actions of the driver's stage."""

@@ -172,7 +172,9 @@ class _Pass:
 
     def _begin(self, m: int) -> None:
         """Run the user's code until it calls the module, and send the module's input to stage 0."""
-        this = self._this
+        this, recorder = self._this, self._executor.stage.recorder
+        if recorder is not None:
+            recorder.begin()
         step = self._threads.begin(partial(self._in_context, self._codes[m]), layer_seed(this.seed, m, -1))
         self._steps.append(step)
         if not step.has_called:
@@ -190,6 +192,8 @@ class _Pass:
         input = pack_objects(input)
         sent = tree_map_only(Tensor, lambda tensor: plain(tensor).detach().clone(), input)
         tensors = tensors_of(input)
+        if recorder is not None:
+            recorder.end("b", m, number=this.number)
         self._executor.feed([sent], this, m, [t.requires_grad for t in tensors])
         self._inputs.append([t for t in tensors if t.requires_grad])
 
@@ -204,6 +208,8 @@ class _Pass:
         if self._side_outputs.known:
             self._side_outputs.restore()
         executor.run([action], this)
+        if (recorder := executor.stage.recorder) is not None:
+            recorder.begin()
         leaves = executor.output(this, m)
         if self._side_outputs.known:
             self._side_outputs.insert(
@@ -226,12 +232,20 @@ class _Pass:
             loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
             self._connections.output_grads.send([slot.value for slot in slots], this.number, m)
+        if recorder is not None:
+            recorder.end("loss", m, action.stage, this.number)
         return None if loss is None else loss.detach()
 
     def _answer(self, m: int) -> None:
         """Run the backward pass of the code before the call."""
         inputs, self._inputs[m] = self._inputs[m], []
         if inputs:
+            if (recorder := self._executor.stage.recorder) is not None:
+                recorder.begin()
             grads = self._connections.fed_back.receive(self._this.number, m)
+            if recorder is not None:
+                recorder.received()
             known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]
             torch.autograd.backward([t for t, _ in known], [grad for _, grad in known])
+            if recorder is not None:
+                recorder.end("a", m, number=self._this.number)

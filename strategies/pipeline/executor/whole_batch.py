@@ -122,6 +122,8 @@ class WholeBatch:
                     results.append(executor.output(this, action.microbatch))
 
         executor.run(fed(), this)
+        if executor.stage.recorder is not None:
+            executor.stage.recorder.begin(pass_of_code=this.number)  # which runs until the backward part
         if isinstance(feed, Sender):
             feed.release()  # the outputs were computed from all of it
         if executor.side_outputs.known:
@@ -175,6 +177,8 @@ class WholeBatch:
         """
         executor, connections = self._executor, self._executor.connections
         executor.note_backward()
+        if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code == this.number:
+            recorder.end("loss", this.microbatches - 1, executor.last_chunk, this.number)
         with executor.explained():
             columns = [
                 [None] * this.microbatches if grad is None else grad.split(rows)

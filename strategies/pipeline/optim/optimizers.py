@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
 from strategies.common.torch_compat import tree_map_only
-from strategies.optim.calls import MethodCall, follow_methods, follow_steps, hyperparameters, own_code, same_result
+from strategies.optim.calls import (
+    MethodCall,
+    follow_methods,
+    follow_steps,
+    hyperparameters,
+    own_code,
+    runs_own_code,
+    same_result,
+)
 from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
     check_optimizer_state,
@@ -32,6 +40,7 @@ from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart, in_rescue
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.recorder import Recorder
 
 
 class PipelineOptimizers:
@@ -66,6 +75,8 @@ class PipelineOptimizers:
         self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
         self._shared_steps: SharedSteps | None = None
         self.references = References()
+        self.recorder: Recorder | None = None
+        """Records when the optimizers step on the driver; ``None`` if nobody wants to know."""
 
     def connect(
         self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]], *, dividing: Averaging | None = None
@@ -126,6 +137,8 @@ class PipelineOptimizers:
         self.num_steps += 1
         for remote in self._remotes:
             remote.tell(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
+        if self.recorder is not None:
+            self.recorder.begin()
         if self._shared_steps is not None:
             self._shared_steps.before_step(optimizer)
 
@@ -133,6 +146,8 @@ class PipelineOptimizers:
         """Send new values to the other replicas if they divide steps; called after each step on the driver."""
         if self._shared_steps is not None:
             self._shared_steps.after_step(optimizer)
+        if self.recorder is not None and not runs_own_code(optimizer):  # or it is a part of a step
+            self.recorder.end("step")
 
     def call_method(self, optimizer: Optimizer, call: MethodCall) -> Any:
         """Call a method of an optimizer on every stage, such as the switch between training and evaluation weights.

@@ -24,8 +24,8 @@ from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.search import ModelCosts, balanced
-from strategies.pipeline.schedule.simulator import Simulation, Step, UserCode
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, Placement, Schedule
+from strategies.pipeline.schedule.simulator import DriverCosts, Simulation, with_driver_between
+from strategies.pipeline.schedule.tables import SCHEDULES, Placement, Schedule
 from strategies.pipeline.schedule.timetable import ranks_of
 
 EFFORT = 500_000
@@ -280,7 +280,11 @@ class _Way:
             memory_limit_bytes=None if limit is None else limit / (1 + ALLOCATOR_SHARE),
             effort=effort,
         )
-        return found, _with_driver_between(simulation, measured) if self.at_once else simulation
+        if not self.at_once:
+            return found, simulation
+        driver, num = measured.driver.costs, measured.microbatches
+        of_batch = DriverCosts(num * driver.before, num * driver.after, num * driver.before_backward)
+        return found, with_driver_between(simulation, of_batch)
 
     def processes(self, balance: Sequence[int]) -> list[Process]:
         """Return what each process holds and does."""
@@ -351,36 +355,6 @@ def _processes(
         earlier = measured.earlier_gradients(need, at_once=at_once)
         processes[rank] = Process(layers, need, round(activations[r]), step, earlier)
     return [processes[rank] for rank in sorted(processes)]
-
-
-def _with_driver_between(simulation: Simulation, measured: Measured) -> Simulation:
-    """Add the driver's own part of a batch: before all forward passes, between them and the backward passes, and after.
-
-    Under ``gpipe`` the stages wait meanwhile.
-    """
-    driver, num = measured.driver.costs, measured.microbatches
-    before, after, last = num * driver.before, num * driver.after, num * driver.before_backward
-
-    def later(step: Step) -> float:
-        return before if step[0] == "F" else before + after
-
-    start = {step: time + later(step) for step, time in simulation.start.items()}
-    end = {step: time + later(step) for step, time in simulation.end.items()}
-    rows = [list(row) for row in simulation.rows]
-    total, row = simulation.total_time + before + after + last, rows[simulation.placement.driver]
-    if before:
-        row.insert(0, UserCode("b", 0))
-        start[row[0]], end[row[0]] = 0.0, before
-    if last:
-        row.append(UserCode("a", 0))
-        start[row[-1]], end[row[-1]] = total - last, total
-    if after:
-        forward = max(step.microbatch for step in row if step[0] == "F")
-        loss = next(step for step in row if isinstance(step, Action) and step[:2] == ("F", forward))
-        end[loss] += after  # as where it runs per micro-batch: at the end of the last stage's forward pass
-    busy = sum(end[step] - start[step] for step in end)
-    idle = 1 - busy / (total * len(rows)) if total else 0.0
-    return replace(simulation, rows=rows, start=start, end=end, total_time=total, bubble_fraction=idle)
 
 
 # Memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.pipeline.schedule.tables import KINDS, Action, Placement, Schedule, loop, needs_of
@@ -281,6 +281,39 @@ class Program:
         if isinstance(step, UserCode):
             return len(KINDS) * num + ("b", "a").index(step.part)
         return KINDS.index(step.kind) * num + step.stage
+
+
+def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulation:
+    """Add the driver's own part of a batch: before all forward passes, between them and the backward passes, and after.
+
+    Under ``gpipe`` the stages wait meanwhile.
+
+    Args:
+        simulation: All forward passes, then all backward passes, without that part.
+        driver: What it costs for the whole batch.
+    """
+    before, after, last = driver.before, driver.after, driver.before_backward
+
+    def later(step: Step) -> float:
+        return before if step[0] == "F" else before + after
+
+    start = {step: time + later(step) for step, time in simulation.start.items()}
+    end = {step: time + later(step) for step, time in simulation.end.items()}
+    rows = [list(row) for row in simulation.rows]
+    total, row = simulation.total_time + before + after + last, rows[simulation.placement.driver]
+    if before:
+        row.insert(0, UserCode("b", 0))
+        start[row[0]], end[row[0]] = 0.0, before
+    if last:
+        row.append(UserCode("a", 0))
+        start[row[-1]], end[row[-1]] = total - last, total
+    if after:
+        forward = max(step.microbatch for step in row if step[0] == "F")
+        loss = next(step for step in row if isinstance(step, Action) and step[:2] == ("F", forward))
+        end[loss] += after  # as where it runs per micro-batch: at the end of the last stage's forward pass
+    busy = sum(end[step] - start[step] for step in end)
+    idle = 1 - busy / (total * len(rows)) if total else 0.0
+    return replace(simulation, rows=rows, start=start, end=end, total_time=total, bubble_fraction=idle)
 
 
 def driver_row(schedule: Schedule) -> list[Step]:

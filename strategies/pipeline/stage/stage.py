@@ -25,6 +25,7 @@ from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatte
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, PassContext, RandomStateKeeper
+from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 from strategies.pipeline.stage.weight_gradients import WeightGradients
 
@@ -212,6 +213,8 @@ class Stage:
         first = next(iter(chunks.values()))
         self.device = first.device
         self._random_state = first.random_state
+        self.recorder: Recorder | None = None
+        """Records what the stage does; ``None`` if nobody wants to know."""
 
     def close(self) -> None:
         """Discard all passes, and remove hooks from the layers."""
@@ -244,19 +247,29 @@ class Stage:
             Exception: Whatever a layer raises.
             RuntimeError: If a neighbour fails or does not answer in time.
         """
-        chunks, note, at_once = self.chunks, self.note, []
+        chunks, note, recorder, at_once = self.chunks, self.note, self.recorder, []
         with self._random_state.preserving():
             for kind, m, i in actions:
+                if this.at_once and kind != "F":
+                    at_once.append((i, m))
+                    continue
+                if recorder is not None:
+                    recorder.begin()
                 if kind == "F":
-                    chunks[i].forward(this, m, note)
+                    chunks[i].forward(this, m, note, recorder)
                 elif kind == "W":
                     chunks[i].weight_gradients(this, m, note)
-                elif this.at_once:
-                    at_once.append((i, m))
                 else:
-                    chunks[i].backward(this, [m], note, splits=kind == "I")
+                    chunks[i].backward(this, [m], note, recorder, splits=kind == "I")
+                if recorder is not None:
+                    recorder.end(kind, m, i, this.number)
             for i in dict.fromkeys(i for i, _ in at_once):
-                chunks[i].backward(this, [m for chunk, m in at_once if chunk == i], note)
+                microbatches = [m for chunk, m in at_once if chunk == i]
+                if recorder is not None:
+                    recorder.begin()
+                chunks[i].backward(this, microbatches, note, recorder)
+                if recorder is not None:
+                    recorder.end("B", microbatches[0], i, this.number)
 
 
 class Chunk:
@@ -298,10 +311,12 @@ class Chunk:
                 if key[0] == pass_number:
                     known.pop(key, None)
 
-    def forward(self, this: Pass, m: int, note: Note) -> None:
+    def forward(self, this: Pass, m: int, note: Note, recorder: Recorder | None = None) -> None:
         """Run the forward pass of a micro-batch."""
         note(f"F{m}, waiting for its input")
         x = self._ports.inputs.receive(this.number, m)
+        if recorder is not None:
+            recorder.received()
         x, attributes = x if isinstance(x, WithSideOutputs) else (x, ())
         recompute = this.grad and m < this.recomputed
         kept = _Kept([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
@@ -329,17 +344,28 @@ class Chunk:
             self._runner.end_forward()
         if self._side_outputs is not None and m in (0, this.microbatches - 1):
             attributes = (*attributes, *self._side_outputs.find())
+        if recorder is not None:
+            recorder.computed()
         self._ports.outputs.send(
             WithSideOutputs(y, attributes) if attributes else y, this.number, m, requires_grad=flags
         )
 
-    def backward(self, this: Pass, microbatches: Sequence[int], note: Note, *, splits: bool = False) -> None:
+    def backward(
+        self,
+        this: Pass,
+        microbatches: Sequence[int],
+        note: Note,
+        recorder: Recorder | None = None,
+        *,
+        splits: bool = False,
+    ) -> None:
         """Run the backward passes of micro-batches in one call of autograd.
 
         Args:
             this: The pass.
             microbatches: The micro-batches; one if ``splits``.
             note: Records what the stage does.
+            recorder: Records when it waits, computes and sends; of several micro-batches, the wait for the first.
             splits: Whether weight gradients that can wait do so until :meth:`weight_gradients`.
         """
         edges: list[GradientEdge] = []
@@ -354,6 +380,8 @@ class Chunk:
                 continue
             note(f"B{m}, waiting for its gradients")
             received = self._ports.output_grads.receive(this.number, m)
+            if recorder is not None and m == microbatches[0]:
+                recorder.received()
             if kept.flags is not None:
                 x, kept.recompute_from = entered(kept.recompute_from, kept.inputs), None
                 with kept.flags.entered(self.layers):
@@ -371,6 +399,8 @@ class Chunk:
                 torch.autograd.backward(edges, grads)
             if delayed is not None:
                 self._delayed[this.number, microbatches[0]] = delayed
+        if recorder is not None:
+            recorder.computed()
         for m, slots in done:
             if slots:
                 self._ports.input_grads.send([slot.value for slot in slots], this.number, m)

@@ -30,9 +30,11 @@ from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
+from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import forward_timetable
 from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
@@ -294,7 +296,9 @@ class HostedStage(StageCommands):
     ) -> None:
         torch.set_default_dtype(dtype)
         self._activity.doing = "optimizer step"
-        own, shared = self._optimizers[optimizer], self._shared_steps
+        own, shared, recorder = self._optimizers[optimizer], self._shared_steps, self._stage.recorder
+        if recorder is not None:
+            recorder.begin()
         set_hyperparameters(own, values)
         vars(own).update(scaling)
         if shared is not None:
@@ -305,6 +309,8 @@ class HostedStage(StageCommands):
         if shared is not None:
             self._activity.doing = "exchange of values after an optimizer step"
             shared.after_step(own)
+        if recorder is not None:
+            recorder.end("step")
 
     def call_method(
         self, optimizer: int, call: MethodCall, values: list[dict[str, Any]], context: PassContext, grad: bool
@@ -387,6 +393,13 @@ class HostedStage(StageCommands):
             self.load_optimizer_states(k, state["state"])
 
     # Profiling
+
+    def start_recording(self) -> None:
+        self._stage.recorder = Recorder(self._stage.device)
+
+    def stop_recording(self) -> Recorded:
+        recorder, self._stage.recorder = self._stage.recorder, None
+        return (recorder or Recorder(self._stage.device)).recorded()
 
     def start_trace(self, options: Mapping[str, Any]) -> None:
         self._trace = torch.profiler.profile(**options)

@@ -1,0 +1,290 @@
+"""What the processes of a pipeline did in a step, as they recorded it: times, a timetable, a prediction, a trace.
+
+    begin        received                      computed      end
+      │ waits for input │ forward, backward, code ... │ sends   │
+
+All times are seconds of one clock. Legend: m micro-batch, i stage of a table (a chunk of layers), r process.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from strategies.pipeline.schedule.simulator import (
+    Costs,
+    DriverCosts,
+    Simulation,
+    Step,
+    UserCode,
+    simulate,
+    with_driver_between,
+)
+from strategies.pipeline.schedule.tables import KINDS, Action, Kind, Placement, Schedule
+
+RecordKind: TypeAlias = Kind | Literal["b", "feed", "loss", "a", "step"]
+
+PARTS: dict[RecordKind, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward",
+    "W": "weight_gradients",
+    "b": "code",
+    "feed": "code",
+    "loss": "code",
+    "a": "code",
+    "step": "optimizer",
+}
+"""The part of a step to which each kind of record belongs."""
+
+
+class Record(NamedTuple):
+    """What a process did, and when.
+
+    Attributes:
+        kind: The kind of an action; or on the driver ``"b"`` and ``"a"``, the code before the call of the pipelined
+            module and its backward pass, ``"feed"``, sending the module's input, and ``"loss"``, the code after the
+            call, with its backward pass where that runs per micro-batch; or ``"step"``, an optimizer's step.
+        microbatch: The micro-batch; the last one if the code of the driver runs for a whole batch.
+        stage: The chunk of layers; -1 if there is none.
+        number: The number of the pass; -1 if it belongs to none.
+        begin: When the process was ready.
+        received: When it had what it needs from another process.
+        computed: When it had computed.
+        end: When it had handed over what it sends.
+    """
+
+    kind: RecordKind
+    microbatch: int
+    stage: int
+    number: int
+    begin: float
+    received: float
+    computed: float
+    end: float
+
+    def shifted(self, seconds: float) -> Record:
+        """Return the record with times of a clock that is ahead by this."""
+        times = (self.begin, self.received, self.computed, self.end)
+        return Record(*self[:4], *(time + seconds for time in times))
+
+    def __repr__(self) -> str:
+        if self.kind == "step":
+            return "optimizer"
+        return f"{self.stage}{self.kind}{self.microbatch}" if self.kind in KINDS else f"{self.kind}{self.microbatch}"
+
+
+class Recorded(NamedTuple):
+    """What a process hands over.
+
+    Attributes:
+        records: The records, in the order in which they ended.
+        memory_bytes: Its resident memory; on CUDA the most that torch has allocated so far.
+    """
+
+    records: list[Record]
+    memory_bytes: int
+
+
+def parts_of(records: Sequence[Record]) -> dict[str, float]:
+    """Return the seconds that a process spent in each part of a step.
+
+    It waits for input, and within a pass also for the command to go on.
+    """
+    parts = dict.fromkeys((*PARTS.values(), "waiting", "sending"), 0.0)
+    for before, record in zip([None, *records], records, strict=False):
+        ready = before.end if before is not None and before.number == record.number >= 0 else record.begin
+        parts["waiting"] += record.received - ready
+        parts[PARTS[record.kind]] += record.computed - record.received
+        parts["sending"] += record.end - record.computed
+    return parts
+
+
+def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
+    """Return the last pass of a step that has a backward part, in the form of a simulation that begins at 0.
+
+    A step of the timetable lasts until the process has handed over what it sends. The code after the call of the module
+    belongs to the last stage's forward pass, as in a simulation.
+
+    Args:
+        rows: The records of each process, the driver's last.
+
+    Returns:
+        The timetable; ``None`` if there is no such pass.
+    """
+    number = max((record.number for row in rows for record in row if record.kind in ("B", "I")), default=None)
+    if number is None:
+        return None
+    start: dict[Step, float] = {}
+    end: dict[Step, float] = {}
+    steps: list[list[Step]] = [[] for _ in rows]
+    process_of: dict[int, int] = {}
+    for r, row in enumerate(rows):
+        for kind, m, i, own, _, received, _, ended in row:
+            if own != number:
+                continue
+            step: Step
+            if kind == "loss":
+                end[Action("F", m, i)] = ended
+                continue
+            if kind == "feed":
+                if UserCode("b", m) in end:  # where the code runs once per micro-batch
+                    end[UserCode("b", m)] = ended
+                continue
+            if kind == "b" or kind == "a":
+                step = UserCode(kind, m)
+            elif kind == "step":
+                continue
+            else:
+                step, process_of[i] = Action(kind, m, i), r
+            start[step], end[step] = received, ended
+            steps[r].append(step)
+    first = min(start.values())
+    start, end = ({step: time - first for step, time in times.items()} for times in (start, end))
+    total, idle = _total_and_idle(steps, start, end)
+    return Simulation(
+        rows=steps,
+        placement=Placement(tuple(process_of[i] for i in range(len(process_of)))),
+        start=start,
+        end=end,
+        total_time=total,
+        bubble_fraction=idle,
+        peak_activations=[],
+        peak_bytes=[],
+    )
+
+
+def from_first_forward(timetable: Simulation) -> Simulation:
+    """Return a timetable from the start of the first forward pass on.
+
+    Before that, stages may be busy with the step before. What the driver does before is left out, and so is code of the
+    driver that takes no time because there is none.
+    """
+    first = min(start for step, start in timetable.start.items() if isinstance(step, Action))
+    shown = {
+        step
+        for step, end in timetable.end.items()
+        if isinstance(step, Action) or end > max(first, timetable.start[step])
+    }
+    start = {step: max(0.0, timetable.start[step] - first) for step in shown}
+    end = {step: timetable.end[step] - first for step in shown}
+    rows = [[step for step in row if step in shown] for row in timetable.rows]
+    total, idle = _total_and_idle(rows, start, end)
+    return replace(timetable, rows=rows, start=start, end=end, total_time=total, bubble_fraction=idle)
+
+
+def _total_and_idle(rows: list[list[Step]], start: dict[Step, float], end: dict[Step, float]) -> tuple[float, float]:
+    """Return the total time, and the idle share of the time of all processes."""
+    total = max(end.values())
+    busy = sum(end[step] - start[step] for step in end)
+    return total, 1 - busy / (total * len(rows))
+
+
+def uses_of(timetable: Simulation) -> list[float]:
+    """Return the share of the time in which each process has work, 0 to 1."""
+    busy = [sum(timetable.end[step] - timetable.start[step] for step in row) for row in timetable.rows]
+    return [seconds / timetable.total_time for seconds in busy]
+
+
+def predicted_timetable(
+    rows: Sequence[Sequence[Record]], measured: Simulation, table: Schedule, *, whole_batch: bool
+) -> Simulation:
+    """Simulate a table with the costs that a step of it had: the mean of each kind of action of each stage.
+
+    The difference to what was measured is what single actions took more or less than their mean, and what the engine
+    does between actions.
+
+    Args:
+        rows: The records of each process, the driver's last.
+        measured: The timetable of these records.
+        table: The actions of each process, in the order of ``rows``.
+        whole_batch: Whether the driver's own code runs once, between forward and backward passes.
+    """
+    num_stages = measured.placement.num_stages
+    seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for step, end in measured.end.items():
+        seconds[step[0], step.stage if isinstance(step, Action) else 0].append(end - measured.start[step])
+
+    def mean(kind: str, i: int = 0) -> float:
+        return statistics.fmean(seconds[kind, i] or [0.0])
+
+    def means(kind: str) -> list[float]:
+        return [mean(kind, i) for i in range(num_stages)]
+
+    forward, loss = means("F"), 0.0
+    if whole_batch:
+        i, m = num_stages - 1, max(step.microbatch for step in measured.end)
+        loss = sum(record.end - record.begin for row in rows for record in row if record.kind == "loss")
+        forward[i] = (sum(seconds["F", i]) - loss) / (m + 1)
+    costs = Costs(
+        forward=forward,
+        backward=means("B"),
+        input_grad=means("I"),
+        weight_grad=means("W"),
+        transfer=_transfer(rows),
+        driver=DriverCosts(before=mean("b"), before_backward=mean("a")),
+    )
+    simulation = simulate(table, costs, placement=measured.placement)
+    return with_driver_between(simulation, DriverCosts(after=loss)) if whole_batch else simulation
+
+
+def _transfer(rows: Sequence[Sequence[Record]]) -> float:
+    """Return the median time from the end of a send until a process that waited for it already has the value."""
+    delays = [
+        max(0.0, received.received - sent.end)
+        for (_, sent), (_, received) in _messages(rows)
+        if received.begin <= sent.end
+    ]
+    return statistics.median(delays or [0.0])
+
+
+def _messages(rows: Sequence[Sequence[Record]]) -> Iterator[tuple[tuple[int, Record], tuple[int, Record]]]:
+    """Return the sender's and the receiver's record of each value between stages of two processes, with the process."""
+    done = {
+        (record.number, "F" if record.kind == "F" else "B", record.microbatch, record.stage): (r, record)
+        for r, row in enumerate(rows)
+        for record in row
+        if record.kind in ("F", "B", "I")
+    }
+    for (number, direction, m, i), (r, record) in done.items():
+        sent = done.get((number, direction, m, i - 1 if direction == "F" else i + 1))
+        if sent is not None and sent[0] != r:
+            yield sent, (r, record)
+
+
+def trace_of(rows: Sequence[Sequence[Record]], names: Sequence[str]) -> dict[str, Any]:
+    """Return a trace in the JSON format of Chrome's trace events, which Perfetto shows, with arrows for messages.
+
+    Args:
+        rows: The records of each process.
+        names: The names of the processes.
+    """
+    events: list[dict[str, Any]] = []
+    for r, (row, name) in enumerate(zip(rows, names, strict=True)):
+        for kind, value in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": r})):
+            events.append({"ph": "M", "name": kind, "pid": r, "tid": 0, "args": value})
+        for record in row:
+            what = {"microbatch": record.microbatch, "stage": record.stage, "pass": record.number}
+            for label, category, start, end in (
+                (f"wait for {record!r}", "waiting", record.begin, record.received),
+                (repr(record), PARTS[record.kind], record.received, record.computed),
+                (f"send of {record!r}", "sending", record.computed, record.end),
+            ):
+                if end > start:
+                    events.append(_event("X", label, category, r, start, dur=_micro(end - start), args=what))
+    for number, ((sender, sent), (receiver, received)) in enumerate(_messages(rows)):
+        middle = (sent.computed + sent.end) / 2
+        events.append(_event("s", "message", "message", sender, middle, id=number))
+        events.append(_event("f", "message", "message", receiver, received.received, id=number, bp="e"))
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _event(phase: str, name: str, category: str, process: int, time: float, **others: Any) -> dict[str, Any]:
+    return {"ph": phase, "name": name, "cat": category, "pid": process, "tid": 0, "ts": _micro(time), **others}
+
+
+def _micro(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

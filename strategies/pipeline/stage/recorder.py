@@ -1,0 +1,69 @@
+"""Records when a process waits, computes and sends, while somebody wants to know.
+
+A stage without a recorder only checks that it has none.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import psutil
+import torch
+
+from strategies.pipeline.schedule.measured import Record, Recorded, RecordKind
+
+
+class Recorder:
+    """Records what a process does, one thing after the other; none contains another one.
+
+    The times are those of ``time.perf_counter``, which is one clock for all processes of a host on Linux.
+
+    Args:
+        device: The device of the layers. On CUDA, each time is taken when the device has done what it was given.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._now: Callable[[], float] = time.perf_counter
+        if device.type == "cuda":
+            self._now = partial(_when_done, device)
+        self._records: list[Record] = []
+        self._begin = self._received = 0.0
+        self._computed: float | None = None
+        self.pass_of_code = -1
+        """The pass whose code after the call of the module is what is being recorded; -1 if it is something else."""
+
+    def begin(self, pass_of_code: int = -1) -> None:
+        """The process is ready for what it records next."""
+        self._begin = self._received = self._now()
+        self._computed, self.pass_of_code = None, pass_of_code
+
+    def received(self) -> None:
+        """The process has what it waited for; left out if it waits for nothing."""
+        self._received = self._now()
+
+    def computed(self) -> None:
+        """The process has computed, and now sends; left out if it sends nothing."""
+        self._computed = self._now()
+
+    def end(self, kind: RecordKind, microbatch: int = -1, stage: int = -1, number: int = -1) -> None:
+        """Add a record; see :class:`~strategies.pipeline.schedule.measured.Record`."""
+        now = self._now()
+        computed = now if self._computed is None else self._computed
+        self._records.append(Record(kind, microbatch, stage, number, self._begin, self._received, computed, now))
+
+    def recorded(self) -> Recorded:
+        """Return what has been recorded."""
+        return Recorded(self._records, memory_bytes(self._device))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Return the resident memory of this process; on CUDA the most that torch has allocated so far."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(psutil.Process().memory_info().rss)
+
+
+def _when_done(device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,192 @@
+"""``PipelineMonitor`` over several processes: its figures are consistent, and training is the same as without it."""
+
+import csv
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run
+from parity import WIDTH, Small, batches, compare, fit
+from pytorch_lightning import Callback
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+
+from strategies import RPCSequentialStrategy
+from strategies.pipeline.executor.settings import Settings
+from trainer import PipelineMonitor
+
+STAGES = {"gpipe": 3, "1f1b": 3, "interleaved": 2, "zbv": 2}
+"""The schedules, and the number of processes of each."""
+
+MICROBATCHES, STEPS, EVERY, TRACED = 4, 9, 3, [4, 8]
+REPORTED = [2, 5, 8]
+MOST_ADDED_SECONDS = 100e-6
+
+
+class WithCodeBefore(Small):
+    """Runs a layer before the pipelined ones, which gets gradients from stage 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(self.before(x))
+
+
+class Timed(PipelineMonitor):
+    """Notes what its hooks take in steps that it does not record."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.added: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        begin = time.thread_time()
+        super().on_train_batch_start(*args)
+        self.seconds = time.thread_time() - begin
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        reports = self._waiting is not None or self._current is not None
+        begin = time.thread_time()
+        super().on_train_batch_end(*args)
+        if not reports:
+            self.added.append(self.seconds + time.thread_time() - begin)
+
+
+class SeesBar(Callback):
+    """Notes what the progress bar shows."""
+
+    def __init__(self) -> None:
+        self.shown: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Any, model: Any, *args: Any) -> None:
+        self.shown.append(trainer.progress_bar_callback.get_metrics(trainer, model).get("use"))
+
+
+def trained(schedule: str, **arguments: Any) -> Any:
+    strategy = RPCSequentialStrategy(microbatches=MICROBATCHES, schedule=schedule, balance="even")
+    sizes = [8] * STEPS
+    return fit(WithCodeBefore, strategy, STAGES[schedule], train=lambda: batches(sizes), max_epochs=1, **arguments)
+
+
+def monitored() -> dict[str, dict[str, Any]]:
+    found = {}
+    for schedule in STAGES:
+        monitor, bar = Timed(EVERY, TRACED), SeesBar()
+        loggers: list[Any] = [CSVLogger(".", name=schedule)]
+        if schedule == "1f1b":
+            loggers.append(TensorBoardLogger("board", name=schedule))
+        outcome = trained(schedule, callbacks=[monitor, bar], logger=loggers, enable_progress_bar=True)
+        compare(outcome, trained(schedule), 0.0)
+        folder = Path(schedule, "version_0")
+        with (folder / "metrics.csv").open() as file:
+            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+        images: list[int] = []
+        if schedule == "1f1b":
+            board = EventAccumulator(str(Path("board", schedule, "version_0")), size_guidance={"images": 0}).Reload()
+            images = [event.step for event in board.Images("pipeline/timetable")]
+        found[schedule] = {
+            "rows": rows,
+            "files": {path.name: path.read_text() for path in (folder / "pipeline").iterdir()},
+            "shown": bar.shown,
+            "added": monitor.added,
+            "images": images,
+            "after": "get_metrics" in vars(outcome.trainer.progress_bar_callback),
+        }
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    result: dict[str, dict[str, Any]] = run(monitored)
+    return result
+
+
+@pytest.fixture(params=STAGES)
+def schedule(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def traces(found: dict[str, Any]) -> Iterator[list[dict[str, Any]]]:
+    for step in TRACED:
+        yield json.loads(found["files"][f"step-{step}.trace.json"])["traceEvents"]
+
+
+def test_every_action_is_recorded_once_where_it_ran(found: dict[str, dict[str, Any]], schedule: str) -> None:
+    timetables = Settings(microbatches=MICROBATCHES, schedule=schedule).timetables(STAGES[schedule])
+    expected = [[repr(action) for action in row] for row in timetables.training[MICROBATCHES].rows]
+    for events in traces(found[schedule]):
+        rows: list[list[str]] = [[] for _ in expected]
+        for event in events:
+            if event["ph"] == "X" and re.fullmatch(r"\d+[FBIW]\d+", event["name"]):
+                rows[event["pid"]].append(event["name"])
+        assert rows == expected
+        assert [e["pid"] for e in events if e["name"] == "optimizer"] == list(range(STAGES[schedule]))
+        codes = {e["name"] for e in events if e["ph"] == "X" and e["name"].startswith(("b", "loss", "a"))}
+        assert codes >= (
+            {"loss3"} if schedule == "gpipe" else {f"{k}{m}" for k in ("b", "loss", "a") for m in range(4)}
+        )
+
+
+def test_clocks_are_ordered(found: dict[str, dict[str, Any]], schedule: str) -> None:
+    for events in traces(found[schedule]):
+        of_name = {event["name"]: event for event in events if event["ph"] == "X"}
+        num_compared = 0
+        for name, event in of_name.items():
+            if (match := re.fullmatch(r"(\d+)([FBI])(\d+)", name)) is None:
+                continue
+            i, kind, m = int(match[1]), match[2], match[3]
+            before = i - 1 if kind == "F" else i + 1
+            sources = [
+                of_name[key] for key in (f"{before}{k}{m}" for k in ("F" if kind == "F" else "BI")) if key in of_name
+            ]
+            for source in sources:
+                assert source["ts"] + source["dur"] <= event["ts"], (name, source["name"])
+                num_compared += source["pid"] != event["pid"]
+        assert num_compared >= 2 * MICROBATCHES
+        arrows = [[e["ts"] for e in events if e["ph"] == phase] for phase in "sf"]
+        assert len(arrows[0]) == len(arrows[1]) == num_compared
+
+
+def test_parts_of_a_step(found: dict[str, dict[str, Any]], schedule: str) -> None:
+    rows = found[schedule]["rows"]
+    assert [row["step"] for row in rows] == REPORTED
+    processes = [*(f"stage_{i}" for i in range(STAGES[schedule] - 1)), "driver"]
+    for row in rows:
+        for process in processes:
+            parts = {name: value for name, value in row.items() if name.startswith(f"pipeline/{process}/")}
+            times = [value for name, value in parts.items() if name.endswith("_ms")]
+            assert len(times) == 7 and min(times) >= 0 and sum(times) <= row["pipeline/step_ms"]
+            for part in ("forward", "backward", "optimizer", "waiting"):
+                assert parts[f"pipeline/{process}/{part}_ms"] > 0, (process, part)
+            assert (parts[f"pipeline/{process}/weight_gradients_ms"] > 0) == (schedule == "zbv")
+            assert (parts[f"pipeline/{process}/code_ms"] > 0) == (process == "driver")
+            assert 30 < parts[f"pipeline/{process}/memory_mib"] < 4000
+        uses = [row[f"pipeline/{process}/use"] for process in processes]
+        assert row["pipeline/bubble"] == pytest.approx(1 - statistics.fmean(uses)) and 0 < min(uses) <= max(uses) <= 1
+        assert 0 <= row["pipeline/bubble_predicted"] < 1
+
+
+def test_pictures_and_progress_bar(found: dict[str, dict[str, Any]], schedule: str) -> None:
+    own = found[schedule]
+    pictures = {name: text for name, text in own["files"].items() if name.endswith(".svg")}
+    assert set(pictures) == {f"step-{step}.svg" for step in REPORTED}
+    for text in pictures.values():
+        assert "measured: bubble" in text and "predicted: bubble" in text
+        assert text.count("<title>0F0</title>") == 2
+    # The third step is the first that is recorded, and is reported at the end of the fourth one.
+    assert own["shown"][:3] == [None] * 3 and not own["after"]
+    assert all(re.fullmatch(r"\d+(\|\d+)+%", shown) for shown in own["shown"][3:])
+    assert own["images"] == (REPORTED if schedule == "1f1b" else [])
+
+
+def test_a_step_that_is_not_recorded_costs_little(found: dict[str, dict[str, Any]]) -> None:
+    added = [seconds for own in found.values() for seconds in own["added"]]
+    assert len(added) >= 8 and statistics.median(added) < MOST_ADDED_SECONDS

@@ -1,0 +1,109 @@
+"""``PipelineMonitor``: what it refuses, and what it does where there is one stage, no logger, or no Pillow."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import RandomDataset
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from strategies import RPCSequentialStrategy
+from strategies.lightning.compat import LightningModule
+from trainer import PipelineMonitor, Trainer
+
+
+class Net(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(nn.Linear(32, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.sequential_module(batch).square().mean()
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.SGD(self.parameters(), 0.1)
+
+
+def fit(
+    monitor: PipelineMonitor, folder: Path, strategy: Any, make: type[pl.Trainer] = Trainer, **arguments: Any
+) -> None:
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 3,
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    trainer = make(**{"strategy": strategy, "callbacks": [monitor], **settings, **arguments})
+    trainer.fit(Net(), DataLoader(RandomDataset(32, 64), batch_size=8))
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.0, True, "2"])
+def test_every_n_steps_is_a_positive_number(number: Any) -> None:
+    with pytest.raises(MisconfigurationException, match=r"every_n_steps must be a whole number of at least 1, got"):
+        PipelineMonitor(every_n_steps=number)
+
+
+def test_trace_steps_are_numbers_of_steps() -> None:
+    with pytest.raises(MisconfigurationException, match="trace_steps must be a list of numbers of steps, got 3"):
+        PipelineMonitor(trace_steps=3)  # type: ignore[arg-type]
+    with pytest.raises(MisconfigurationException, match="trace_steps must be whole numbers of at least 0, got -1"):
+        PipelineMonitor(trace_steps=[3, -1])
+
+
+def test_another_strategy_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        MisconfigurationException, match=r"the strategy is SingleDeviceStrategy\. Set strategy='rpc_seq"
+    ):
+        fit(PipelineMonitor(), tmp_path, "single_device")
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_one_stage_and_no_logger(tmp_path: Path, schedule: str) -> None:
+    monitor = PipelineMonitor(every_n_steps=2, trace_steps=[2], dirpath=tmp_path / "own")
+    fit(monitor, tmp_path, RPCSequentialStrategy(microbatches=2, schedule=schedule))
+    assert {path.name for path in (tmp_path / "own" / "pipeline").iterdir()} == {"step-1.svg", "step-2.trace.json"}
+    trace = json.loads((tmp_path / "own" / "pipeline" / "step-2.trace.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"0F0", "0F1", "0B0", "0B1", "optimizer"} <= names
+
+
+def test_backward_passes_at_once_are_measured_and_not_predicted(tmp_path: Path) -> None:
+    strategy = RPCSequentialStrategy(microbatches=2, pipelined_backward=False)
+    fit(PipelineMonitor(2), tmp_path, strategy, make=pl.Trainer)  # Lightning's own Trainer will do
+    (picture,) = (tmp_path / "pipeline").iterdir()
+    assert "measured" in picture.read_text() and "predicted" not in picture.read_text()
+
+
+class Fails(pl.Callback):
+    """Raises an error in the third step."""
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            raise KeyError("on purpose")
+
+
+def test_a_run_that_fails_leaves_nothing_for_the_next_one(tmp_path: Path) -> None:
+    monitor = PipelineMonitor(every_n_steps=1)
+    with pytest.raises(KeyError, match="on purpose"):
+        fit(monitor, tmp_path / "1", RPCSequentialStrategy(microbatches=2), callbacks=[monitor, Fails()])
+    fit(monitor, tmp_path / "2", RPCSequentialStrategy(microbatches=2), max_steps=1)
+    assert [path.name for path in (tmp_path / "2" / "pipeline").iterdir()] == ["step-0.svg"]
+
+
+def test_without_pillow_tensorboard_gets_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    logger = TensorBoardLogger(tmp_path, name="board")
+    with pytest.warns(UserWarning, match="no pictures in TensorBoard, because Pillow is not installed") as warned:
+        fit(PipelineMonitor(1), tmp_path, RPCSequentialStrategy(microbatches=2), logger=logger)
+    assert sum("Pillow" in str(warning.message) for warning in warned) == 1
+    assert len(list((Path(logger.log_dir) / "pipeline").glob("*.svg"))) == 3

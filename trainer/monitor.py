@@ -1,0 +1,247 @@
+"""``PipelineMonitor``: a callback that shows what the stages of a pipeline do, and when.
+
+    on_train_batch_start ── start recording ──▶ every process
+    on_train_batch_end   ── stop recording  ──▶ every process
+    next on_train_batch_end  ◀── records ──  scalars, progress bar, picture, trace
+
+The records of a step are taken at the end of the next one: by then every stage has handed them over, so no stage waits.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strategies.lightning.compat import (
+    Callback,
+    LightningModule,
+    MisconfigurationException,
+    TensorBoardLogger,
+    Trainer,
+    rank_zero_warn,
+)
+from strategies.lightning.hooks import Undo, add_to_progress_bar
+from strategies.pipeline.control.clocks import Clock
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.schedule.measured import (
+    Record,
+    Recorded,
+    from_first_forward,
+    measured_timetable,
+    parts_of,
+    predicted_timetable,
+    trace_of,
+    uses_of,
+)
+from strategies.pipeline.schedule.picture import pixels, stacked_svg
+from strategies.pipeline.schedule.simulator import Simulation
+from strategies.rpc_sequential import RPCSequentialStrategy
+
+
+@dataclass
+class _Step:
+    """A step that is recorded.
+
+    Attributes:
+        number: The number of the training batch over all epochs, from 0.
+        logged_at: The number of the step in loggers.
+        begin: When the driver began it.
+        end: When the driver had done it.
+        records: Waits for the records of each process and returns them.
+    """
+
+    number: int
+    logged_at: int
+    begin: float
+    end: float = 0.0
+    records: Callable[[], list[Recorded]] | None = None
+
+
+class PipelineMonitor(Callback):
+    """Shows what every stage of a pipeline does: in the progress bar, in loggers, as pictures and as traces.
+
+    Every ``every_n_steps``-th step of ``fit`` is recorded. Of such a step,
+
+    * loggers get the time that each stage spent in each part of the step, its memory, the measured bubble, and the one
+      that the schedule predicts for actions that take as long as they did on average;
+    * the progress bar shows which share of the passes each stage had work: ``use=83|91%``, the driver last;
+    * a picture of the measured and the predicted timetable goes to ``pipeline/step-N.svg`` in the run's folder, and to
+      TensorBoard if that is a logger.
+
+    Of the steps in ``trace_steps``, also ``pipeline/step-N.trace.json`` is written, which Perfetto
+    (https://ui.perfetto.dev) and ``chrome://tracing`` show. Steps are counted as in Lightning's logs: training batches
+    over all epochs, from 0. With several replicas, the first one is recorded.
+
+    Args:
+        every_n_steps: Record a step in so many.
+        trace_steps: Numbers of steps of which a trace is written.
+        dirpath: Where the folder ``pipeline`` is made; by default the logger's folder of this run, or
+            ``default_root_dir`` if there is no logger.
+
+    Raises:
+        MisconfigurationException: If a number is wrong; in ``fit``, if the strategy is another one than
+            ``RPCSequentialStrategy``.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 50, trace_steps: Sequence[int] = (), dirpath: str | Path | None = None
+    ) -> None:
+        if not _is_number(every_n_steps, 1):
+            raise MisconfigurationException(
+                f"every_n_steps must be a whole number of at least 1, got {every_n_steps!r}."
+            )
+        if isinstance(trace_steps, str) or not isinstance(trace_steps, Sequence):
+            raise MisconfigurationException(f"trace_steps must be a list of numbers of steps, got {trace_steps!r}.")
+        for number in trace_steps:
+            if not _is_number(number, 0):
+                raise MisconfigurationException(f"trace_steps must be whole numbers of at least 0, got {number!r}.")
+        self.every_n_steps, self.trace_steps = every_n_steps, frozenset(trace_steps)
+        self._dirpath = dirpath
+        self._folder = Path()
+        self._current: _Step | None = None
+        self._waiting: _Step | None = None
+        self._clocks: tuple[Pipeline, list[Clock]] | None = None
+        self._use: dict[str, str] = {}
+        self._undo: Undo | None = None
+        self._draws_pixels = True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the strategy, before any process is started."""
+        if not isinstance(trainer.strategy, RPCSequentialStrategy):
+            raise MisconfigurationException(
+                "PipelineMonitor shows the stages of a pipeline, but the strategy is "
+                f"{type(trainer.strategy).__name__}. Set strategy='rpc_sequential', or leave the callback out."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find the run's folder, and forget an earlier run, which an error may have ended without ``teardown``."""
+        self._forget()
+        self._folder = Path(self._dirpath or trainer.log_dir or trainer.default_root_dir) / "pipeline"
+        if (bar := trainer.progress_bar_callback) is not None:
+            self._undo = add_to_progress_bar(bar, lambda: self._use)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start to record, if it is this step's turn."""
+        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        if (number + 1) % self.every_n_steps and number not in self.trace_steps:
+            return
+        if not trainer.is_global_zero:
+            return
+        _pipeline_of(trainer).start_recording()
+        self._current = _Step(number, trainer.global_step, time.perf_counter())
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Report the recorded step before this one, and stop to record this one."""
+        if self._waiting is not None:
+            self._report(trainer)
+        if self._current is not None:
+            self._current.end = time.perf_counter()
+            self._current.records = _pipeline_of(trainer).stop_recording()
+            self._waiting, self._current = self._current, None
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Report the last recorded step, while its stages still run."""
+        if self._waiting is not None:
+            self._report(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget what has not been reported."""
+        self._forget()
+
+    def _forget(self) -> None:
+        self._current = self._waiting = self._clocks = None
+        self._use = {}
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    def _report(self, trainer: Trainer) -> None:
+        step, self._waiting = self._waiting, None
+        assert step is not None and step.records is not None
+        pipeline = _pipeline_of(trainer)
+        recorded = step.records()
+        rows = self._on_one_clock(pipeline, recorded)
+        names = [*(f"stage {i}" for i in range(len(rows) - 1)), "driver"]
+        if step.number in self.trace_steps:
+            self._write(f"step-{step.number}.trace.json", json.dumps(trace_of(rows, names)))
+        if (step.number + 1) % self.every_n_steps:
+            return
+        end = max((record.end for row in rows for record in row), default=step.end)
+        metrics = {"step_ms": 1e3 * (max(end, step.end) - step.begin)}
+        for name, row, own in zip(names, rows, recorded, strict=True):
+            key = name.replace(" ", "_")
+            metrics |= {f"{key}/{part}_ms": 1e3 * seconds for part, seconds in parts_of(row).items()}
+            metrics[f"{key}/memory_mib"] = own.memory_bytes / 2**20
+        whole = measured_timetable(rows)
+        if whole is not None:
+            timetable = from_first_forward(whole)
+            uses = uses_of(timetable)
+            self._use = {"use": "|".join(f"{use:.0%}".rstrip("%") for use in uses) + "%"}
+            metrics |= {f"{name.replace(' ', '_')}/use": use for name, use in zip(names, uses, strict=True)}
+            metrics["bubble"] = timetable.bubble_fraction
+            title = f"step {step.number} measured: bubble {timetable.bubble_fraction:.1%}"
+            timetables = [(title, timetable)]
+            if (predicted := _predicted(pipeline, rows, whole)) is not None:
+                metrics["bubble_predicted"] = predicted.bubble_fraction
+                timetables.append((f"predicted: bubble {predicted.bubble_fraction:.1%}", predicted))
+            self._draw(trainer, step, timetables, names)
+        for logger in trainer.loggers:
+            logger.log_metrics({f"pipeline/{name}": value for name, value in metrics.items()}, step.logged_at)
+
+    def _on_one_clock(self, pipeline: Pipeline, recorded: Sequence[Recorded]) -> list[list[Record]]:
+        """Return the records of each process with times of the driver's clock."""
+        if self._clocks is None or self._clocks[0] is not pipeline:
+            self._clocks = pipeline, [Clock(remote) for remote in pipeline.remotes]
+        with pipeline.failures.explained():
+            ahead = [*(clock.ahead() for clock in self._clocks[1]), 0.0]
+        return [
+            [record.shifted(seconds) for record in own.records] if seconds else own.records
+            for own, seconds in zip(recorded, ahead, strict=True)
+        ]
+
+    def _draw(
+        self, trainer: Trainer, step: _Step, timetables: Sequence[tuple[str, Simulation]], names: Sequence[str]
+    ) -> None:
+        self._write(f"step-{step.number}.svg", stacked_svg(timetables, names))
+        boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
+        if not boards or not self._draws_pixels:
+            return
+        try:
+            image = pixels(timetables, names)
+        except ImportError:
+            self._draws_pixels = False
+            rank_zero_warn(
+                "PipelineMonitor shows no pictures in TensorBoard, because Pillow is not installed (pip install "
+                f"pillow). The pictures in {self._folder} are not affected."
+            )
+            return
+        for logger in boards:
+            logger.experiment.add_image("pipeline/timetable", image, step.logged_at, dataformats="HWC")
+
+    def _write(self, name: str, text: str) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        (self._folder / name).write_text(text)
+
+
+def _pipeline_of(trainer: Trainer) -> Pipeline:
+    strategy = trainer.strategy
+    assert isinstance(strategy, RPCSequentialStrategy) and strategy.pipeline is not None
+    return strategy.pipeline
+
+
+def _predicted(pipeline: Pipeline, rows: Sequence[Sequence[Record]], measured: Simulation) -> Simulation | None:
+    """Return the simulation of a pass with its measured costs; ``None`` if its table is not what ran."""
+    settings = pipeline.settings
+    if not settings.pipelined_backward:
+        return None  # the backward passes of all micro-batches were one action
+    microbatches = 1 + max(step.microbatch for step in measured.end)
+    table = pipeline.timetables.training[microbatches].rows
+    return from_first_forward(predicted_timetable(rows, measured, table, whole_batch=not settings.interleaves))
+
+
+def _is_number(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
