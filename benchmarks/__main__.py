@@ -22,6 +22,7 @@ SECTIONS = (
     "stage_memory",
     "balance",
     "trainer_overhead",
+    "monitor",
     "evaluation",
     "growth",
     "zero",
