@@ -153,9 +153,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
             number that may be chosen (default: 2).
         max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
-        memory_limit_bytes: With ``schedule="auto"``, what each process may hold of activations and of parameters, which
-            count four times, as with Adam and its gradients; five times where a run holds two sets of
-            gradients (``docs/decisions/098-two-sets-of-gradients.md``). Default: no limit.
+        memory_limit_bytes: With ``schedule="auto"``, what each process may take for activations and for parameters,
+            which count four times, as with Adam and its gradients, or five times where a run holds two sets of
+            gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what
+            allocators keep. Default: no limit.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:

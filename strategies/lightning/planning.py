@@ -15,7 +15,7 @@ from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
-from strategies.pipeline.partition.plan_rows import MeasuredPasses, activation_peaks
+from strategies.pipeline.partition.plan_rows import ALLOCATOR_SHARE, MeasuredPasses, activation_peaks
 from strategies.pipeline.partition.profiling import first_microbatch
 from strategies.pipeline.partition.sequential import Pipelined, check_balance
 from strategies.pipeline.schedule.planned import AUTO, PlannedSchedule
@@ -162,7 +162,8 @@ def find_schedule(
                 input_bytes=input_bytes(found, number),
             )
             peaks = partial(activation_peaks, measured=passes, at_once=False)
-            return replace(model_costs(costs, in_reverse=in_reverse), activation_peaks=peaks)
+            of_model = model_costs(costs, in_reverse=in_reverse)
+            return replace(of_model, activation_peaks=peaks, memory_scale=1 + ALLOCATOR_SHARE)
 
         not_measured = measured[numbers[-1]].not_measured
         plan = search(

@@ -34,7 +34,7 @@ EFFORT = 500_000
 ALLOCATOR_SHARE = 0.2
 """What a process takes beyond its tensors, as a share of them: blocks that the allocator keeps, buffers of libraries.
 
-It was 0.1 to 0.7 in 20 runs on CPU, with a median of 0.2 (docs/decisions/096-plan.md).
+It was 0.1 to 0.7 in runs on CPU, with a median of 0.2 (docs/decisions/096-plan.md).
 """
 
 
@@ -104,6 +104,7 @@ class Measured(MeasuredPasses):
             ACTION_SECONDS,
             driver_parameter_bytes=held(self.outside),
             activation_peaks=partial(activation_peaks, measured=self, at_once=at_once),
+            memory_scale=1 + ALLOCATOR_SHARE,
         )
         return found if at_once else replace(found, driver=self.driver.costs)
 
@@ -269,7 +270,7 @@ class _Way:
 
     def balanced(self, balance: Sequence[int] | None, effort: int) -> tuple[list[int], Simulation | None]:
         """Return a balance, found if it is not given, and the simulated batch."""
-        measured, limit = self.measured, self.memory_limit_bytes
+        measured = self.measured
         if not measured.has_times:
             return list(balance) if balance is not None else _balance_by_size(measured, self.placement.num_stages), None
         found, simulation = balanced(
@@ -277,7 +278,7 @@ class _Way:
             self.table,
             self.placement,
             balance=balance,
-            memory_limit_bytes=None if limit is None else limit / (1 + ALLOCATOR_SHARE),
+            memory_limit_bytes=self.memory_limit_bytes,
             effort=effort,
         )
         if not self.at_once:

@@ -24,7 +24,7 @@ class PlannedSchedule:
         balance: The number of layers of each stage.
         microbatches: The number of micro-batches of ``table``.
         table: The actions of each process, as text.
-        peak_bytes: The predicted maximum of the bytes of parameters and activations of a process.
+        peak_bytes: The predicted maximum of what a process takes for parameters and activations.
         gradient_sets: Number of gradients that a parameter was taken to have at once.
     """
 

@@ -112,6 +112,7 @@ class ModelCosts:
         driver_parameter_bytes: What the driver holds for it all the time.
         activation_peaks: Returns the most that each process holds for micro-batches, given a table, its placement and
             the number of layers of each stage. By default it is computed from the bytes of each layer.
+        memory_scale: What a process takes, for each byte that is counted.
     """
 
     layers: Sequence[LayerCosts]
@@ -120,6 +121,7 @@ class ModelCosts:
     driver: DriverCosts = field(default_factory=DriverCosts)
     driver_parameter_bytes: float = 0.0
     activation_peaks: Callable[[Schedule, Placement, Sequence[int]], Sequence[float]] | None = None
+    memory_scale: float = 1.0
 
     def seconds(self, table: Schedule, balance: Sequence[int]) -> float:
         """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
@@ -143,7 +145,7 @@ class Plan:
         table: The actions of each process.
         seconds: The predicted time of a batch, without the optimizer's step.
         bubble_fraction: The predicted idle share of all processes.
-        peak_bytes: For each process, the predicted maximum of the bytes of parameters and activations.
+        peak_bytes: For each process, the predicted maximum of what it takes for parameters and activations.
         reason: One line that says what was chosen, and why.
     """
 
@@ -491,7 +493,7 @@ class _Candidate:
 def _peaks(program: Program, model: _Model, balance: Sequence[int], costs: Costs) -> list[float]:
     held, of = model.parameter_bytes(balance, program.placement), model.costs.activation_peaks
     peaks = program.peak_bytes(costs) if of is None else of(program.schedule, program.placement, balance)
-    return [own + peak for own, peak in zip(held, peaks, strict=True)]
+    return [model.costs.memory_scale * (own + peak) for own, peak in zip(held, peaks, strict=True)]
 
 
 def _variants(table: Schedule, model: _Model) -> list[Schedule]:

@@ -170,7 +170,8 @@ def declared_dependencies() -> set[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {requirement.split(">")[0].split("[")[0].replace("-", "_") for requirement in project["dependencies"]}
     assert "torch" in names
-    return names | {"yaml", "lightning_utilities", "lightning_fabric"}  # dependencies of pytorch-lightning
+    optional = {"PIL"} if "pillow" in project["optional-dependencies"]["tensorboard"] else set()  # pictures for it
+    return names | optional | {"yaml", "lightning_utilities", "lightning_fabric"}  # dependencies of pytorch-lightning
 
 
 def imported_modules(path: Path) -> set[str]:
