@@ -49,7 +49,13 @@ _CONSTANT = {
 """The environment of every child, unless a test says otherwise."""
 OWN_SERVER: dict[str, str | None] = {VARIABLE: None}
 """For ``env``: the workers of the test's process belong to its session, as those of a user's script do."""
-_CHILD_MODULES = ("harness_child", "pytorch_lightning", "torch._dynamo", "torch.distributed.rpc")
+_CHILD_MODULES = (
+    *("harness_child", "pytorch_lightning", "torch._dynamo", "torch.distributed.rpc", "pytest"),
+    *("strategies.rpc_sequential", "trainer.trainer"),
+)
+
+_WORKER_MODULES_OF_TESTS = ("pytest", "pytorch_lightning", "torch.distributed.checkpoint")
+"""What a worker imports with a layer's class, because its test module does: it takes more than two seconds."""
 
 
 def run(
@@ -62,8 +68,8 @@ def run(
 ) -> Any:
     """Runs ``fn(*args)`` in a process of its own and returns its result.
 
-    The process is a fork of one that has imported torch and Lightning, and nothing else of consequence. Workers that it
-    starts are forks of another one, unless ``env`` has ``OWN_SERVER``.
+    The process is a fork of one that has imported torch, Lightning and the Trainer, and nothing else of consequence.
+    Workers that it starts are forks of another one, unless ``env`` has ``OWN_SERVER``.
 
     Args:
         fn: a top-level function of a test module, or any function that cloudpickle can send.
@@ -161,7 +167,10 @@ def _servers() -> _Servers:
     return _Servers(
         OwnForkServer(_CHILD_MODULES, environment=environment, paths=sys.path),
         OwnForkServer(
-            [*WORKER_MODULES, *WORKER_MODULES_LATER], environment=of_workers, paths=sys.path, directory=directory
+            [*WORKER_MODULES, *WORKER_MODULES_LATER, *_WORKER_MODULES_OF_TESTS],
+            environment=of_workers,
+            paths=sys.path,
+            directory=directory,
         ),
         directory,
     )

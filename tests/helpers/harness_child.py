@@ -27,7 +27,7 @@ import procfs
 def _end_at_once() -> None:
     """The last of a fork's exit handlers: ends it without taking the interpreter apart, if it has no other thread.
 
-    That takes 0.4 s, most of it for copies of the server's memory, and what can go wrong then is threads that still run.
+    That takes 0.4 s, most of it for copies of the server's memory, and what can go wrong then are threads.
     Those of torch's pool only wait for work. What a test starts as a new interpreter ends as any other.
     """
     if _returned and _names_of_other_threads() <= {"pt_thread_pool"}:
