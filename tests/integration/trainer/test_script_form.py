@@ -1,5 +1,7 @@
 """Scripts without a guard, pasted lines, and imports that stay light: what a user starts without reading on."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import procfs
 import pytest
+from harness import run
 from paths import ROOT
 
 import strategies
@@ -94,11 +97,17 @@ def results(lines: Sequence[str]) -> tuple[float, float, str]:
     return float(loss.removeprefix("loss ")), float(checksum.removeprefix("checksum ")), run_here
 
 
+def printed(text: str) -> list[str]:
+    """Runs a script in this process."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(text, {"__name__": "script"})
+    return output.getvalue().splitlines()
+
+
 @pytest.fixture(scope="module")
-def in_one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float, str]:
-    file = tmp_path_factory.mktemp("scripts") / "single.py"
-    file.write_text(script("single_device", 1))
-    return results(python([str(file)]))
+def in_one_process() -> tuple[float, float, str]:
+    return results(run(printed, script("single_device", 1)))
 
 
 def test_a_script_without_a_guard(tmp_path: Path, in_one_process: tuple[float, float, str]) -> None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,19 +67,19 @@ def test_one_that_sleeps_is_given_up_with_its_stack() -> None:
     assert "for 0.4 s" in why and "raise rpc_timeout_sec" in why and why.endswith("Its stack:\nsleep()")
 
 
-@pytest.mark.parametrize(
-    "alive",
-    [
-        lambda asked: progress(asked),
-        lambda asked: progress(waits=True),
-        lambda asked: progress(idle=True),
-        lambda asked: progress(busy=time.monotonic()),
-        lambda asked: progress(stack=f"line {asked}"),
-    ],
-    ids=["gets on", "waits for others", "has nothing to do", "computes", "moves"],
-)
-def test_one_that_lives_is_not(alive: Callable[[int], Progress]) -> None:
-    assert Answers(alive).watched(3 * TIMEOUT) == ""
+def test_one_that_lives_is_not() -> None:
+    ways = {
+        "gets on": lambda asked: progress(asked),
+        "waits for others": lambda asked: progress(waits=True),
+        "has nothing to do": lambda asked: progress(idle=True),
+        "computes": lambda asked: progress(busy=time.monotonic()),
+        "moves": lambda asked: progress(stack=f"line {asked}"),
+    }
+    answers = [Answers(way) for way in ways.values()]
+    with ThreadPoolExecutor(len(ways)) as threads:
+        given_up = threads.map(lambda each: each.watched(3 * TIMEOUT), answers)
+    assert dict(zip(ways, given_up, strict=True)) == dict.fromkeys(ways, "")
+    assert all(each.asked > 1 for each in answers)
 
 
 def test_one_that_is_busy_with_one_thing_for_too_long() -> None:
