@@ -2,6 +2,7 @@
 PYTHON ?= python3
 # How many tests run at once.
 JOBS ?= 2
+SPREAD = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
@@ -24,15 +25,16 @@ help:
 demo: $(INSTALLED)
 	python -m trainer fit --config configs/pipeline.yaml
 
-# The tests of a file stay in one process, since many share what one launch of processes has computed.
+# The tests of a file stay in one process, since many share what one launch of processes has computed. tests/conftest.py
+# puts the longest files first.
 unit: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest tests/unit -m "not slow and not nightly" --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 python -m pytest tests/unit -m "not slow and not nightly" $(SPREAD)
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m "not slow and not nightly" --numprocesses $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 python -m pytest -m "not slow and not nightly" $(SPREAD)
 
 slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m "slow and not nightly" --numprocesses $(JOBS) --dist loadfile --durations 40
+	OMP_NUM_THREADS=1 python -m pytest -m "slow and not nightly" $(SPREAD) --durations 40
 
 nightly: $(INSTALLED)
 	python -m pytest -m nightly

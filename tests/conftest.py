@@ -25,7 +25,25 @@ def pytest_collection() -> Iterator[Any]:
         gc.freeze()
 
 
+_LONGEST = (
+    *("test_commands", "test_parity_schedules", "test_launch", "test_faults_ranks", "test_restarts", "test_faults"),
+    *("test_families", "test_blocks", "test_adapters", "test_parity_weight_averaging", "test_zero", "test_pipe_rpc"),
+)
+"""The files that take longest."""
+
+
+def _turn_of(item: pytest.Item) -> int:
+    """pytest-xdist hands out files in this order: the longest first, the short ones of ``unit`` last.
+
+    So no process has a long file left when the others have nothing to do any more.
+    """
+    if item.path.stem in _LONGEST:
+        return _LONGEST.index(item.path.stem)
+    return len(_LONGEST) + ("unit" in item.path.parts)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=_turn_of)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
