@@ -5,6 +5,7 @@
     next on_train_batch_end  ◀── records ──  scalars, progress bar, picture, trace
 
 The records of a step are taken at the end of the next one: by then every stage has handed them over, so no stage waits.
+What the pipeline is, and when training began, began again, was saved and ended, goes to ``pipeline/events.jsonl``.
 """
 
 import json
@@ -74,6 +75,9 @@ class PipelineMonitor(Callback):
     (https://ui.perfetto.dev) and ``chrome://tracing`` show. Steps are counted as in Lightning's logs: training batches
     over all epochs, from 0. With several replicas, the first one is recorded.
 
+    ``pipeline/events.jsonl`` gets a line for each event: ``start`` and ``restart`` (with balance, layers, schedule and
+    number of micro-batches), ``checkpoint``, ``end`` and ``error``, with the time, the epoch and the optimizer's steps.
+
     Args:
         every_n_steps: Record a step in so many.
         trace_steps: Numbers of steps of which a trace is written.
@@ -106,6 +110,8 @@ class PipelineMonitor(Callback):
         self._use: dict[str, str] = {}
         self._undo: Undo | None = None
         self._draws_pixels = True
+        self._is_training = False  # stays true over a restart, of which callbacks see no end
+        self._notes_checkpoints = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -121,6 +127,12 @@ class PipelineMonitor(Callback):
         self._folder = Path(self._dirpath or trainer.log_dir or trainer.default_root_dir) / "pipeline"
         if (bar := trainer.progress_bar_callback) is not None:
             self._undo = add_to_progress_bar(bar, lambda: self._use)
+        begins_again, self._is_training, self._notes_checkpoints = self._is_training, True, False
+        self._note(trainer, "restart" if begins_again else "start", **_described(_pipeline_of(trainer)))
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """From here on, checkpoints are those of the user; before, a strategy with restarts has written its own."""
+        self._notes_checkpoints = True
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, if it is this step's turn."""
@@ -147,6 +159,20 @@ class PipelineMonitor(Callback):
         """Report the last recorded step, while its stages still run."""
         if self._waiting is not None:
             self._report(trainer)
+        self._note(trainer, "end")
+        self._is_training = False
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Note that a checkpoint is written."""
+        if self._is_training and self._notes_checkpoints:
+            self._note(trainer, "checkpoint")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Note the error with which training ended."""
+        if self._is_training:
+            told = str(exception).strip().partition("\n")[0]
+            self._note(trainer, "error", error=": ".join(filter(None, (type(exception).__name__, told))))
+        self._is_training = False
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Forget what has not been reported."""
@@ -226,11 +252,47 @@ class PipelineMonitor(Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / name).write_text(text)
 
+    def _note(self, trainer: Trainer, event: str, **facts: Any) -> None:
+        if not trainer.is_global_zero:
+            return
+        line = {"time": time.time(), "event": event, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with (self._folder / "events.jsonl").open("a") as file:  # one write of a whole line
+            file.write(json.dumps({**line, **facts}) + "\n")
+
 
 def _pipeline_of(trainer: Trainer) -> Pipeline:
     strategy = trainer.strategy
     assert isinstance(strategy, RPCSequentialStrategy) and strategy.pipeline is not None
     return strategy.pipeline
+
+
+def _described(pipeline: Pipeline) -> dict[str, Any]:
+    """Return what a pipeline is, for the file of events."""
+    schedule = pipeline.settings.schedule
+    return {
+        "schedule": schedule if isinstance(schedule, str) else getattr(schedule, "__qualname__", str(schedule)),
+        "microbatches": pipeline.settings.microbatches,
+        "balance": pipeline.balance,
+        "processes": [
+            {
+                "name": "driver" if i == len(pipeline.stages) - 1 else f"stage {i}",
+                "layers": [
+                    {
+                        "place": place,
+                        "name": name,
+                        "class": type(layer).__name__,
+                        "parameters": sum(parameter.numel() for parameter in layer.parameters()),
+                    }
+                    for place, (name, layer) in zip(
+                        (place for span in stage.spans for place in span), stage._modules.items(), strict=True
+                    )
+                    if layer is not None
+                ],
+            }
+            for i, stage in enumerate(pipeline.stages)
+        ],
+    }
 
 
 def _predicted(pipeline: Pipeline, rows: Sequence[Sequence[Record]], measured: Simulation) -> Simulation | None:

@@ -1,5 +1,6 @@
 """``max_restarts``: a run that loses workers ends as one that loses none, losses, metrics and weights alike."""
 
+import json
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ from strategies import RPCSequentialStrategy
 from strategies.common.errors import WorkerLost
 from strategies.launch.session import Session
 from strategies.launch.workers import Workers
-from trainer import Trainer
+from trainer import PipelineMonitor, Trainer
 
 STEPS = 12
 
@@ -132,6 +133,7 @@ def trained(
         callbacks=[
             ModelCheckpoint("saved", every_n_train_steps=4, save_top_k=-1, enable_version_counter=False),
             best := ModelCheckpoint("best", "{epoch}", monitor="val_loss", save_weights_only=True),
+            PipelineMonitor(4, dirpath="."),
         ],
         logger=False,
         enable_progress_bar=False,
@@ -142,7 +144,10 @@ def trained(
         trainer.fit(model, Data(shuffle))
     kept, best_path = sorted(path.name for path in Path("best").iterdir()), Path(best.best_model_path).name
     shutil.rmtree("best")
+    events = [json.loads(line) for line in Path("pipeline", "events.jsonl").read_text().splitlines()]
+    shutil.rmtree("pipeline")
     return {
+        "events": [(event["event"], event["step"]) for event in events],
         "best": (kept, best_path),
         "losses": model.losses,
         "metrics": {name: value.item() for name, value in trainer.callback_metrics.items()},
@@ -174,6 +179,9 @@ def test_a_run_that_loses_two_workers() -> None:
     assert first.startswith("stage 1 (layers 2 to 2: Doomed), process ") and "was killed by signal 9 in F" in first
     assert first.endswith("\nRestart 1 of at most 2, from where it began.")
     assert "Restart 2 of at most 2, from " in second and second.endswith("epoch=1-step=8.ckpt.")
+    assert expected["events"] == [("start", 0), ("checkpoint", 4), ("checkpoint", 8), ("checkpoint", 12), ("end", 12)]
+    again = [("restart", 0), ("checkpoint", 4), ("checkpoint", 8), ("restart", 8), ("checkpoint", 12), ("end", 12)]
+    assert found["events"] == [("start", 0), *again]
 
 
 def in_other_ways() -> list[Any]:

@@ -1,9 +1,9 @@
-"""The command line ``python -m trainer {fit,validate,test,predict,plan}``.
+"""The command line ``python -m trainer {fit,validate,test,predict,plan,report}``.
 
 In: arguments and YAML files. Out: a call of the Trainer, or one line on stderr and exit status 2 for a mistake in the
 configuration. ``model_class`` decides for a package of Lightning, ``command`` runs a command, ``parser`` and
-``messages`` explain mistakes, ``saved_config`` writes the configuration of a fit next to its checkpoints. May import
-``trainer.trainer`` and ``strategies``.
+``messages`` explain mistakes, ``saved_config`` writes the configuration of a fit next to its checkpoints. ``report``
+shows a run and needs no Lightning. May import ``trainer.trainer``, ``trainer.report`` and ``strategies``.
 """
 
 import os
@@ -25,7 +25,11 @@ def main(args: list[str] | None = None) -> None:
     # Class paths such as examples.gpt.GPT start here; an installed script does not search the working directory.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
-    import_model_class(sys.argv[1:] if args is None else args)
+    given = sys.argv[1:] if args is None else args
+    if given[:1] == ["report"]:
+        import_module("trainer.cli.report").run(given[1:])
+        return
+    import_model_class(given)
     import_module("trainer.cli.command").run(args)  # imports Lightning
 
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
 def test_one_stage_and_no_logger(tmp_path: Path, schedule: str) -> None:
     monitor = PipelineMonitor(every_n_steps=2, trace_steps=[2], dirpath=tmp_path / "own")
     fit(monitor, tmp_path, RPCSequentialStrategy(microbatches=2, schedule=schedule))
-    assert {path.name for path in (tmp_path / "own" / "pipeline").iterdir()} == {"step-1.svg", "step-2.trace.json"}
+    assert {path.name for path in (tmp_path / "own" / "pipeline").iterdir()} == {
+        "events.jsonl",
+        "step-1.svg",
+        "step-2.trace.json",
+    }
     trace = json.loads((tmp_path / "own" / "pipeline" / "step-2.trace.json").read_text())
     names = {event["name"] for event in trace["traceEvents"]}
     assert {"0F0", "0F1", "0B0", "0B1", "optimizer"} <= names
@@ -80,7 +85,7 @@ def test_one_stage_and_no_logger(tmp_path: Path, schedule: str) -> None:
 def test_backward_passes_at_once_are_measured_and_not_predicted(tmp_path: Path) -> None:
     strategy = RPCSequentialStrategy(microbatches=2, pipelined_backward=False)
     fit(PipelineMonitor(2), tmp_path, strategy, make=pl.Trainer)  # Lightning's own Trainer will do
-    (picture,) = (tmp_path / "pipeline").iterdir()
+    (picture,) = (tmp_path / "pipeline").glob("*.svg")
     assert "measured" in picture.read_text() and "predicted" not in picture.read_text()
 
 
@@ -97,7 +102,45 @@ def test_a_run_that_fails_leaves_nothing_for_the_next_one(tmp_path: Path) -> Non
     with pytest.raises(KeyError, match="on purpose"):
         fit(monitor, tmp_path / "1", RPCSequentialStrategy(microbatches=2), callbacks=[monitor, Fails()])
     fit(monitor, tmp_path / "2", RPCSequentialStrategy(microbatches=2), max_steps=1)
-    assert [path.name for path in (tmp_path / "2" / "pipeline").iterdir()] == ["step-0.svg"]
+    assert [path.name for path in (tmp_path / "2" / "pipeline").glob("step-*")] == ["step-0.svg"]
+    assert [event["event"] for event in events(tmp_path / "1")] == ["start", "error"]
+    assert events(tmp_path / "1")[1]["error"] == "KeyError: 'on purpose'" and events(tmp_path / "1")[1]["step"] == 3
+    assert [event["event"] for event in events(tmp_path / "2")] == ["start", "end"]  # no restart of the first one
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "pipeline" / "events.jsonl").read_text().splitlines()]
+
+
+def test_events(tmp_path: Path) -> None:
+    begin = time.time()
+    saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", every_n_train_steps=2, save_top_k=-1)
+    strategy = RPCSequentialStrategy([1, 2], microbatches=2, schedule="interleaved", chunks_per_stage=2)
+    fit(monitor := PipelineMonitor(), tmp_path, strategy, enable_checkpointing=True, callbacks=[monitor, saved])
+    fit(monitor, tmp_path, RPCSequentialStrategy(microbatches=4, max_restarts=1))  # has a checkpoint of its own
+    noted = events(tmp_path)
+    assert [(event["event"], event["step"]) for event in noted] == [
+        ("start", 0),
+        ("checkpoint", 2),
+        ("end", 3),
+        ("start", 0),
+        ("end", 3),
+    ]
+    first, second = noted[0], noted[3]
+    assert first["balance"] == [1, 2] and first["schedule"] == "interleaved" and first["microbatches"] == 2
+    assert second["balance"] == [3] and second["schedule"] == "gpipe" and second["microbatches"] == 4
+    assert first["processes"] == [
+        {
+            "name": "driver",
+            "layers": [
+                {"place": 0, "name": "0", "class": "Linear", "parameters": 264},
+                {"place": 1, "name": "1", "class": "Tanh", "parameters": 0},
+                {"place": 2, "name": "2", "class": "Linear", "parameters": 9},
+            ],
+        }
+    ]
+    times = [event["time"] for event in noted]
+    assert times == sorted(times) and begin <= times[0] and times[-1] <= time.time()
 
 
 def test_without_pillow_tensorboard_gets_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

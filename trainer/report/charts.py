@@ -1,0 +1,191 @@
+"""Curves and bars as SVG, which takes its colours from the CSS of the page.
+
+│  ╭──╮      one polyline for each series, interrupted where values are not finite or steps go back,
+│──╯  ╰──    and round areas on which the pointer shows step and value
+└────────
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from trainer.report.run_folder import Curve
+
+MOST_POINTS, MOST_MARKS = 1000, 150
+NUM_COLOURS = 8
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 240.0, 58.0, 12.0, 10.0, 40.0
+_BAR, _NAME = 34.0, 62.0
+_PER_CHARACTER = 7.2
+"""About the width of a character in pixels."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """A curve in a chart.
+
+    Attributes:
+        name: Its name in the legend.
+        curve: Its points.
+        colour: The number of its colour; the colours repeat, with dashes, from ``NUM_COLOURS`` on.
+    """
+
+    name: str
+    curve: Curve
+    colour: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a bar.
+
+    Attributes:
+        size: Its length in units of the axis.
+        label: What stands in it if there is room.
+        title: What the pointer shows.
+        style: Its CSS class.
+    """
+
+    size: float
+    label: str
+    title: str
+    style: str
+
+
+def number(value: float) -> str:
+    """Return a number with four significant digits, or all digits before the point."""
+    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+
+
+def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
+    """Return at most ``most`` points of a curve, in the same order.
+
+    They are both ends and, of each of equal parts, the lowest, the highest, and the first that is not finite.
+    """
+    if len(curve) <= most:
+        return curve
+    finite = [math.isfinite(value) for _, value in curve]
+    num_parts = (most - 2) // (2 if all(finite) else 3)
+    kept = {0, len(curve) - 1}
+    for part in range(num_parts):
+        places = range(part * len(curve) // num_parts, (part + 1) * len(curve) // num_parts)
+        if drawable := [i for i in places if finite[i]]:
+            kept |= {min(drawable, key=lambda i: curve[i][1]), max(drawable, key=lambda i: curve[i][1])}
+        kept.update([i for i in places if not finite[i]][:1])
+    return [curve[i] for i in sorted(kept)]
+
+
+def runs_of(curve: Curve) -> list[Curve]:
+    """Divide a curve where a value is not finite, and where steps go back, as they do after a restart."""
+    runs: list[Curve] = [[]]
+    for step, value in curve:
+        if not math.isfinite(value):
+            runs.append([])
+            continue
+        if runs[-1] and step < runs[-1][-1][0]:
+            runs.append([])
+        runs[-1].append((step, value))
+    return [run for run in runs if run]
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Return round numbers from at most ``low`` to at least ``high``."""
+    if high <= low:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(k * step, 12) if abs(step) > 1e-9 else k * step for k in range(first, last + 1)]
+
+
+def line_chart(
+    series: Sequence[Series], title: str, *, from_zero: bool = False, wide: bool = False, marks: Sequence[float] = ()
+) -> str:
+    """Return an SVG element.
+
+    Args:
+        series: The curves, with at least one finite value.
+        title: What a reader without pictures hears.
+        from_zero: Whether the axis begins at 0.
+        wide: Whether it is as wide as the page, and not half as wide.
+        marks: Steps with a vertical line: restarts.
+    """
+    width = 2 * _WIDTH if wide else _WIDTH
+    points = [point for own in series for point in own.curve if math.isfinite(point[1])]
+    steps, values = [step for step, _ in points], [value for _, value in points]
+    levels = ticks(min(0.0, *values) if from_zero else min(values), max(values))
+    left, right = min(steps), max(steps)
+    if right == left:
+        left, right = left - 1, right + 1
+
+    def x(step: float) -> float:
+        return _LEFT + (width - _LEFT - _RIGHT) * (step - left) / (right - left)
+
+    def y(value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (levels[-1] - value) / (levels[-1] - levels[0])
+
+    bottom = _HEIGHT - _BOTTOM
+    size, label = f"{width:.0f} {_HEIGHT:.0f}", escape(title)
+    parts = [f'<svg class="chart{" wide" if wide else ""}" viewBox="0 0 {size}" role="img" aria-label="{label}">']
+    for level in levels:
+        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y(level):.1f}" y2="{y(level):.1f}"/>')
+        parts.append(f'<text x="{_LEFT - 7}" y="{y(level) + 4:.1f}" text-anchor="end">{number(level)}</text>')
+    for step in ticks(left, right):
+        if left <= step <= right and step == round(step):
+            parts.append(f'<line class="tick" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
+            anchor = "end" if x(step) > width - 30 else "middle"
+            parts.append(f'<text x="{x(step):.1f}" y="{bottom + 19}" text-anchor="{anchor}">{number(step)}</text>')
+    parts.append(f'<text x="{width - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">step</text>')
+    for step in marks:
+        if left <= step <= right:
+            line = f'<line class="mark" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{bottom}">'
+            parts.append(f"{line}<title>restart from step {step:g}</title></line>")
+    for own in series:
+        for run in runs_of(thinned(own.curve)):
+            line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
+            parts.append(f'<polyline class="line {style(own.colour)}" points="{line}"/>')
+    for own in series:
+        for step, value in thinned(own.curve, MOST_MARKS):
+            if math.isfinite(value):
+                told = f"{escape(own.name)}, step {step:g}: {value:.6g}"
+                place = f'class="dot {style(own.colour)}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="4"'
+                parts.append(f"<circle {place}><title>{told}</title></circle>")
+    return "\n".join([*parts, "</svg>"])
+
+
+def bars(rows: Sequence[tuple[str, Sequence[Segment]]], title: str, unit: str) -> str:
+    """Return an SVG element with a bar for each name, on one scale that begins at 0."""
+    width = 2 * _WIDTH
+    levels = ticks(0.0, max(sum(segment.size for segment in segments) for _, segments in rows) or 1.0, 8)
+    scale = (width - _NAME - 40.0) / levels[-1]
+    bottom = _BAR * len(rows)
+    parts = [
+        f'<svg class="chart wide" viewBox="0 0 {width:.0f} {bottom + 44:.0f}" role="img" aria-label="{escape(title)}">'
+    ]
+    for r, (name, segments) in enumerate(rows):
+        top, left = _BAR * r, _NAME
+        parts.append(f'<text x="{_NAME - 8}" y="{top + 19}" text-anchor="end">{escape(name)}</text>')
+        for segment in segments:
+            length = scale * segment.size
+            parts.append(
+                f'<g class="segment"><title>{escape(segment.title)}</title><rect class="{segment.style}" '
+                f'x="{left:.1f}" y="{top}" width="{length:.1f}" height="{_BAR - 6}"/>'
+            )
+            if length > _PER_CHARACTER * len(segment.label) + 6:
+                middle = f'x="{left + length / 2:.1f}" y="{top + 18}"'
+                parts.append(f'<text {middle} text-anchor="middle">{escape(segment.label)}</text>')
+            parts.append("</g>")
+            left += length
+    for level in levels:
+        x = _NAME + scale * level
+        parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{bottom + 19}" text-anchor="middle">{number(level)}</text>')
+    parts.append(f'<text x="{width - 40}" y="{bottom + 37}" text-anchor="end">{escape(unit)}</text>')
+    return "\n".join([*parts, "</svg>"])
+
+
+def style(colour: int) -> str:
+    """Return the CSS classes of a colour."""
+    return f"c{colour % NUM_COLOURS}" + (" dashed" if colour >= NUM_COLOURS else "")

@@ -1,0 +1,168 @@
+"""What a run has left in its folder: curves, pictures, events, checkpoints, settings."""
+
+import csv
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Curve = list[tuple[float, float]]
+"""Points ``(step, value)``, in the order in which they were logged."""
+
+_NOT_CURVES = ("epoch", "step", "hp_metric")  # hp_metric: a TensorBoardLogger writes -1
+_PROCESS = r"stage \d+|driver"
+_METRICS, _BOARD = "metrics.csv", "events.out.tfevents.*"
+
+
+class UnusableFolder(ValueError):
+    """There is nothing in a folder that a report could show."""
+
+
+@dataclass
+class Run:
+    """A run, as far as its folder tells.
+
+    Attributes:
+        folder: The folder.
+        curves: The logged values of each name, those that are not finite included.
+        pictures: Timetables by step, in the order of steps.
+        events: What ``PipelineMonitor`` noted, in order.
+        checkpoints: Names of checkpoints, and their sizes in bytes.
+        settings: Texts of YAML files, by their paths in the folder.
+        notes: What could not be read, one sentence each.
+    """
+
+    folder: Path
+    curves: dict[str, Curve] = field(default_factory=dict)
+    pictures: dict[int, Path] = field(default_factory=dict)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    checkpoints: list[tuple[str, int]] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def pipeline(self) -> dict[str, Any] | None:
+        """The event with the newest description of the pipeline: balance, layers, schedule, micro-batches."""
+        return next((event for event in reversed(self.events) if "processes" in event), None)
+
+    @property
+    def processes(self) -> list[str]:
+        """The names of the processes, the driver last."""
+        found = {parts[1].replace("_", " ") for name in self.curves if len(parts := name.split("/")) == 3}
+        if self.pipeline is not None:
+            found |= {process["name"] for process in self.pipeline["processes"]}
+        stages = [name for name in found if re.fullmatch(_PROCESS, name) and name != "driver"]
+        return [*sorted(stages, key=lambda name: int(name.split()[1])), *(found & {"driver"})]
+
+
+def read_run(folder: Path) -> Run:
+    """Read a folder.
+
+    Raises:
+        UnusableFolder: If it does not exist, is a file, or has no metrics.
+    """
+    if not folder.exists():
+        raise UnusableFolder(f"there is no folder {folder}")
+    if not folder.is_dir():
+        raise UnusableFolder(f"{folder} is a file; give the folder of the run, such as {folder.parent}")
+    run = Run(folder)
+    boards = sorted(folder.glob(_BOARD))
+    if (folder / _METRICS).exists():
+        run.curves = _from_csv(folder / _METRICS)
+    if boards:
+        try:
+            run.curves = {**_from_board(folder), **run.curves}
+        except ImportError:
+            run.notes.append("The event files of TensorBoard were not read: pip install tensorboard.")
+    if not run.curves:
+        raise UnusableFolder(_why_no_metrics(folder, bool(boards)))
+    found = [(re.fullmatch(r"step-(\d+)\.svg", path.name), path) for path in folder.glob("pipeline/step-*.svg")]
+    run.pictures = dict(sorted((int(match[1]), path) for match, path in found if match))
+    _read_events(run)
+    _read_checkpoints(run)
+    for path in sorted({*folder.glob("*.yaml"), *folder.glob("checkpoints/*.yaml")}):
+        text = path.read_text(errors="replace")
+        if text.strip() not in ("", "{}"):
+            run.settings[str(path.relative_to(folder))] = text
+    return run
+
+
+def _from_csv(path: Path) -> dict[str, Curve]:
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise UnusableFolder(f"{path} is not a CSV file: {error}") from error
+    curves: dict[str, Curve] = {}
+    for i, row in enumerate(rows):
+        step = _number(row.get("step"))
+        if step is None or not math.isfinite(step):
+            raise UnusableFolder(f"{path} has no number in the column 'step' of row {i + 1}; a CSVLogger writes one")
+        for name, text in row.items():
+            if name not in _NOT_CURVES and isinstance(name, str) and (value := _number(text)) is not None:
+                curves.setdefault(name, []).append((step, value))
+    return curves
+
+
+def _from_board(folder: Path) -> dict[str, Curve]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder), size_guidance={"scalars": 0, "images": 1}).Reload()
+    return {
+        name: [(event.step, event.value) for event in board.Scalars(name)]
+        for name in board.Tags()["scalars"]
+        if name not in _NOT_CURVES
+    }
+
+
+def _number(text: Any) -> float | None:
+    try:
+        return float(text)
+    except (TypeError, ValueError):
+        return None  # an empty cell, a text
+
+
+def _why_no_metrics(folder: Path, has_board: bool) -> str:
+    if has_board:
+        return f"{folder} has event files of TensorBoard without scalars, or tensorboard is not installed"
+    if (folder / _METRICS).exists():
+        return f"{folder / _METRICS} has no values yet; a CSVLogger writes them every flush_logs_every_n_steps steps"
+    below = sorted({path.parent for name in (_METRICS, _BOARD) for path in folder.glob(f"*/{name}")})
+    hint = f"; {below[-1]} has some" if below else ": log with a CSVLogger or a TensorBoardLogger"
+    return f"{folder} has no metrics ({_METRICS} or {_BOARD}){hint}"
+
+
+def _read_events(run: Run) -> None:
+    path = run.folder / "pipeline" / "events.jsonl"
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+        try:
+            event = json.loads(line)
+            _check_event(event)
+            run.events.append(event)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            run.notes.append(f"Line {number} of pipeline/events.jsonl could not be read.")
+
+
+def _check_event(event: dict[str, Any]) -> None:
+    """Raise an error if a line is not what ``PipelineMonitor`` writes."""
+    right = isinstance(event["event"], str) and math.isfinite(event["time"] + event["step"])
+    if "processes" in event:
+        layers = [layer for process in event["processes"] for layer in process["layers"]]
+        right &= {"balance", "schedule", "microbatches"} <= event.keys()
+        right &= all(re.fullmatch(_PROCESS, process["name"]) is not None for process in event["processes"])
+        right &= all(isinstance(layer["class"], str) and layer["parameters"] >= 0 for layer in layers)
+        right &= all({"place", "name"} <= layer.keys() for layer in layers)
+    if not right:
+        raise ValueError
+
+
+def _read_checkpoints(run: Run) -> None:
+    for path in sorted((run.folder / "checkpoints").glob("*")):
+        if path.is_dir():
+            run.checkpoints.append((path.name, sum(f.stat().st_size for f in path.rglob("*") if f.is_file())))
+        elif path.suffix == ".ckpt":
+            run.checkpoints.append((path.name, path.stat().st_size))
