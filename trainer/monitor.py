@@ -111,7 +111,7 @@ class PipelineMonitor(Callback):
         self._undo: Undo | None = None
         self._draws_pixels = True
         self._is_training = False  # stays true over a restart, of which callbacks see no end
-        self._notes_checkpoints = False
+        self._notes_checkpoints = False  # until the first batch: before it, restarts write a checkpoint of their own
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -130,12 +130,9 @@ class PipelineMonitor(Callback):
         begins_again, self._is_training, self._notes_checkpoints = self._is_training, True, False
         self._note(trainer, "restart" if begins_again else "start", **_described(_pipeline_of(trainer)))
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """From here on, checkpoints are those of the user; before, a strategy with restarts has written its own."""
-        self._notes_checkpoints = True
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, if it is this step's turn."""
+        self._notes_checkpoints = True
         number = trainer.fit_loop.epoch_loop.total_batch_idx
         if (number + 1) % self.every_n_steps and number not in self.trace_steps:
             return

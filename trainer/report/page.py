@@ -67,7 +67,7 @@ svg.wide, table.wide { min-width: 640px; } .gantt svg { min-width: 760px; } .gan
 .gantt .background { fill: none; } .gantt .step text { fill: #1a1a19; } .gantt line { stroke: var(--soft); }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .87rem; }
 th { text-align: left; font-weight: 500; color: var(--soft); } th, td { padding: 3px 10px 3px 0; vertical-align: top; }
-td { border-top: 1px solid var(--line); } .right { text-align: right; } .line-of-text { white-space: nowrap; }
+td { border-top: 1px solid var(--line); } .right { text-align: right; } .one-line { white-space: nowrap; }
 td.name { overflow-wrap: anywhere; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
 .key.waiting { border: 1px dashed var(--soft); } .keys span { margin-right: 14px; white-space: nowrap; }
@@ -204,7 +204,7 @@ def _balance(run: Run) -> Iterator[str]:
         total = sum(layer["parameters"] for layer in process["layers"])
         key = f'<span class="key {style(colour_of[process["name"]])}"></span>'
         yield (
-            f"<tr><td class=line-of-text>{key}{escape(process['name'])}</td><td class=name>{escape(layers)}</td>"
+            f"<tr><td class=one-line>{key}{escape(process['name'])}</td><td class=name>{escape(layers)}</td>"
             f"<td class=right>{total:,}</td></tr>"
         )
     yield "</table></div>"
@@ -308,7 +308,7 @@ def _events(run: Run) -> Iterator[str]:
                 told = f"balance {event['balance']}, {event['schedule']}, {event['microbatches']} micro-batches"
             yield (
                 f"<tr><td>{escape(event['event'])}</td><td class=right>{event['step']:g}</td>"
-                f"<td class=right>{escape(str(event.get('epoch', '')))}</td><td class=line-of-text>{_date(event['time'])}</td>"
+                f"<td class=right>{escape(str(event.get('epoch', '')))}</td><td class=one-line>{_date(event['time'])}</td>"
                 f"<td class=right>{_duration(event['time'] - first)}</td><td class=name>{escape(str(told))}</td></tr>"
             )
         yield "</table></div>"
