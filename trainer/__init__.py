@@ -1,8 +1,8 @@
 """``Trainer``: Lightning's ``Trainer`` with Relay's strategies, exact resumption, and a command line.
 
 ``trainer`` holds the class, ``monitor`` the callback ``PipelineMonitor``, ``cli`` the command line
-``python -m trainer``, ``resume`` the exact resumption of a run. In: arguments, or a configuration. Out: a run of a
-strategy. May import ``strategies``.
+``python -m trainer``, ``resume`` the exact resumption of a run, ``report`` the page that shows one. In: arguments, or a
+configuration. Out: a run of a strategy. May import ``strategies``.
 
 Names are imported on first access (PEP 562), because the import of ``Trainer`` decides which package of Lightning the
 process uses, and ``python -m trainer`` imports the classes of the configuration before.

@@ -32,6 +32,9 @@ from trainer.trainer import Trainer, resolve_strategy
 _HEAD_START_SECONDS = 10.0
 """How long other ranks wait for rank 0 to print the error, because the end of one rank makes torchrun end them all."""
 
+_EPILOG = "python -m trainer report RUN_FOLDER writes one HTML file that shows a run."
+"""``report`` takes no configuration, and ``trainer.cli`` runs it before Lightning is imported."""
+
 _ONLY_IN_SAVED = ("ckpt_path", "weights_only")
 """Keys that are in the configuration that ``fit`` saves, but are no options of a plan."""
 
@@ -43,7 +46,7 @@ def run(args: list[str] | None) -> None:
     _CLI(
         trainer_class=Trainer,
         parser_class=Parser,
-        parser_kwargs={"parser_mode": "omegaconf", "prog": "python -m trainer"},
+        parser_kwargs={"parser_mode": "omegaconf", "prog": "python -m trainer", "epilog": _EPILOG},
         save_config_callback=SaveConfigBesideCheckpoints,
         args=args,
     )

@@ -1,7 +1,7 @@
 """Curves and bars as SVG, which takes its colours from the CSS of the page.
 
 │  ╭──╮      one polyline for each series, interrupted where values are not finite or steps go back,
-│──╯  ╰──    and round areas on which the pointer shows step and value
+│──╯  ╰──    a dot where a single value is left, and round areas on which the pointer shows step and value
 └────────
 """
 
@@ -16,9 +16,9 @@ MOST_POINTS, MOST_MARKS = 1000, 150
 NUM_COLOURS = 8
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 240.0, 58.0, 12.0, 10.0, 40.0
-_BAR, _NAME = 34.0, 62.0
-_PER_CHARACTER = 7.2
-"""About the width of a character in pixels."""
+_BAR, _NAME = 34.0, 80.0
+_PER_CHARACTER = 8.8
+"""About the width of a character in pixels, on a narrow page, where the text is larger."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,24 @@ class Segment:
     style: str
 
 
-def number(value: float) -> str:
-    """Return a number with four significant digits, or all digits before the point."""
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+def number(value: float, digits: int = 4) -> str:
+    """Return a number with so many significant digits, or all digits before the point."""
+    return f"{value:,.0f}" if 10.0**digits <= abs(value) < 1e15 else f"{value:.{digits}g}"
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """Return numbers with as many digits as it takes to tell them apart, at least four."""
+    texts = [number(value) for value in values]
+    for digits in range(5, 16):
+        if len(set(texts)) == len(texts):
+            break
+        texts = [number(value, digits) for value in values]
+    return texts
+
+
+def step_number(step: float) -> str:
+    """Return the number of a step, with all its digits."""
+    return f"{step:.15g}"
 
 
 def thinned(curve: Curve, most: int = MOST_POINTS) -> Curve:
@@ -101,7 +116,12 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def line_chart(
-    series: Sequence[Series], title: str, *, from_zero: bool = False, wide: bool = False, marks: Sequence[float] = ()
+    series: Sequence[Series],
+    title: str,
+    *,
+    from_zero: bool = False,
+    wide: bool = False,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Return an SVG element.
 
@@ -110,7 +130,7 @@ def line_chart(
         title: What a reader without pictures hears.
         from_zero: Whether the axis begins at 0.
         wide: Whether it is as wide as the page, and not half as wide.
-        marks: Steps with a vertical line: restarts.
+        marks: Steps with a vertical line, and what the pointer shows on it.
     """
     width = 2 * _WIDTH if wide else _WIDTH
     points = [point for own in series for point in own.curve if math.isfinite(point[1])]
@@ -129,27 +149,30 @@ def line_chart(
     bottom = _HEIGHT - _BOTTOM
     size, label = f"{width:.0f} {_HEIGHT:.0f}", escape(title)
     parts = [f'<svg class="chart{" wide" if wide else ""}" viewBox="0 0 {size}" role="img" aria-label="{label}">']
-    for level in levels:
+    for level, text in zip(levels, labels(levels), strict=True):
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y(level):.1f}" y2="{y(level):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 7}" y="{y(level) + 4:.1f}" text-anchor="end">{number(level)}</text>')
-    for step in ticks(left, right):
-        if left <= step <= right and step == round(step):
-            parts.append(f'<line class="tick" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
-            anchor = "end" if x(step) > width - 30 else "middle"
-            parts.append(f'<text x="{x(step):.1f}" y="{bottom + 19}" text-anchor="{anchor}">{number(step)}</text>')
+        parts.append(f'<text x="{_LEFT - 7}" y="{y(level) + 4:.1f}" text-anchor="end">{text}</text>')
+    steps_shown = [step for step in ticks(left, right) if left <= step <= right and step == round(step)]
+    for step, text in zip(steps_shown, labels(steps_shown), strict=True):
+        parts.append(f'<line class="tick" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{bottom}" y2="{bottom + 5}"/>')
+        anchor = "end" if x(step) > width - 30 else "middle"
+        parts.append(f'<text x="{x(step):.1f}" y="{bottom + 19}" text-anchor="{anchor}">{text}</text>')
     parts.append(f'<text x="{width - _RIGHT}" y="{_HEIGHT - 4}" text-anchor="end">step</text>')
-    for step in marks:
+    for step, told in marks:
         if left <= step <= right:
             line = f'<line class="mark" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{_TOP}" y2="{bottom}">'
-            parts.append(f"{line}<title>restart from step {step:g}</title></line>")
+            parts.append(f"{line}<title>{escape(told)}</title></line>")
     for own in series:
         for run in runs_of(thinned(own.curve)):
             line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in run)
             parts.append(f'<polyline class="line {style(own.colour)}" points="{line}"/>')
+            if len(run) == 1:  # a line of one point cannot be seen
+                place = f'cx="{x(run[0][0]):.1f}" cy="{y(run[0][1]):.1f}" r="3"'
+                parts.append(f'<circle class="point {style(own.colour)}" {place}/>')
     for own in series:
         for step, value in thinned(own.curve, MOST_MARKS):
             if math.isfinite(value):
-                told = f"{escape(own.name)}, step {step:g}: {value:.6g}"
+                told = f"{escape(own.name)}, step {step_number(step)}: {value:.6g}"
                 place = f'class="dot {style(own.colour)}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="4"'
                 parts.append(f"<circle {place}><title>{told}</title></circle>")
     return "\n".join([*parts, "</svg>"])

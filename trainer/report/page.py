@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from strategies.pipeline.schedule.picture import COLOURS
-from trainer.report.charts import NUM_COLOURS, Segment, Series, bars, line_chart, number, style
+from trainer.report.charts import NUM_COLOURS, Segment, Series, bars, line_chart, number, step_number, style
 from trainer.report.run_folder import Curve, Run
 
 MOST_PICTURES = 12
@@ -30,6 +31,14 @@ _PARTS = {
     "waiting_ms": ("waiting", "waiting"),
 }
 """The parts of a step in the order of the bars: the last part of a scalar's name, its words, its CSS class."""
+
+_OF_EVERY_EVENT = {"time", "event", "epoch", "step", "processes"}
+"""What has columns of its own in the table of events, or a picture."""
+
+_USUAL = ("start", "checkpoint", "end", "error")
+"""Events that every run may have; the steps of others are marked in charts."""
+
+_WORDS = {"microbatches": "micro-batches", "error": ""}
 
 _PART_COLOURS = {**COLOURS, "sending": "#f2c6de", "optimizer": "#c9b8e8"}
 # The two rows are the colours on a light and on a dark page.
@@ -62,16 +71,18 @@ svg.wide, table.wide { min-width: 640px; } .gantt svg { min-width: 760px; } .gan
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .line.dashed { stroke-dasharray: 5 3; }
 .dot { stroke: none; opacity: 0; } .dot:hover { opacity: 1; }
 .segment rect { stroke: var(--card); stroke-width: 1.5; } .segment text { fill: #1a1a19; }
+.segment rect.layer { fill-opacity: .55; } .segment rect.layer ~ text { fill: var(--ink); }
 .segment rect.waiting { fill: none; stroke: var(--soft); stroke-width: 1; stroke-dasharray: 2 3; }
 .segment rect.waiting ~ text { fill: var(--soft); }
 .gantt .background { fill: none; } .gantt .step text { fill: #1a1a19; } .gantt line { stroke: var(--soft); }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .87rem; }
-th { text-align: left; font-weight: 500; color: var(--soft); } th, td { padding: 3px 10px 3px 0; vertical-align: top; }
+table { border-collapse: collapse; min-width: min(100%, 480px); font-variant-numeric: tabular-nums; font-size: .87rem; }
+th { text-align: left; font-weight: 500; color: var(--soft); } th, td { padding: 3px 16px 3px 0; vertical-align: top; }
 td { border-top: 1px solid var(--line); } .right { text-align: right; } .one-line { white-space: nowrap; }
 td.name { overflow-wrap: anywhere; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
-.key.waiting { border: 1px dashed var(--soft); } .keys span { margin-right: 14px; white-space: nowrap; }
+.key.waiting { border: 1px dashed var(--soft); } .keys > span { margin-right: 14px; white-space: nowrap; }
 .key.dashed { opacity: .6; } summary { cursor: pointer; } details + details { margin-top: 8px; }
+@media (max-width: 700px) { .chart text { font-size: 16px; } }
 """
 
 
@@ -109,7 +120,7 @@ def page(run: Run) -> str:
 def _css() -> str:
     colours = [" ".join(f"--c{i}: {colour};" for i, colour in enumerate(palette)) for palette in (_LIGHT, _DARK)]
     classes = [
-        f".line.c{i} {{ stroke: var(--c{i}); }} .dot.c{i}, .segment rect.c{i} {{ fill: var(--c{i}); }} "
+        f".line.c{i} {{ stroke: var(--c{i}); }} .dot.c{i}, .point.c{i}, .segment rect.c{i} {{ fill: var(--c{i}); }} "
         f".key.c{i} {{ background: var(--c{i}); }}"
         for i in range(NUM_COLOURS)
     ]
@@ -155,20 +166,22 @@ def _is_ours(name: str) -> bool:
 
 
 def _tiles(run: Run) -> Iterator[str]:
-    tiles = [("last step that was logged", number(max(step for curve in run.curves.values() for step, _ in curve)))]
+    tiles = []
+    if steps := [step for curve in run.curves.values() for step, _ in curve]:
+        tiles.append(("last step that was logged", number(max(steps))))
     for name, curve in _losses_of(run).items():
         if values := [value for _, value in _finite(curve)]:
             tiles.append((f"{name}, lowest", number(min(values))))
-    if steps := [value for _, value in _finite(run.curves.get("pipeline/step_ms", []))]:
-        tiles.append((f"time of a step, median of {len(steps)} recorded", f"{number(median(steps))} ms"))
+    if times := [value for _, value in _finite(run.curves.get("pipeline/step_ms", []))]:
+        tiles.append((f"time of a step, median of {len(times)} recorded", f"{number(median(times))} ms"))
     if bubbles := [value for _, value in _finite(run.curves.get("pipeline/bubble", []))]:
         tiles.append(("bubble, median", f"{median(bubbles):.1%}"))
     if memory := [value for curve in _of_processes(run, "memory_mib").values() for _, value in _finite(curve)]:
         tiles.append(("memory of a process, highest", f"{number(max(memory))} MiB"))
     if run.events:
         tiles.append(("from the first to the last event", _duration(run.events[-1]["time"] - run.events[0]["time"])))
-        if restarts := sum(event["event"] == "restart" for event in run.events):
-            tiles.append(("restarts", str(restarts)))
+        for name, count in Counter(event["event"] for event in run.events if _is_special(event)).items():
+            tiles.append((f"{name} events", str(count)))
     yield '<div class="tiles">'
     yield from (f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
     yield "</div>"
@@ -186,17 +199,14 @@ def _balance(run: Run) -> Iterator[str]:
                 layer["parameters"],
                 layer["class"],
                 f"layer {layer['place']} ({layer['name']}): {layer['class']}, {layer['parameters']:,} parameters",
-                style(colour_of[process["name"]]),
+                f"{style(colour_of[process['name']])} layer",
             )
             for layer in process["layers"]
         ]
         rows.append((process["name"], segments))
     yield '<div class="card scroll">'
-    yield (
-        f"<h3>Balance {escape(str(pipeline['balance']))}: layers and their parameters</h3>"
-        f'<p class="soft">Schedule {escape(str(pipeline["schedule"]))}, '
-        f"{escape(str(pipeline['microbatches']))} micro-batches.</p>"
-    )
+    yield f"<h3>Balance {escape(str(pipeline['balance']))}: layers and their parameters</h3>"
+    yield f'<p class="soft">{escape(_facts(pipeline, ("schedule", "microbatches")))}</p>'
     yield bars(rows, "parameters of the layers of each process", "parameters")
     yield "<table><tr><th>process</th><th>layers</th><th class=right>parameters</th></tr>"
     for process in pipeline["processes"]:
@@ -212,10 +222,12 @@ def _balance(run: Run) -> Iterator[str]:
 
 def _losses(run: Run) -> Iterator[str]:
     losses = _losses_of(run)
-    if not losses:
+    if not run.curves:
+        yield _missing("There are no metrics in the folder.", "A <code>CSVLogger</code> writes them")
+    elif not losses:
         yield _missing("No value is called a loss.", 'Log one: <code>self.log("train_loss", loss)</code>')
-        return
-    yield _chart("Losses", losses, _marks(run), wide=True)
+    else:
+        yield _chart("Logged values with “loss” in their name", losses, _marks(run), wide=True)
 
 
 def _others(run: Run) -> Iterator[str]:
@@ -303,13 +315,11 @@ def _events(run: Run) -> Iterator[str]:
         yield '<div class="card scroll tall"><table class="wide"><tr><th>event</th><th class=right>step</th>'
         yield "<th class=right>epoch</th><th>time</th><th class=right>after</th><th></th></tr>"
         for event in run.events:
-            told = event.get("error", "")
-            if "balance" in event:
-                told = f"balance {event['balance']}, {event['schedule']}, {event['microbatches']} micro-batches"
+            epoch, facts = str(event.get("epoch", "")), _facts(event, event.keys() - _OF_EVERY_EVENT)
             yield (
-                f"<tr><td>{escape(event['event'])}</td><td class=right>{event['step']:g}</td>"
-                f"<td class=right>{escape(str(event.get('epoch', '')))}</td><td class=one-line>{_date(event['time'])}</td>"
-                f"<td class=right>{_duration(event['time'] - first)}</td><td class=name>{escape(str(told))}</td></tr>"
+                f"<tr><td>{escape(event['event'])}</td><td class=right>{step_number(event['step'])}</td>"
+                f"<td class=right>{escape(epoch)}</td><td class=one-line>{_date(event['time'])}</td>"
+                f"<td class=right>{_duration(event['time'] - first)}</td><td class=name>{escape(facts)}</td></tr>"
             )
         yield "</table></div>"
     if run.checkpoints:
@@ -318,7 +328,8 @@ def _events(run: Run) -> Iterator[str]:
             yield f"<tr><td class=name>{escape(name)}</td><td class=right>{number(size / 2**20)} MiB</td></tr>"
         yield "</table></div>"
     else:
-        yield _missing("There are no files of checkpoints.", "A <code>ModelCheckpoint</code> writes them")
+        how = "A <code>ModelCheckpoint</code> without <code>dirpath</code> writes them there"
+        yield _missing("There are no checkpoints in the folder <code>checkpoints</code>.", how)
 
 
 def _settings(run: Run) -> Iterator[str]:
@@ -329,14 +340,27 @@ def _settings(run: Run) -> Iterator[str]:
         yield f'<details class="card"><summary>{escape(name)}</summary><pre>{escape(text)}</pre></details>'
 
 
-def _marks(run: Run) -> list[float]:
-    return [event["step"] for event in run.events if event["event"] == "restart"]
+def _facts(event: dict[str, Any], keys: Iterable[str]) -> str:
+    """Return what an event tells, in the order in which it was written."""
+    return ", ".join(f"{_WORDS.get(key, key)} {value}".strip() for key, value in event.items() if key in keys)
+
+
+def _is_special(event: dict[str, Any]) -> bool:
+    return event["event"] not in _USUAL
+
+
+def _marks(run: Run) -> list[tuple[float, str]]:
+    return [
+        (event["step"], f"{event['event']}, step {step_number(event['step'])}")
+        for event in run.events
+        if _is_special(event)
+    ]
 
 
 def _chart(
     title: str,
     curves: dict[str, Curve],
-    marks: Sequence[float],
+    marks: Sequence[tuple[float, str]],
     *,
     from_zero: bool = False,
     wide: bool = False,
@@ -347,7 +371,7 @@ def _chart(
     Args:
         title: The title, with the unit.
         curves: The curves.
-        marks: Steps of restarts.
+        marks: Steps with a vertical line, and what the pointer shows on it.
         from_zero: Whether the axis begins at 0.
         wide: Whether it is as wide as the page.
         processes: The processes, if each curve is that of one of them: a process has one colour in all charts.
@@ -370,7 +394,7 @@ def _chart(
 def _legend_row(series: Series) -> str:
     values = [value for _, value in _finite(series.curve)]
     wrong = [step for step, value in series.curve if not math.isfinite(value)]
-    told = f"; {len(wrong)} not finite, first at step {wrong[0]:g}" if wrong else ""
+    told = f"; {len(wrong)} not finite, first at step {step_number(wrong[0])}" if wrong else ""
     figures = (series.curve[-1][1], min(values), max(values)) if values else (series.curve[-1][1], math.nan, math.nan)
     cells = "".join(f"<td class=right>{number(figure)}</td>" for figure in figures)
     key = f'<span class="key {style(series.colour)}"></span>'

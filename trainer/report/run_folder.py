@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,8 +45,12 @@ class Run:
 
     @property
     def pipeline(self) -> dict[str, Any] | None:
-        """The event with the newest description of the pipeline: balance, layers, schedule, micro-batches."""
-        return next((event for event in reversed(self.events) if "processes" in event), None)
+        """The newest description of the pipeline: balance, layers, and what is known of schedule and micro-batches."""
+        described: dict[str, Any] = {}
+        for event in self.events:
+            if "processes" in event:
+                described |= event
+        return described or None
 
     @property
     def processes(self) -> list[str]:
@@ -61,7 +66,7 @@ def read_run(folder: Path) -> Run:
     """Read a folder.
 
     Raises:
-        UnusableFolder: If it does not exist, is a file, or has no metrics.
+        UnusableFolder: If it does not exist, is a file, or has neither metrics nor the folder of a PipelineMonitor.
     """
     if not folder.exists():
         raise UnusableFolder(f"there is no folder {folder}")
@@ -70,17 +75,17 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     boards = sorted(folder.glob(_BOARD))
     if (folder / _METRICS).exists():
-        run.curves = _from_csv(folder / _METRICS)
+        _read_csv(run, folder / _METRICS)
     if boards:
         try:
             run.curves = {**_from_board(folder), **run.curves}
         except ImportError:
             run.notes.append("The event files of TensorBoard were not read: pip install tensorboard.")
-    if not run.curves:
-        raise UnusableFolder(_why_no_metrics(folder, bool(boards)))
     found = [(re.fullmatch(r"step-(\d+)\.svg", path.name), path) for path in folder.glob("pipeline/step-*.svg")]
     run.pictures = dict(sorted((int(match[1]), path) for match, path in found if match))
     _read_events(run)
+    if not (run.curves or run.pictures or run.events):
+        raise UnusableFolder(_why_nothing(folder, bool(boards)))
     _read_checkpoints(run)
     for path in sorted({*folder.glob("*.yaml"), *folder.glob("checkpoints/*.yaml")}):
         text = path.read_text(errors="replace")
@@ -89,21 +94,25 @@ def read_run(folder: Path) -> Run:
     return run
 
 
-def _from_csv(path: Path) -> dict[str, Curve]:
+def _read_csv(run: Run, path: Path) -> None:
     try:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
     except (csv.Error, UnicodeDecodeError) as error:
         raise UnusableFolder(f"{path} is not a CSV file: {error}") from error
-    curves: dict[str, Curve] = {}
+    wrong = []  # rows; the last one may be half written, if the run goes on
     for i, row in enumerate(rows):
         step = _number(row.get("step"))
         if step is None or not math.isfinite(step):
-            raise UnusableFolder(f"{path} has no number in the column 'step' of row {i + 1}; a CSVLogger writes one")
+            wrong.append(i + 1)
+            continue
         for name, text in row.items():
             if name not in _NOT_CURVES and isinstance(name, str) and (value := _number(text)) is not None:
-                curves.setdefault(name, []).append((step, value))
-    return curves
+                run.curves.setdefault(name, []).append((step, value))
+    if wrong and len(wrong) == len(rows):
+        raise UnusableFolder(f"{path} has no number in the column 'step' of any row; a CSVLogger writes one")
+    if wrong:
+        run.notes.append(f"Rows of {_METRICS} without the number of a step: {len(wrong)}, the first is row {wrong[0]}.")
 
 
 def _from_board(folder: Path) -> dict[str, Curve]:
@@ -124,13 +133,16 @@ def _number(text: Any) -> float | None:
         return None  # an empty cell, a text
 
 
-def _why_no_metrics(folder: Path, has_board: bool) -> str:
+def _why_nothing(folder: Path, has_board: bool) -> str:
     if has_board:
         return f"{folder} has event files of TensorBoard without scalars, or tensorboard is not installed"
     if (folder / _METRICS).exists():
         return f"{folder / _METRICS} has no values yet; a CSVLogger writes them every flush_logs_every_n_steps steps"
-    below = sorted({path.parent for name in (_METRICS, _BOARD) for path in folder.glob(f"*/{name}")})
-    hint = f"; {below[-1]} has some" if below else ": log with a CSVLogger or a TensorBoardLogger"
+    below = [path for name in (_METRICS, _BOARD) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{name}")]
+    hint = ": log with a CSVLogger or a TensorBoardLogger"
+    if below:
+        newest = max(below, key=lambda path: path.stat().st_mtime).parent
+        hint = f"; {newest} has some" + (", the newest below it" if len({path.parent for path in below}) > 1 else "")
     return f"{folder} has no metrics ({_METRICS} or {_BOARD}){hint}"
 
 
@@ -143,16 +155,17 @@ def _read_events(run: Run) -> None:
             event = json.loads(line)
             _check_event(event)
             run.events.append(event)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             run.notes.append(f"Line {number} of pipeline/events.jsonl could not be read.")
 
 
 def _check_event(event: dict[str, Any]) -> None:
     """Raise an error if a line is not what ``PipelineMonitor`` writes."""
-    right = isinstance(event["event"], str) and math.isfinite(event["time"] + event["step"])
+    right = isinstance(event["event"], str) and math.isfinite(event["step"])
+    time.localtime(event["time"])  # a time that can be shown
     if "processes" in event:
         layers = [layer for process in event["processes"] for layer in process["layers"]]
-        right &= {"balance", "schedule", "microbatches"} <= event.keys()
+        right &= "balance" in event
         right &= all(re.fullmatch(_PROCESS, process["name"]) is not None for process in event["processes"])
         right &= all(isinstance(layer["class"], str) and layer["parameters"] >= 0 for layer in layers)
         right &= all({"place", "name"} <= layer.keys() for layer in layers)
