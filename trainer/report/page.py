@@ -59,8 +59,8 @@ p { margin: 6px 0; } .soft, .missing { color: var(--soft); } .missing { font-sty
 code, pre { font-family: ui-monospace, monospace; font-size: .87em; } pre { overflow-x: auto; margin: 8px 0 0; }
 .card, .tiles > div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
 .card + .card { margin-top: 12px; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(140px, 1fr)); gap: 10px; margin-top: 16px; }
-.tiles b { display: block; font-size: 1.25rem; font-weight: 600; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(124px, 1fr)); gap: 10px; margin-top: 16px; }
+.tiles b { display: block; font-size: 1.15rem; font-weight: 600; white-space: nowrap; }
 .tiles span { color: var(--soft); font-size: .85rem; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 12px; }
 .charts .card { margin: 0; min-width: 0; } .scroll { overflow-x: auto; } .tall { max-height: 24rem; overflow-y: auto; }
@@ -82,7 +82,7 @@ td.name { overflow-wrap: anywhere; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
 .key.waiting { border: 1px dashed var(--soft); } .keys > span { margin-right: 14px; white-space: nowrap; }
 .key.dashed { opacity: .6; } summary { cursor: pointer; } details + details { margin-top: 8px; }
-@media (max-width: 700px) { .chart text { font-size: 16px; } }
+@media (max-width: 700px) { .chart text { font-size: 16px; } th, td { padding-right: 10px; } }
 """
 
 
