@@ -61,6 +61,22 @@ print("checksum", repr(sum(p.sum().item() for p in model.parameters())))
 print("layers run here", [bool(layer.pids) for layer in model.sequential_module])
 """
 
+APPLY = """
+import sys, torch
+from strategies.pipeline.stage.layers import PassContext
+PassContext.capture("cpu").apply()
+assert "torch._inductor" not in sys.modules
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.set_float32_matmul_precision("high")
+torch.autograd.set_detect_anomaly(True, False)
+other = PassContext.capture("cpu")
+torch.use_deterministic_algorithms(False)
+torch.set_float32_matmul_precision("highest")
+torch.autograd.set_detect_anomaly(False)
+other.apply()
+assert PassContext.capture("cpu") == other
+"""
+
 
 def script(strategy: str, devices: int) -> str:
     return SCRIPT.replace("STRATEGY", repr(strategy)).replace("DEVICES", str(devices))
@@ -144,6 +160,10 @@ for module in {modules}:
     assert not heavy, (module, heavy)
 """
     assert python(["-c", code]) == []
+
+
+def test_settings_that_are_as_they_should_be_cost_no_import_of_the_compiler() -> None:
+    assert python(["-c", APPLY]) == []
 
 
 def test_strategies_resolves_names_when_they_are_asked_for() -> None:
