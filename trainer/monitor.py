@@ -10,8 +10,9 @@ What the pipeline is, and when training began, began again, was saved and ended,
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from strategies.lightning.compat import (
     MisconfigurationException,
     TensorBoardLogger,
     Trainer,
+    rank_zero_info,
     rank_zero_warn,
 )
 from strategies.lightning.hooks import Undo, add_to_progress_bar
 from strategies.pipeline.control.clocks import Clock
 from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.schedule.imbalance import StepCosts, assess, step_costs
 from strategies.pipeline.schedule.measured import (
     Record,
     Recorded,
@@ -39,6 +42,12 @@ from strategies.pipeline.schedule.measured import (
 from strategies.pipeline.schedule.picture import pixels, stacked_svg
 from strategies.pipeline.schedule.simulator import Simulation
 from strategies.rpc_sequential import RPCSequentialStrategy
+
+STEPS_TO_ASSESS = 3
+"""How many recorded steps say together whether another balance would be faster."""
+
+WORTH_TELLING = 0.05
+"""The share of a step's time that another balance must be predicted to save before the monitor names it."""
 
 
 @dataclass
@@ -60,6 +69,19 @@ class _Step:
     records: Callable[[], list[Recorded]] | None = None
 
 
+@dataclass
+class _Told:
+    """What has been told of a balance.
+
+    Attributes:
+        gain: The largest share of a step's time that another one was predicted to save; 0 if none was named.
+        slow: The processes that were called slow.
+    """
+
+    gain: float = 0.0
+    slow: set[int | None] = field(default_factory=set)
+
+
 class PipelineMonitor(Callback):
     """Shows what every stage of a pipeline does: in the progress bar, in loggers, as pictures and as traces.
 
@@ -71,12 +93,17 @@ class PipelineMonitor(Callback):
     * a picture of the measured and the predicted timetable goes to ``pipeline/step-N.svg`` in the run's folder, and to
       TensorBoard if that is a logger.
 
+    If :data:`STEPS_TO_ASSESS` recorded steps say that another balance would save more than :data:`WORTH_TELLING` of a
+    step, or that one process takes much longer than others for layers of the same kind, one line says so: which process
+    the others wait for, and the better balance with its predicted time. It is said again only if it gets much worse.
+
     Of the steps in ``trace_steps``, also ``pipeline/step-N.trace.json`` is written, which Perfetto
     (https://ui.perfetto.dev) and ``chrome://tracing`` show. Steps are counted as in Lightning's logs: training batches
     over all epochs, from 0. With several replicas, the first one is recorded.
 
     ``pipeline/events.jsonl`` gets a line for each event: ``start`` and ``restart`` (with balance, layers, schedule and
-    number of micro-batches), ``checkpoint``, ``end`` and ``error``, with the time, the epoch and the optimizer's steps.
+    number of micro-batches), ``imbalance`` (that line), ``checkpoint``, ``end`` and ``error``, with the time, the epoch
+    and the optimizer's steps.
 
     Args:
         every_n_steps: Record a step in so many.
@@ -112,6 +139,8 @@ class PipelineMonitor(Callback):
         self._draws_pixels = True
         self._is_training = False  # stays true over a restart, of which callbacks see no end
         self._notes_checkpoints = False  # until the first batch: before it, restarts write a checkpoint of their own
+        self._costs: deque[StepCosts] = deque(maxlen=STEPS_TO_ASSESS)
+        self._told: dict[tuple[int, ...], _Told] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -178,6 +207,8 @@ class PipelineMonitor(Callback):
     def _forget(self) -> None:
         self._current = self._waiting = self._clocks = None
         self._use = {}
+        self._costs.clear()
+        self._told.clear()
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -212,8 +243,44 @@ class PipelineMonitor(Callback):
                 metrics["bubble_predicted"] = predicted.bubble_fraction
                 timetables.append((f"predicted: bubble {predicted.bubble_fraction:.1%}", predicted))
             self._draw(trainer, step, timetables, names)
+            self._assess(trainer, rows, recorded, names)
         for logger in trainer.loggers:
             logger.log_metrics({f"pipeline/{name}": value for name, value in metrics.items()}, step.logged_at)
+
+    def _assess(
+        self,
+        trainer: Trainer,
+        rows: Sequence[Sequence[Record]],
+        recorded: Sequence[Recorded],
+        names: Sequence[str],
+    ) -> None:
+        """Tell if another balance would be faster, or if a process is slow, unless this has been told."""
+        pipeline = _pipeline_of(trainer)
+        settings, balance = pipeline.settings, pipeline.balance
+        if len(pipeline.stages) < 2 or not settings.pipelined_backward:
+            return
+        costs = step_costs(rows, recorded, balance, whole_batch=not settings.interleaves)
+        if costs is None:
+            return
+        if self._costs and self._costs[-1].microbatches != costs.microbatches:
+            self._costs.clear()
+        self._costs.append(costs)
+        if len(self._costs) < STEPS_TO_ASSESS:
+            return
+        found = assess(
+            self._costs,
+            pipeline.kinds_of_layers(),
+            lambda microbatches: pipeline.timetables.training[microbatches].rows,
+            balance,
+        )
+        told = self._told.setdefault(tuple(balance), _Told())
+        is_new = found.gain >= max(WORTH_TELLING, 2 * told.gain) or found.slowest not in (None, *told.slow)
+        if is_new:
+            told.gain, told.slow = max(told.gain, found.gain), {*told.slow, found.slowest}
+            called = [*names[:-1], "the driver"]
+            line = found.described(called, least_gain=WORTH_TELLING)
+            self._note(trainer, "imbalance", line=line)
+            rank_zero_info(f"PipelineMonitor: {line}")
 
     def _on_one_clock(self, pipeline: Pipeline, recorded: Sequence[Recorded]) -> list[list[Record]]:
         """Return the records of each process with times of the driver's clock."""

@@ -1,6 +1,6 @@
 """The layers of one stage, and descriptions of stages and their parameters for messages."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor, nn
 
@@ -29,6 +29,18 @@ class StageLayers(nn.Sequential):
                 chunk.add_module(name, layer)
             chunks.append(chunk)
         return chunks
+
+
+def kind_of(layer: nn.Module) -> Hashable:
+    """Return a value that is equal for layers with the same modules inside and tensors of the same shapes."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((n, t.shape) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None),
+        )
+        for name, module in layer.named_modules()
+    )
 
 
 def describe(index: int, layers: StageLayers) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from strategies.common.names import did_you_mean
+from strategies.common.stage_layers import kind_of
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.transformers_compat import example_of, lists_of_blocks, switch_off_cache
 from strategies.common.trees import tensors_in
@@ -352,18 +353,7 @@ def _explained(
 
 def _are_alike(layers: Pipelined) -> bool:
     """Return whether all layers have the same class, the same modules inside, and tensors of the same shapes."""
-    kinds = [
-        [
-            (
-                name,
-                type(module),
-                [(n, t.shape) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None],
-            )
-            for name, module in layer.named_modules()
-        ]
-        for layer in layers
-    ]
-    return all(kind == kinds[0] for kind in kinds)
+    return len(set(map(kind_of, layers))) == 1
 
 
 @contextmanager

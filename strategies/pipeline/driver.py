@@ -9,11 +9,12 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed import rpc
 from torch.optim import Optimizer
 
 from strategies.common.patching import replaced
-from strategies.common.stage_layers import StageLayers, describe, locate
+from strategies.common.stage_layers import StageLayers, describe, kind_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.ranks import Ranks, World
@@ -255,6 +256,12 @@ class Pipeline(NotCopyable):
     def device(self) -> torch.device:
         """The device of the last stage, in this process."""
         return self._devices[-1]
+
+    def kinds_of_layers(self) -> list[Hashable]:
+        """Return what each layer is, in the order in which the pipeline runs them."""
+        places = (place for stage in self.stages for span in stage.spans for place in span)
+        layers = (layer for stage in self.stages for layer in stage)
+        return [kind_of(layer) for _, layer in sorted(zip(places, layers, strict=True), key=itemgetter(0))]
 
     @property
     def remotes(self) -> Sequence[RemoteStage]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from strategies.pipeline.schedule.simulator import (
@@ -77,16 +78,30 @@ class Record(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}" if self.kind in KINDS else f"{self.kind}{self.microbatch}"
 
 
+class LayerRecord(NamedTuple):
+    """What the forward passes of a layer took, without recomputation.
+
+    Attributes:
+        seconds: Their time.
+        elements: The number of elements of its largest input.
+    """
+
+    seconds: float
+    elements: int
+
+
 class Recorded(NamedTuple):
     """What a process hands over.
 
     Attributes:
         records: The records, in the order in which they ended.
         memory_bytes: Its resident memory; on CUDA the most that torch has allocated so far.
+        layers: What its layers took, by their places in the whole module.
     """
 
     records: list[Record]
     memory_bytes: int
+    layers: Mapping[int, LayerRecord] = MappingProxyType({})
 
 
 def parts_of(records: Sequence[Record]) -> dict[str, float]:
@@ -224,14 +239,14 @@ def predicted_timetable(
         backward=means("B"),
         input_grad=means("I"),
         weight_grad=means("W"),
-        transfer=_transfer(rows),
+        transfer=transfer_seconds(rows),
         driver=DriverCosts(before=mean("b"), before_backward=mean("a")),
     )
     simulation = simulate(table, costs, placement=measured.placement)
     return with_driver_between(simulation, DriverCosts(after=loss)) if whole_batch else simulation
 
 
-def _transfer(rows: Sequence[Sequence[Record]]) -> float:
+def transfer_seconds(rows: Sequence[Sequence[Record]]) -> float:
     """Return the median time from the end of a send until a process that waited for it already has the value."""
     delays = [
         max(0.0, received.received - sent.end)

@@ -113,6 +113,8 @@ class ModelCosts:
         activation_peaks: Returns the most that each process holds for micro-batches, given a table, its placement and
             the number of layers of each stage. By default it is computed from the bytes of each layer.
         memory_scale: What a process takes, for each byte that is counted.
+        slowness: For each process, how many times as long it takes for a layer as is said here, at least 1; by default
+            all take the same time.
     """
 
     layers: Sequence[LayerCosts]
@@ -122,11 +124,16 @@ class ModelCosts:
     driver_parameter_bytes: float = 0.0
     activation_peaks: Callable[[Schedule, Placement, Sequence[int]], Sequence[float]] | None = None
     memory_scale: float = 1.0
+    slowness: Sequence[float] = ()
 
     def seconds(self, table: Schedule, balance: Sequence[int]) -> float:
         """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
         model = _Model(self, 1 + max(action.microbatch for row in table for action in row), None)
-        return simulate(table, model.of_stages(balance)).total_time
+        return simulate(table, model.of_stages(balance, Placement.of(table))).total_time
+
+    def slowness_of(self, process: int) -> float:
+        """How many times as long a process takes for a layer."""
+        return self.slowness[process] if self.slowness else 1.0
 
 
 CostsOf: TypeAlias = Callable[[int], ModelCosts]
@@ -365,11 +372,13 @@ class _Model:
         )
         self._sums = [[0.0, *accumulate(column)] for column in columns]
 
-    def of_stages(self, balance: Sequence[int]) -> Costs:
+    def of_stages(self, balance: Sequence[int], placement: Placement) -> Costs:
         """Return the costs of stages with these numbers of layers."""
         *seconds, activations, kept, _ = self._per_stage(balance)
+        factors = [self.costs.slowness_of(process) for process in placement.process_of]
         forward, backward, input_grad, weight_grad = (
-            [each + self.costs.action for each in column] for column in seconds
+            [factor * each + self.costs.action for factor, each in zip(factors, column, strict=True)]
+            for column in seconds
         )
         return Costs(
             forward=forward,
@@ -440,7 +449,7 @@ class _Candidate:
     def _made(
         cls, name: str, program: Program, model: _Model, balance: list[int], work: list[float], is_fixed: bool
     ) -> _Candidate:
-        costs = model.of_stages(balance)
+        costs = model.of_stages(balance, program.placement)
         time, excess = program.total_time(costs), 0.0
         if model.limit_bytes is not None:
             excess = max(0.0, max(_peaks(program, model, balance, costs)) - model.limit_bytes)
@@ -592,12 +601,12 @@ def _best_of(
 
 
 def _least_time(candidate: _Candidate, balance: Sequence[int]) -> float:
-    placement = candidate.program.placement
+    placement, costs = candidate.program.placement, candidate.model.costs
     loads = [0.0] * len(candidate.program.schedule)
     loads[placement.driver] = candidate.model.driver_seconds
     start = 0
     for process, length in zip(placement.process_of, balance, strict=True):
-        loads[process] += sum(candidate.work[start : start + length])
+        loads[process] += costs.slowness_of(process) * sum(candidate.work[start : start + length])
         start += length
     return candidate.model.microbatches * max(loads)
 

@@ -41,6 +41,7 @@ from strategies.common.torch_compat import (
     tree_leaves,
 )
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
+from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
 from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
 
@@ -427,6 +428,7 @@ class Layers:
         recomputing: bool,
         doing: Callable[[str], None] | None = None,
         splits: bool = False,
+        recorder: Recorder | None = None,
     ) -> Carried:
         """Run one micro-batch through the layers.
 
@@ -441,6 +443,7 @@ class Layers:
             recomputing: Whether this call recomputes the layers.
             doing: Called before each layer with a description for error reports.
             splits: Whether weight gradients may be left for later; see :meth:`in_backward`.
+            recorder: Records what each layer takes; ``None`` if nobody wants to know.
         """
         if microbatch == 0 and not recomputing:
             self._begin_pass()
@@ -461,6 +464,8 @@ class Layers:
             if self._seeded[place]:
                 self.random_state.keep()
                 seed_device(layer_seed(seed, microbatch, layer), self.device)
+            if recorder is not None:
+                recorder.layer(layer, value)
 
         skipping = waiting_skips(skips) if self._has_skips else nullcontext()
         frozen = self._frozen(NormBase if recomputing else BatchNorm if self._deferred else None)
@@ -477,6 +482,8 @@ class Layers:
             finally:
                 if labels is not None:
                     labels.end()
+                if recorder is not None:
+                    recorder.end_layers()
 
     @contextmanager
     def in_backward(self, left: WeightGradients | None = None) -> Iterator[None]:

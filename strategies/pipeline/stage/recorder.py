@@ -6,11 +6,14 @@ A stage without a recorder only checks that it has none.
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
 
-from strategies.pipeline.schedule.measured import Record, Recorded, RecordKind
+from strategies.common.torch_compat import tree_leaves
+from strategies.pipeline.schedule.measured import LayerRecord, Record, Recorded, RecordKind
 
 
 class Recorder:
@@ -30,6 +33,8 @@ class Recorder:
         self._records: list[Record] = []
         self._begin = self._received = 0.0
         self._computed: float | None = None
+        self._layers: dict[int, LayerRecord] = {}
+        self._layer: tuple[int, float] | None = None
         self.pass_of_code = -1
         """The pass whose code after the call of the module is what is being recorded; -1 if it is something else."""
 
@@ -52,9 +57,30 @@ class Recorder:
         computed = now if self._computed is None else self._computed
         self._records.append(Record(kind, microbatch, stage, number, self._begin, self._received, computed, now))
 
+    def layer(self, place: int, value: Any) -> None:
+        """The forward pass of a layer begins, and that of the layer before it has ended.
+
+        Args:
+            place: The place of the layer in the whole module.
+            value: Its input.
+        """
+        self.end_layers()
+        elements = sum(leaf.numel() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+        known = self._layers.get(place, LayerRecord(0.0, 0))
+        self._layers[place] = LayerRecord(known.seconds, max(known.elements, elements))
+        self._layer = place, self._now()
+
+    def end_layers(self) -> None:
+        """The forward pass of the last layer has ended."""
+        if self._layer is None:
+            return
+        (place, begin), self._layer = self._layer, None
+        known = self._layers[place]
+        self._layers[place] = LayerRecord(known.seconds + self._now() - begin, known.elements)
+
     def recorded(self) -> Recorded:
         """Return what has been recorded."""
-        return Recorded(self._records, memory_bytes(self._device))
+        return Recorded(self._records, memory_bytes(self._device), self._layers)
 
 
 def memory_bytes(device: torch.device) -> int:

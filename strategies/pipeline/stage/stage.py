@@ -327,7 +327,7 @@ class Chunk:
             before = _versions(x)
         elif this.grad:
             x = entered(x, kept.inputs)
-        y = self._run_layers(this, m, x, note, grad=this.grad and not recompute, recomputing=False)
+        y = self._run_layers(this, m, x, note, grad=this.grad and not recompute, recomputing=False, recorder=recorder)
         if recompute:
             self._writes_input = bool(self._writes_input) or before != _versions(x)
         tensors = tensors_of(y)
@@ -413,7 +413,15 @@ class Chunk:
             delayed.compute()
 
     def _run_layers(
-        self, this: Pass, m: int, carried: Carried, note: Note, *, grad: bool, recomputing: bool
+        self,
+        this: Pass,
+        m: int,
+        carried: Carried,
+        note: Note,
+        *,
+        grad: bool,
+        recomputing: bool,
+        recorder: Recorder | None = None,
     ) -> Carried:
         """Run the layers on new objects, which no other run uses; see :func:`unpack_objects`."""
         x, skips = unpack_objects(carried[0]), carried[1]
@@ -428,6 +436,7 @@ class Chunk:
             recomputing=recomputing,
             doing=note,
             splits=this.splits,
+            recorder=recorder,
         )
         return pack_objects(y), skips
 

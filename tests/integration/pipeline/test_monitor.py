@@ -6,6 +6,7 @@ import re
 import statistics
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from harness import run
 from parity import WIDTH, Small, batches, compare, fit
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from sleeping import Sleepy, told
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
@@ -190,3 +192,34 @@ def test_pictures_and_progress_bar(found: dict[str, dict[str, Any]], schedule: s
 def test_a_step_that_is_not_recorded_costs_little(found: dict[str, dict[str, Any]]) -> None:
     added = [seconds for own in found.values() for seconds in own["added"]]
     assert len(added) >= 8 and statistics.median(added) < MOST_ADDED_SECONDS
+
+
+def unbalanced() -> dict[str, list[str]]:
+    found = {}
+    for name, balance, slow in (("uneven", [8, 3], None), ("slow", [5, 6], 0), ("even", [5, 6], None)):
+        strategy = RPCSequentialStrategy(microbatches=MICROBATCHES, schedule="1f1b", balance=balance)
+        with told("PipelineMonitor:") as found[name]:
+            fit(
+                partial(Sleepy, slow),
+                strategy,
+                2,
+                train=lambda: batches([8] * 7),
+                max_epochs=1,
+                callbacks=[PipelineMonitor(1, dirpath=name)],
+            )
+        events = map(json.loads, Path(name, "pipeline", "events.jsonl").read_text().splitlines())
+        noted = [f"PipelineMonitor: {event['line']}" for event in events if event["event"] == "imbalance"]
+        assert noted == found[name]
+    return found
+
+
+def test_imbalance_is_told_once() -> None:
+    found = run(unbalanced)
+    assert [len(found[name]) for name in ("uneven", "slow", "even")] == [1, 1, 0], found
+    said = r"PipelineMonitor: most waiting is for stage 0 \(busy \d+% of the passes; the other one \d+%\)\. "
+    # What a layer takes beside its sleep may favour one layer more or less.
+    assert re.match(
+        said + r"Balance \[[56], [65]\] instead of \[8, 3\]: passes predicted in \d+ ms", found["uneven"][0]
+    )
+    said += r"Stage 0 takes \d\.\d times as long for its layers as others would\. "
+    assert re.match(said + r"Balance \[[34], [78]\] instead of \[5, 6\]: passes predicted in \d+ ms", found["slow"][0])
