@@ -15,7 +15,7 @@ from trainer.report.run_folder import Curve
 MOST_POINTS, MOST_MARKS = 1000, 150
 NUM_COLOURS = 8
 
-_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500.0, 240.0, 58.0, 12.0, 10.0, 40.0
+_WIDTH, _HEIGHT, _RIGHT, _TOP, _BOTTOM = 500.0, 240.0, 12.0, 10.0, 40.0
 _BAR, _NAME = 34.0, 80.0
 _PER_CHARACTER = 8.8
 """About the width of a character in pixels, on a narrow page, where the text is larger."""
@@ -55,7 +55,7 @@ class Segment:
 
 def number(value: float, digits: int = 4) -> str:
     """Return a number with so many significant digits, or all digits before the point."""
-    return f"{value:,.0f}" if 10.0**digits <= abs(value) < 1e15 else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if 10.0**digits <= abs(value) < 1e15 else f"{value:,.{digits}g}"
 
 
 def labels(values: Sequence[float]) -> list[str]:
@@ -136,22 +136,25 @@ def line_chart(
     points = [point for own in series for point in own.curve if math.isfinite(point[1])]
     steps, values = [step for step, _ in points], [value for _, value in points]
     levels = ticks(min(0.0, *values) if from_zero else min(values), max(values))
+    level_labels = labels(levels)
+    margin = max(58.0, 12 + _PER_CHARACTER * max(map(len, level_labels)))
     left, right = min(steps), max(steps)
     if right == left:
         left, right = left - 1, right + 1
 
     def x(step: float) -> float:
-        return _LEFT + (width - _LEFT - _RIGHT) * (step - left) / (right - left)
+        return margin + (width - margin - _RIGHT) * (step - left) / (right - left)
 
     def y(value: float) -> float:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (levels[-1] - value) / (levels[-1] - levels[0])
 
     bottom = _HEIGHT - _BOTTOM
     size, label = f"{width:.0f} {_HEIGHT:.0f}", escape(title)
+    across = f'x1="{margin:.1f}" x2="{width - _RIGHT}"'
     parts = [f'<svg class="chart{" wide" if wide else ""}" viewBox="0 0 {size}" role="img" aria-label="{label}">']
-    for level, text in zip(levels, labels(levels), strict=True):
-        parts.append(f'<line class="grid" x1="{_LEFT}" x2="{width - _RIGHT}" y1="{y(level):.1f}" y2="{y(level):.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 7}" y="{y(level) + 4:.1f}" text-anchor="end">{text}</text>')
+    for level, text in zip(levels, level_labels, strict=True):
+        parts.append(f'<line class="grid" {across} y1="{y(level):.1f}" y2="{y(level):.1f}"/>')
+        parts.append(f'<text x="{margin - 7:.1f}" y="{y(level) + 4:.1f}" text-anchor="end">{text}</text>')
     steps_shown = [step for step in ticks(left, right) if left <= step <= right and step == round(step)]
     for step, text in zip(steps_shown, labels(steps_shown), strict=True):
         parts.append(f'<line class="tick" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{bottom}" y2="{bottom + 5}"/>')

@@ -15,7 +15,7 @@ from strategies.pipeline.schedule.picture import COLOURS
 from trainer.report.charts import NUM_COLOURS, Segment, Series, bars, line_chart, number, step_number, style
 from trainer.report.run_folder import Curve, Run
 
-MOST_PICTURES = 12
+MOST_PICTURES, MOST_LOSSES = 12, 4
 
 _MONITOR = (
     "Add <code>trainer.PipelineMonitor</code> to the callbacks of the run "
@@ -60,10 +60,12 @@ code, pre { font-family: ui-monospace, monospace; font-size: .87em; } pre { over
 .card, .tiles > div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }
 .card + .card { margin-top: 12px; }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(124px, 1fr)); gap: 10px; margin-top: 16px; }
-.tiles b { display: block; font-size: 1.15rem; font-weight: 600; white-space: nowrap; }
-.tiles span { color: var(--soft); font-size: .85rem; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 12px; }
-.charts .card { margin: 0; min-width: 0; } .scroll { overflow-x: auto; } .tall { max-height: 24rem; overflow-y: auto; }
+.tiles b { display: block; font-size: 1.05rem; font-weight: 600; }
+.tiles > div { min-width: 0; padding: 10px 12px; }
+.tiles span { color: var(--soft); font-size: .85rem; overflow-wrap: anywhere; }
+.charts { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 12px; }
+.charts .card { margin: 0; min-width: 0; }
+.scroll { overflow-x: auto; } .tall { max-height: 24rem; overflow-y: auto; }
 svg { display: block; width: 100%; height: auto; } svg text { fill: var(--ink); font: 12.5px system-ui, sans-serif; }
 svg.wide, table.wide { min-width: 640px; } .gantt svg { min-width: 760px; } .gantt svg svg { min-width: 0; }
 .chart text { fill: var(--soft); } .grid { stroke: var(--line); } .tick { stroke: var(--soft); }
@@ -82,7 +84,8 @@ td.name { overflow-wrap: anywhere; }
 .key { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin-right: 6px; vertical-align: -1px; }
 .key.waiting { border: 1px dashed var(--soft); } .keys > span { margin-right: 14px; white-space: nowrap; }
 .key.dashed { opacity: .6; } summary { cursor: pointer; } details + details { margin-top: 8px; }
-@media (max-width: 700px) { .chart text { font-size: 16px; } th, td { padding-right: 10px; } }
+@media (max-width: 720px) { .charts { grid-template-columns: minmax(0, 1fr); } }
+@media (max-width: 900px) { .chart text { font-size: 16px; } th, td { padding-right: 10px; } }
 """
 
 
@@ -169,7 +172,7 @@ def _tiles(run: Run) -> Iterator[str]:
     tiles = []
     if steps := [step for curve in run.curves.values() for step, _ in curve]:
         tiles.append(("last step that was logged", number(max(steps))))
-    for name, curve in _losses_of(run).items():
+    for name, curve in list(_losses_of(run).items())[:MOST_LOSSES]:
         if values := [value for _, value in _finite(curve)]:
             tiles.append((f"{name}, lowest", number(min(values))))
     if times := [value for _, value in _finite(run.curves.get("pipeline/step_ms", []))]:
@@ -192,11 +195,15 @@ def _balance(run: Run) -> Iterator[str]:
         yield _missing("The balance is not in the folder.", _MONITOR)
         return
     colour_of = {name: i for i, name in enumerate(run.processes)}
+    totals = {
+        process["name"]: sum(layer["parameters"] for layer in process["layers"]) for process in pipeline["processes"]
+    }
+    unit, unit_size = ("million parameters", 10**6) if max(totals.values()) >= 10**7 else ("parameters", 1)
     rows = []
     for process in pipeline["processes"]:
         segments = [
             Segment(
-                layer["parameters"],
+                layer["parameters"] / unit_size,
                 layer["class"],
                 f"layer {layer['place']} ({layer['name']}): {layer['class']}, {layer['parameters']:,} parameters",
                 f"{style(colour_of[process['name']])} layer",
@@ -207,17 +214,28 @@ def _balance(run: Run) -> Iterator[str]:
     yield '<div class="card scroll">'
     yield f"<h3>Balance {escape(str(pipeline['balance']))}: layers and their parameters</h3>"
     yield f'<p class="soft">{escape(_facts(pipeline, ("schedule", "microbatches")))}</p>'
-    yield bars(rows, "parameters of the layers of each process", "parameters")
+    yield bars(rows, "parameters of the layers of each process", unit)
     yield "<table><tr><th>process</th><th>layers</th><th class=right>parameters</th></tr>"
     for process in pipeline["processes"]:
-        layers = ", ".join(f"{layer['place']} {layer['class']}" for layer in process["layers"])
-        total = sum(layer["parameters"] for layer in process["layers"])
         key = f'<span class="key {style(colour_of[process["name"]])}"></span>'
         yield (
-            f"<tr><td class=one-line>{key}{escape(process['name'])}</td><td class=name>{escape(layers)}</td>"
-            f"<td class=right>{total:,}</td></tr>"
+            f"<tr><td class=one-line>{key}{escape(process['name'])}</td>"
+            f"<td class=name>{escape(_layers(process))}</td><td class=right>{totals[process['name']]:,}</td></tr>"
         )
     yield "</table></div>"
+
+
+def _layers(process: dict[str, Any]) -> str:
+    """Return the places and classes of a process's layers; neighbours of one class are told together."""
+    runs: list[list[dict[str, Any]]] = []
+    for layer in process["layers"]:
+        before = runs[-1][-1] if runs else None
+        if before is not None and (layer["place"], layer["class"]) == (before["place"] + 1, before["class"]):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    places = [(f"{run[0]['place']} to {run[-1]['place']}" if len(run) > 1 else str(run[0]["place"])) for run in runs]
+    return ", ".join(f"{place} {run[0]['class']}" for place, run in zip(places, runs, strict=True))
 
 
 def _losses(run: Run) -> Iterator[str]:

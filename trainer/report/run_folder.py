@@ -138,11 +138,13 @@ def _why_nothing(folder: Path, has_board: bool) -> str:
         return f"{folder} has event files of TensorBoard without scalars, or tensorboard is not installed"
     if (folder / _METRICS).exists():
         return f"{folder / _METRICS} has no values yet; a CSVLogger writes them every flush_logs_every_n_steps steps"
-    below = [path for name in (_METRICS, _BOARD) for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{name}")]
+    near: list[Path] = []
+    for name in (_METRICS, _BOARD):
+        near += [*folder.glob(f"*/{name}"), *folder.glob(f"*/*/{name}"), *folder.resolve().parent.glob(name)]
     hint = ": log with a CSVLogger or a TensorBoardLogger"
-    if below:
-        newest = max(below, key=lambda path: path.stat().st_mtime).parent
-        hint = f"; {newest} has some" + (", the newest below it" if len({path.parent for path in below}) > 1 else "")
+    if near:
+        newest = max(near, key=lambda path: path.stat().st_mtime).parent
+        hint = f"; {newest} has some" + (", the newest near it" if len({path.parent for path in near}) > 1 else "")
     return f"{folder} has no metrics ({_METRICS} or {_BOARD}){hint}"
 
 
@@ -165,10 +167,10 @@ def _check_event(event: dict[str, Any]) -> None:
     time.localtime(event["time"])  # a time that can be shown
     if "processes" in event:
         layers = [layer for process in event["processes"] for layer in process["layers"]]
-        right &= "balance" in event
+        right &= "balance" in event and len(event["processes"]) > 0
         right &= all(re.fullmatch(_PROCESS, process["name"]) is not None for process in event["processes"])
         right &= all(isinstance(layer["class"], str) and layer["parameters"] >= 0 for layer in layers)
-        right &= all({"place", "name"} <= layer.keys() for layer in layers)
+        right &= all(isinstance(layer["place"], int) and "name" in layer for layer in layers)
     if not right:
         raise ValueError
 

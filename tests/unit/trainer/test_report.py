@@ -290,6 +290,16 @@ def test_events_of_any_name(folder: Path) -> None:
     assert not [title for title in page.titles if title.startswith(("start, step", "checkpoint, step", "error, step"))]
 
 
+def test_layers_of_one_class_are_told_together(folder: Path) -> None:
+    layers = [{"place": i, "name": str(i), "class": "Block", "parameters": 4_000_000} for i in (0, 1, 2, 6, 7)]
+    layers.append({"place": 8, "name": "8", "class": "Head", "parameters": 5})
+    start = {**EVENTS[0], "processes": [{"name": "driver", "layers": layers}]}
+    (folder / "pipeline" / "events.jsonl").write_text(json.dumps(start))
+    page = report(folder)
+    assert page.row("driver")[1:] == ["0 to 2 Block, 6 to 7 Block, 8 Head", "20,000,005"]
+    assert "million parameters" in page.ids["balance"]
+
+
 def test_large_steps_keep_their_digits(tmp_path: Path) -> None:
     write_metrics(tmp_path, {"step": [1_234_567, 1_234_568], "train_loss": [1, math.inf]})
     page = report(tmp_path)
@@ -301,11 +311,12 @@ def test_lines_of_events_that_cannot_be_read_are_told(folder: Path) -> None:
     wrong = ['{"event": "st', "[]", '{"event": 1, "time": 1, "step": 1}', '{"event": "end", "time": "x", "step": 1}']
     wrong.append(json.dumps({**EVENTS[0], "processes": [{"name": "driver", "layers": [{}]}]}))
     wrong.append(json.dumps({**EVENTS[0], "processes": [{"name": "stage one", "layers": []}]}))
+    wrong.append(json.dumps({**EVENTS[0], "processes": []}))
     wrong += [json.dumps({**EVENTS[1], key: value}) for key in ("time", "step") for value in (1e300, math.nan, 10**400)]
     with (folder / "pipeline" / "events.jsonl").open("a") as file:
         file.write("\n".join(wrong))
     page = report(folder)
-    for number in (*range(5, 14), 15, 16):  # step 1e300 can be shown
+    for number in (*range(5, 15), 16, 17):  # step 1e300 can be shown
         assert f"Line {number} of pipeline/events.jsonl could not be read." in page.text
     assert "[2, 1]" in page.ids["balance"]
 
@@ -319,10 +330,12 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert refused(capsys, tmp_path).endswith(f"; {file.parent} has some")
     write_metrics(newest := tmp_path / "gpt" / "version_10", {"step": [1], "loss": [1]})
     os.utime(file, (1, 1))
-    assert refused(capsys, tmp_path / "gpt").endswith(f"; {newest} has some, the newest below it")
+    assert refused(capsys, tmp_path / "gpt").endswith(f"; {newest} has some, the newest near it")
     shutil.rmtree(newest)
-    (tmp_path / "empty").mkdir()
-    assert refused(capsys, tmp_path / "empty").endswith(": log with a CSVLogger or a TensorBoardLogger")
+    (file.parent / "checkpoints").mkdir()
+    assert refused(capsys, file.parent / "checkpoints").endswith(f"; {file.parent} has some")
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert refused(capsys, tmp_path / "a" / "b").endswith(": log with a CSVLogger or a TensorBoardLogger")
     assert "has no values yet" in (write_metrics(file.parent, {"step": [], "loss": []}) or refused(capsys, file.parent))
     file.write_text("a,b\n1,2\n")
     assert "no number in the column 'step' of any row" in refused(capsys, file.parent)
@@ -395,7 +408,7 @@ def test_ticks_enclose_the_values(low: float, high: float) -> None:
 def test_labels_have_the_digits_that_tell_them_apart() -> None:
     assert labels([0, 0.5, 1]) == ["0", "0.5", "1"] and labels([0, 50_000, 100_000]) == ["0", "50,000", "100,000"]
     assert labels([2.42, 2.4201, 2.4202]) == ["2.42", "2.4201", "2.4202"]
-    assert labels([15_000, 15_000.5]) == ["15000", "15000.5"]
+    assert labels([15_000, 15_000.5]) == ["15,000", "15,000.5"]
 
 
 def test_a_single_value_is_a_dot() -> None:
