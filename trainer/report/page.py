@@ -38,7 +38,8 @@ _OF_EVERY_EVENT = {"time", "event", "epoch", "step", "processes"}
 _USUAL = ("start", "checkpoint", "end", "error")
 """Events that every run may have; the steps of others are marked in charts."""
 
-_WORDS = {"microbatches": "micro-batches", "error": ""}
+_WORDS = {"microbatches": "micro-batches", "error": "", "line": ""}
+"""Keys of what an event tells in other words; sentences need none."""
 
 _PART_COLOURS = {**COLOURS, "sending": "#f2c6de", "optimizer": "#c9b8e8"}
 # The two rows are the colours on a light and on a dark page.
@@ -54,7 +55,7 @@ _STYLE = """
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sans-serif; }
 main { max-width: 1120px; margin: 0 auto; padding: 20px 16px 60px; }
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 30px 0 8px; }
-h3 { font-size: .95rem; margin: 4px 0 6px; font-weight: 600; }
+h3 { font-size: .95rem; margin: 4px 0 6px; font-weight: 600; } h3, p { overflow-wrap: anywhere; }
 p { margin: 6px 0; } .soft, .missing { color: var(--soft); } .missing { font-style: italic; }
 code, pre { font-family: ui-monospace, monospace; font-size: .87em; } pre { overflow-x: auto; margin: 8px 0 0; }
 .card, .tiles > div { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 12px 14px; }

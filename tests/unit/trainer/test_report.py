@@ -277,12 +277,12 @@ def test_events_of_any_name(folder: Path) -> None:
     """An event of a later version is in the table with all that it tells; a new balance is the one that is drawn."""
     processes = json.loads(json.dumps(EVENTS[0]["processes"]))
     processes[1]["layers"].insert(0, processes[0]["layers"].pop())
-    moved = {"time": 1_790_003_650.5, "event": "rebalance", "epoch": 1, "step": 15, "moved": "1 layer"}
+    moved = {"time": 1_790_003_650.5, "event": "rebalance", "epoch": 1, "step": 15, "line": "1 layer moved"}
     with (folder / "pipeline" / "events.jsonl").open("a") as file:
         file.write(json.dumps({**moved, "balance": [1, 2], "processes": processes}))
     page = report(folder)
     assert page.row("rebalance")[:3] == ["rebalance", "15", "1"]
-    assert page.row("rebalance")[5] == "moved 1 layer, balance [1, 2]"
+    assert page.row("rebalance")[5] == "1 layer moved, balance [1, 2]"
     assert page.row("start")[5] == "schedule 1f1b, micro-batches 4, balance [2, 1]"
     assert "Balance [1, 2]" in page.ids["balance"] and "schedule 1f1b, micro-batches 4" in page.ids["balance"]
     assert page.row("driver")[1:] == ["1 Block, 2 Linear", "124,256"]
