@@ -1,5 +1,6 @@
 """Pipeline parallelism for an unmodified ``LightningModule``: connects Lightning to :mod:`strategies.pipeline`."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -62,6 +63,7 @@ from strategies.lightning.planning import (
     with_schedule,
 )
 from strategies.lightning.profiler import ProfiledStages
+from strategies.lightning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -72,7 +74,7 @@ from strategies.pipeline.construction.stored import Reference
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.memory import Placement, check_memory
-from strategies.pipeline.partition.sequential import Pipelined, cut
+from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.stage.layers import Seeds
 from strategies.pipeline.state.remote_tensor import RemoteParameter
@@ -181,6 +183,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
             died or hung. Only for one pipeline whose workers the strategy starts. Default: 0.
+        rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
+            other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
+            such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
+            one pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default: ``None``.
+        rebalance_every_n_steps: With ``rebalance="auto"``, the number of batches after which layers may move. Default:
+            at the end of each epoch.
+        rebalance_threshold: With ``rebalance="auto"``, the predicted share that must be saved. Default: 0.1.
         gather_on_end: Whether weights and optimizer states of all stages come back to the driver when a run ends.
             ``None`` (default): unless the model was built without memory, in ``configure_model`` or
             ``trainer.init_module()``, so that the driver need not hold it. Values that have not come back are in the
@@ -216,6 +225,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         state_dict_type: str = "full",
         async_save: bool = False,
         max_restarts: int = 0,
+        rebalance: Literal["auto"] | None = None,
+        rebalance_every_n_steps: int | None = None,
+        rebalance_threshold: float | None = None,
         gather_on_end: bool | None = None,
         accelerator: Any | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -239,6 +251,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
             )
         checks.check_loss_weight(loss_weight, self._settings)
+        check_rebalance(rebalance, rebalance_every_n_steps, rebalance_threshold, self._settings)
         checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
@@ -257,6 +270,20 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._per_microbatch: TrainingStepPerMicrobatch | None = None
         self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
         self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
+        self._rebalancing: Rebalancing | None = None
+        if rebalance is not None:
+            gathers = gather_on_end is not False
+            check_movable(
+                "rebalance='auto'",
+                replicas=data_parallel_size,
+                is_external=False,
+                devices=[],
+                gathers=gathers,
+                profiles=False,
+            )
+            self._rebalancing = Rebalancing(rebalance_every_n_steps, rebalance_threshold or LEAST_GAIN)
+        self._gathers = True
+        self._rebalanced: list[int] | None = None  # the balance that rebalancing has found
         self._averages_gradients = True
         self._undo: list[Undo] = []
         self._construction = Construction()
@@ -343,6 +370,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._settings = self._given_settings
         module = self._checked_module(trainer, model, fitting)
         built_here = not any(tensor.is_meta for _, tensor in _tensors_of(module))
+        self._gathers = built_here if self._gathers_on_end is None else self._gathers_on_end
+        if fitting and self._rebalancing is not None:
+            self._check_can_rebalance("rebalance='auto'")
+            self._rebalancing.begin()
         balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()
         optimizers = self._prepare_optimizers(trainer, fitting)
@@ -365,17 +396,41 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 path=self._module_path,
                 is_reversed=self._is_reversed,
                 construction=self._construction,
-                gathers_on_end=built_here if self._gathers_on_end is None else self._gathers_on_end,
+                gathers_on_end=self._gathers,
             )
-            placement = Placement.of(model, pipeline.stages, self.devices, self.stages_on_host())
-            check_memory(
-                placement,
-                optimizers,
-                num_shares=self.world_size if self._divides_states else 1,
-                gradient_sets=num_gradient_sets(trainer, model, optimizers) if self._settings.interleaves else 1,
-            )
+            self._check_memory(pipeline)
             pipeline.start()
         self._connect(trainer, pipeline, model, balance)
+
+    def _check_memory(self, pipeline: Pipeline) -> None:
+        """Check that every stage fits into memory, as long as all layers are in this process.
+
+        Raises:
+            ValueError: If one does not.
+        """
+        model, optimizers = self.lightning_module, pipeline.optimizers.optimizers
+        assert model is not None
+        check_memory(
+            Placement.of(model, pipeline.stages, self.devices, self.stages_on_host()),
+            optimizers,
+            num_shares=self.world_size if self._divides_states else 1,
+            gradient_sets=num_gradient_sets(model.trainer, model, optimizers) if self._settings.interleaves else 1,
+        )
+
+    def _check_can_rebalance(self, what: str) -> None:
+        """Check that layers can move between the stages of this run.
+
+        Raises:
+            MisconfigurationException: If they cannot.
+        """
+        check_movable(
+            what,
+            replicas=self._num_replicas,
+            is_external=self.world is not None,
+            devices=self.devices,
+            gathers=self._gathers,
+            profiles=self._profiled is not None,
+        )
 
     @property
     def _stage_of_chunk(self) -> Sequence[int]:
@@ -462,6 +517,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 self._settings = with_schedule(settings, planned)
                 return planned.balance
         num_chunks = len(self._stage_of_chunk)
+        kept = self._rebalanced
+        if kept is not None and len(kept) == num_chunks and sum(kept) == len(module):
+            return kept
         if settings.is_auto and given is not None and len(given) != num_chunks:
             given = "even"  # nothing is trained, and the given numbers are those of more chunks
         balance = find_balance(
@@ -556,6 +614,74 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Write the first checkpoint from which a run can be restarted."""
         if self._restarts is not None and self.lightning_module is not None:
             self._restarts.training_begins(self.lightning_module.trainer)
+
+    def rebalance(self, balance: Sequence[int]) -> None:
+        """Move layers, with their optimizer states and gradients, so that stages have other numbers of layers.
+
+        Possible within ``fit`` between two batches, such as in ``on_train_batch_end`` or ``on_train_epoch_end``. Losses
+        and weights are those of a run without it. The balance is kept for later runs of this strategy.
+
+        Args:
+            balance: The number of layers of each stage (of each chunk, if stages have several).
+
+        Raises:
+            MisconfigurationException: If the numbers do not fit the layers, if a stage would not fit into memory, or if
+                layers cannot move in this run; it goes on with the balance that it had.
+            RuntimeError: If no training runs, or a batch is on its way through the pipeline.
+        """
+        pipeline, model = self._running(), self.lightning_module
+        if model is None or model.trainer.state.fn != TrainerFn.FITTING:
+            raise RuntimeError("layers can move to other stages within fit only")
+        self._check_can_rebalance("rebalance()")
+        self._rebalance(pipeline, balance, "")
+
+    def _rebalance(self, pipeline: Pipeline, balance: Sequence[int], why: str) -> None:
+        stage_of = self._stage_of_chunk
+        with checks.as_misconfiguration():
+            per_stage = len(stage_of) // len(self.devices)
+            numbers = check_balance(balance, len(pipeline.module), len(self.devices), chunks_per_stage=per_stage)
+            before = pipeline.balance
+            if numbers == before:
+                return
+            self._writer.settle()  # stages may be writing
+            if self._stage_states is not None:
+                self._stage_states.forget()
+            begin = time.perf_counter()
+            pipeline.rebalance(numbers, partial(self._check_memory, pipeline))
+        self.balance = self._rebalanced = numbers
+        seconds = time.perf_counter() - begin
+        rank_zero_info(
+            f"RPCSequentialStrategy: balance {numbers} instead of {before}: {moves(before, numbers, stage_of)} "
+            f"({seconds:.1f} s){why}."
+        )
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Move layers to other stages if that is due and worthwhile; record the batch if it is its turn."""
+        rebalancing, model = self._rebalancing, self.lightning_module
+        if rebalancing is None or model is None or len(self.devices) < 2:
+            return
+        pipeline = self._running()
+        found = rebalancing.before_batch(pipeline, model.current_epoch)
+        if found is not None:
+            names = [*(f"stage {i}" for i in range(len(self.devices) - 1)), "the driver"]
+            why = found.described(names, least_gain=0.0).removesuffix(".")
+            try:
+                self._rebalance(pipeline, found.better, f"; {why}")
+            except MisconfigurationException as error:
+                rank_zero_warn(f"The balance stays {found.balance} from now on: {error}")
+                self._rebalancing = None
+                return
+        rebalancing.begin_batch(pipeline, model.trainer.num_training_batches)
+
+    def on_validation_start(self) -> None:
+        """Stop to record the last batch."""
+        if self._rebalancing is not None:
+            self._rebalancing.stop()
+
+    def on_train_end(self) -> None:
+        """Stop to record the last batch."""
+        if self._rebalancing is not None:
+            self._rebalancing.stop()
 
     def model_to_device(self) -> None:
         """Move the part of the model that is on the driver to the driver's device."""

@@ -10,8 +10,7 @@ What the pipeline is, and when training began, began again, was saved and ended,
 
 import json
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,10 @@ from strategies.lightning.compat import (
     rank_zero_warn,
 )
 from strategies.lightning.hooks import Undo, add_to_progress_bar
+from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.clocks import Clock
-from strategies.pipeline.driver import Pipeline
-from strategies.pipeline.schedule.imbalance import StepCosts, assess, step_costs
+from strategies.pipeline.driver import Pipeline, Recording
+from strategies.pipeline.schedule.imbalance import STEPS_TO_ASSESS, LastSteps, assess, step_costs
 from strategies.pipeline.schedule.measured import (
     Record,
     Recorded,
@@ -43,9 +43,6 @@ from strategies.pipeline.schedule.picture import pixels, stacked_svg
 from strategies.pipeline.schedule.simulator import Simulation
 from strategies.rpc_sequential import RPCSequentialStrategy
 
-STEPS_TO_ASSESS = 3
-"""How many recorded steps say together whether another balance would be faster."""
-
 WORTH_TELLING = 0.05
 """The share of a step's time that another balance must be predicted to save before the monitor names it."""
 
@@ -57,16 +54,18 @@ class _Step:
     Attributes:
         number: The number of the training batch over all epochs, from 0.
         logged_at: The number of the step in loggers.
+        recording: What each process did.
+        balance: The balance of the pipeline then.
         begin: When the driver began it.
         end: When the driver had done it.
-        records: Waits for the records of each process and returns them.
     """
 
     number: int
     logged_at: int
+    recording: Recording
+    balance: list[int]
     begin: float
     end: float = 0.0
-    records: Callable[[], list[Recorded]] | None = None
 
 
 @dataclass
@@ -102,8 +101,8 @@ class PipelineMonitor(Callback):
     over all epochs, from 0. With several replicas, the first one is recorded.
 
     ``pipeline/events.jsonl`` gets a line for each event: ``start`` and ``restart`` (with balance, layers, schedule and
-    number of micro-batches), ``imbalance`` (that line), ``checkpoint``, ``end`` and ``error``, with the time, the epoch
-    and the optimizer's steps.
+    number of micro-batches), ``rebalance`` (the same, after layers have moved), ``imbalance`` (the line),
+    ``checkpoint``, ``end`` and ``error``, with the time, the epoch and the optimizer's steps.
 
     Args:
         every_n_steps: Record a step in so many.
@@ -133,13 +132,14 @@ class PipelineMonitor(Callback):
         self._folder = Path()
         self._current: _Step | None = None
         self._waiting: _Step | None = None
-        self._clocks: tuple[Pipeline, list[Clock]] | None = None
+        self._clocks: tuple[Sequence[RemoteStage], list[Clock]] | None = None
         self._use: dict[str, str] = {}
         self._undo: Undo | None = None
         self._draws_pixels = True
         self._is_training = False  # stays true over a restart, of which callbacks see no end
         self._notes_checkpoints = False  # until the first batch: before it, restarts write a checkpoint of their own
-        self._costs: deque[StepCosts] = deque(maxlen=STEPS_TO_ASSESS)
+        self._balance: list[int] = []
+        self._costs = LastSteps(STEPS_TO_ASSESS)
         self._told: dict[tuple[int, ...], _Told] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -157,7 +157,9 @@ class PipelineMonitor(Callback):
         if (bar := trainer.progress_bar_callback) is not None:
             self._undo = add_to_progress_bar(bar, lambda: self._use)
         begins_again, self._is_training, self._notes_checkpoints = self._is_training, True, False
-        self._note(trainer, "restart" if begins_again else "start", **_described(_pipeline_of(trainer)))
+        pipeline = _pipeline_of(trainer)
+        self._balance = pipeline.balance
+        self._note(trainer, "restart" if begins_again else "start", **_described(pipeline))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, if it is this step's turn."""
@@ -167,18 +169,22 @@ class PipelineMonitor(Callback):
             return
         if not trainer.is_global_zero:
             return
-        _pipeline_of(trainer).start_recording()
-        self._current = _Step(number, trainer.global_step, time.perf_counter())
+        pipeline = _pipeline_of(trainer)
+        recording = pipeline.start_recording()
+        self._current = _Step(number, trainer.global_step, recording, pipeline.balance, time.perf_counter())
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report the recorded step before this one, and stop to record this one."""
+        if (pipeline := _pipeline_of(trainer)).balance != self._balance:
+            before, self._balance = self._balance, pipeline.balance
+            self._note(trainer, "rebalance", before=before, **_described(pipeline))
         if self._waiting is not None:
             self._report(trainer)
         if self._current is not None:
             self._current.end = time.perf_counter()
-            self._current.records = _pipeline_of(trainer).stop_recording()
+            self._current.recording.stop()
             self._waiting, self._current = self._current, None
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -215,9 +221,9 @@ class PipelineMonitor(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         step, self._waiting = self._waiting, None
-        assert step is not None and step.records is not None
+        assert step is not None
         pipeline = _pipeline_of(trainer)
-        recorded = step.records()
+        recorded = step.recording.take()
         rows = self._on_one_clock(pipeline, recorded)
         names = [*(f"stage {i}" for i in range(len(rows) - 1)), "driver"]
         if step.number in self.trace_steps:
@@ -243,32 +249,27 @@ class PipelineMonitor(Callback):
                 metrics["bubble_predicted"] = predicted.bubble_fraction
                 timetables.append((f"predicted: bubble {predicted.bubble_fraction:.1%}", predicted))
             self._draw(trainer, step, timetables, names)
-            self._assess(trainer, rows, recorded, names)
+            self._assess(trainer, step, rows, names)
         for logger in trainer.loggers:
             logger.log_metrics({f"pipeline/{name}": value for name, value in metrics.items()}, step.logged_at)
 
     def _assess(
         self,
         trainer: Trainer,
+        step: _Step,
         rows: Sequence[Sequence[Record]],
-        recorded: Sequence[Recorded],
         names: Sequence[str],
     ) -> None:
         """Tell if another balance would be faster, or if a process is slow, unless this has been told."""
         pipeline = _pipeline_of(trainer)
         settings, balance = pipeline.settings, pipeline.balance
-        if len(pipeline.stages) < 2 or not settings.pipelined_backward:
+        if len(pipeline.stages) < 2 or not settings.pipelined_backward or step.balance != balance:
             return
-        costs = step_costs(rows, recorded, balance, whole_batch=not settings.interleaves)
-        if costs is None:
-            return
-        if self._costs and self._costs[-1].microbatches != costs.microbatches:
-            self._costs.clear()
-        self._costs.append(costs)
-        if len(self._costs) < STEPS_TO_ASSESS:
+        costs = step_costs(rows, step.recording.take(), balance, whole_batch=not settings.interleaves)
+        if costs is None or not self._costs.add(costs) or len(self._costs.steps) < STEPS_TO_ASSESS:
             return
         found = assess(
-            self._costs,
+            self._costs.steps,
             pipeline.kinds_of_layers(),
             lambda microbatches: pipeline.timetables.training[microbatches].rows,
             balance,
@@ -284,8 +285,8 @@ class PipelineMonitor(Callback):
 
     def _on_one_clock(self, pipeline: Pipeline, recorded: Sequence[Recorded]) -> list[list[Record]]:
         """Return the records of each process with times of the driver's clock."""
-        if self._clocks is None or self._clocks[0] is not pipeline:
-            self._clocks = pipeline, [Clock(remote) for remote in pipeline.remotes]
+        if self._clocks is None or self._clocks[0] is not pipeline.remotes:
+            self._clocks = pipeline.remotes, [Clock(remote) for remote in pipeline.remotes]
         with pipeline.failures.explained():
             ahead = [*(clock.ahead() for clock in self._clocks[1]), 0.0]
         return [

@@ -107,6 +107,41 @@ class _Workers:
     wait: Wait = wait_here
 
 
+class Recording:
+    """What every process of a pipeline does from now on, until somebody stops it.
+
+    Args:
+        pipeline: The pipeline.
+    """
+
+    def __init__(self, pipeline: "Pipeline") -> None:
+        self._pipeline = pipeline
+        self._answers: Callable[[], list[Recorded]] | None = None
+        self._records: list[Recorded] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether somebody has stopped it."""
+        return self._answers is not None
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the records are here."""
+        return self._records is not None
+
+    def stop(self) -> None:
+        """Stop recording, without waiting for the workers, which may still be busy; once or more often."""
+        if self._answers is None:
+            self._answers = self._pipeline.stop_recording()
+
+    def take(self) -> list[Recorded]:
+        """Wait for the records of a recording that is over; return those of each process, the driver's last."""
+        assert self._answers is not None
+        if self._records is None:
+            self._records = self._answers()
+        return self._records
+
+
 class Pipeline(NotCopyable):
     """Runs layers over several processes, the last stage in this one.
 
@@ -149,10 +184,12 @@ class Pipeline(NotCopyable):
         construction: Construction | None = None,
         gathers_on_end: bool = True,
     ) -> None:
-        self.module, self.balance = module, list(balance)
+        self.module, self._is_reversed = module, is_reversed
         self.timetables = settings.timetables(len(devices))
-        stage_of = self.timetables.rank_of
-        self.stages = cut(module, balance, stage_of, is_reversed=is_reversed)
+        self._model, self._given_copies = model, copies
+        self.stages: list[StageLayers] = []
+        """The layers of each stage: one list, whose items change if layers move to other stages."""
+        self._divide(balance)
         self.optimizers = PipelineOptimizers(
             optimizers,
             partial(locate, self.stages, model),
@@ -161,19 +198,30 @@ class Pipeline(NotCopyable):
         )
         self.failures = Failures()
         """What has gone wrong on any process since the last start."""
-        self._devices, self.settings, self._model = list(devices), settings, model
-        inside = set(module.modules())
-        outside = [m for m in model.modules() if m not in inside] if model is not None else []
-        self._ties = find_ties(self.stages, [p for m in outside for p in m._parameters.values() if p is not None])
+        self._devices, self.settings = list(devices), settings
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._construction = construction
-        self._copies = [(copy, cut(copy.module, balance, stage_of, is_reversed=is_reversed)) for copy in copies]
         self._blocks: DeferredBlocks | None = None
         if isinstance(module, nn.ModuleList):
             order = list(module._modules)[:: -1 if is_reversed else 1]
             self._blocks = DeferredBlocks(module, self._run_blocks, path, model, order)
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
+        self._recordings: list[Recording] = []
+
+    def _divide(self, balance: Sequence[int]) -> None:
+        """Divide the layers of the model and of its copies into stages.
+
+        Raises:
+            ValueError: If chunks would share what they cannot share.
+        """
+        module, model = self.module, self._model
+        divided = partial(cut, balance=balance, stage_of=self.timetables.rank_of, is_reversed=self._is_reversed)
+        stages, inside = divided(module), set(module.modules())
+        outside = [m for m in model.modules() if m not in inside] if model is not None else []
+        self._ties = find_ties(stages, [p for m in outside for p in m._parameters.values() if p is not None])
+        self._copies = [(copy, divided(copy.module)) for copy in self._given_copies]
+        self.balance, self.stages[:] = list(balance), stages
 
     # The pipeline while it runs
 
@@ -299,15 +347,26 @@ class Pipeline(NotCopyable):
         if self._replicas is not None and self._running is not None:
             self._running.executor.complete_gradients()
 
-    def start_recording(self) -> None:
-        """Record from now on what every process does, until :meth:`stop_recording`."""
+    def start_recording(self) -> "Recording":
+        """Record from now on what every process does, until the recording is stopped.
+
+        If somebody else records already, this is the same recording.
+        """
+        current = next((each for each in self._recordings if not each.is_over), None)
+        if current is None:
+            current = Recording(self)
+            self._recordings = [*(each for each in self._recordings if not each.is_taken), current]
+            self._record()
+        return current
+
+    def _record(self) -> None:
         assert self._running is not None
         self._running.executor.stage.recorder = self.optimizers.recorder = Recorder(self.device)
         for remote in self.remotes:
             remote.queue(StageCommands.start_recording)
 
     def stop_recording(self) -> Callable[[], list[Recorded]]:
-        """Stop recording, without waiting for the workers, which may still be busy.
+        """Stop recording; called by the recording.
 
         Returns:
             A function that waits for the records and returns those of each process, the driver's last.
@@ -323,6 +382,73 @@ class Pipeline(NotCopyable):
         """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
         for remote, answer in [(remote, remote.start(StageCommands.num_kept)) for remote in self.remotes]:
             remote.result(answer)
+
+    def rebalance(self, balance: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
+        """Move layers, with their optimizer states and gradients, so that chunks have other numbers of them.
+
+        The workers end, as in :meth:`finish`, and new ones start. For a moment, this process holds the whole model.
+
+        Args:
+            balance: Number of layers of each chunk.
+            check: Called when the layers have been divided and all of them are in this process; may raise a
+                ``ValueError``.
+
+        Raises:
+            ValueError: If the layers cannot be divided in this way; the pipeline runs on with its balance.
+            RuntimeError: If a step is under way.
+        """
+        running, before = self._usable(), self.balance
+        remotes = running.executor.remotes
+        with self.failures.explained():
+            kept = [remote.result(answer) for remote, answer in [(r, r.start(StageCommands.num_kept)) for r in remotes]]
+        if any(kept) or running.executor.stage.num_kept:
+            raise RuntimeError(
+                "layers can move between steps only, but a batch is on its way through the pipeline: call rebalance "
+                "in a hook such as on_train_batch_end or on_train_epoch_end"
+            )
+        for recording in self._recordings:
+            if recording.is_over:
+                recording.take()
+        try:
+            with self.failures.explained():
+                grads = [remote.result(remote.start(StageCommands.grads)) for remote in remotes]
+                self._fetch(running)
+        finally:
+            self.abandon()
+        for stage, own in zip(self.stages, grads, strict=False):
+            for name, parameter in stage.named_parameters():
+                if (grad := own.get(name)) is not None:
+                    parameter.grad = grad
+        try:
+            self._divide(balance)
+            check()
+            self._start_with_grads()
+        except ValueError:
+            self._divide(before)
+            self._start_with_grads()
+            raise
+
+    def _start_with_grads(self) -> None:
+        """Start the workers, whose layers keep the gradients that their parameters have here."""
+        owned = [set(owned_parameters(i, stage, self._ties)) for i, stage in enumerate(self.stages[:-1])]
+        named = [dict(stage.named_parameters()) for stage in self.stages[:-1]]
+        sent = [
+            {name: p.grad if p in own else None for name, p in names.items()}
+            for names, own in zip(named, owned, strict=True)
+        ]
+        for parameter in chain(*owned):
+            parameter.grad = None
+        try:
+            self.start()
+        except ValueError:
+            for names, grads in zip(named, sent, strict=True):
+                for name, grad in grads.items():
+                    if grad is not None:
+                        names[name].grad = grad
+            raise
+        for remote, own in zip(self.remotes, sent, strict=True):
+            if any(grad is not None for grad in own.values()):
+                remote.start(StageCommands.load_grads, own)
 
     # Start
 
@@ -351,6 +477,8 @@ class Pipeline(NotCopyable):
             except BaseException:
                 self._bring_back([holder.stage for holder in holders])
                 raise
+        if any(not recording.is_over for recording in self._recordings):
+            self._record()  # the workers before these have been recorded
 
     def _warn_of_held_tensors(self, built: set[int]) -> None:
         held = self._construction.held_elsewhere(built) if self._construction is not None else []

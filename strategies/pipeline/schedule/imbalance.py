@@ -13,7 +13,7 @@ Legend: m micro-batch, i stage of a table (a chunk of layers), r process.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -34,6 +34,9 @@ from strategies.pipeline.schedule.tables import Placement, Schedule
 EFFORT = 400_000
 """The number of simulated actions that the search for a balance spends at most: about 50 ms."""
 
+STEPS_TO_ASSESS = 3
+"""How many recorded steps say together whether another balance would be faster."""
+
 CLEARLY_SLOW = 1.5
 """A process that takes so many times as long for its layers as the others is called slow."""
 
@@ -46,6 +49,7 @@ class StepCosts:
 
     Attributes:
         placement: Which process has which stages.
+        balance: The number of layers of each chunk.
         microbatches: The number of micro-batches of its last pass with a backward part.
         costs: The costs of each layer as measured on its process, and of the driver's code.
         elements: The number of elements of each layer's input.
@@ -54,6 +58,7 @@ class StepCosts:
     """
 
     placement: Placement
+    balance: list[int]
     microbatches: int
     costs: ModelCosts
     elements: list[int]
@@ -121,6 +126,32 @@ class Imbalance:
         return self.slowness[r] / statistics.median(others) if others else 1.0
 
 
+class LastSteps:
+    """The last recorded steps of one balance, without those of smaller batches.
+
+    Args:
+        number: How many are kept.
+    """
+
+    def __init__(self, number: int = STEPS_TO_ASSESS) -> None:
+        self.steps: deque[StepCosts] = deque(maxlen=number)
+
+    def add(self, step: StepCosts) -> bool:
+        """Add a step; return whether it counts: it does not if its batch had fewer micro-batches than those before."""
+        if self.steps and self.steps[-1].balance != step.balance:
+            self.steps.clear()
+        if self.steps and self.steps[-1].microbatches > step.microbatches:
+            return False
+        if self.steps and self.steps[-1].microbatches < step.microbatches:
+            self.steps.clear()
+        self.steps.append(step)
+        return True
+
+    def clear(self) -> None:
+        """Forget all steps."""
+        self.steps.clear()
+
+
 def step_costs(
     rows: Sequence[Sequence[Record]], recorded: Sequence[Recorded], balance: Sequence[int], *, whole_batch: bool
 ) -> StepCosts | None:
@@ -173,6 +204,7 @@ def step_costs(
         driver = DriverCosts(mean("b") or 0.0, mean("loss", len(balance) - 1) or 0.0, mean("a") or 0.0)
     return StepCosts(
         whole.placement,
+        list(balance),
         microbatches,
         ModelCosts(costs, transfer_seconds(rows), statistics.fmean(sending), driver),
         [layers[place].elements for place in range(len(costs))],

@@ -1,0 +1,69 @@
+"""``rebalance="auto"``: a stage that becomes slow in mid-run is relieved, and training is the same as without it."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import run
+from parity import Outcome, batches, compare, fit
+from pytorch_lightning import Callback
+from sleeping import Sleepy, told
+
+from strategies import RPCSequentialStrategy
+from trainer import PipelineMonitor
+
+BATCHES = 8
+
+
+class BecomesSlow(Callback):
+    """Makes a process slow in the middle of epoch 1; notes the balance of each batch."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.balances: list[list[int]] = []
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.balances.append(trainer.strategy.balance)
+        if (trainer.current_epoch, batch_idx) == (1, 2):
+            self.file.touch()
+
+
+def trained(name: str, slow: int, **strategy: Any) -> tuple[Outcome, list[list[int]], list[str]]:
+    file = Path(f"slow-{name}").absolute()
+    becomes_slow, monitor = BecomesSlow(file), PipelineMonitor(4, dirpath=name)
+    with told("RPCSequentialStrategy: balance") as lines:
+        outcome = fit(
+            partial(Sleepy, slow, file),
+            RPCSequentialStrategy(microbatches=4, balance=[5, 6], **strategy),
+            2,
+            train=lambda: batches([8] * BATCHES),
+            max_epochs=3,
+            callbacks=[becomes_slow, monitor],
+        )
+    return outcome, becomes_slow.balances, lines
+
+
+def relieved(schedule: str, slow: int) -> None:
+    without, _, _ = trained("without", slow, schedule=schedule)
+    outcome, balances, lines = trained("with", slow, schedule=schedule, rebalance="auto")
+    compare(outcome, without, 0.0)
+    assert balances[: 2 * BATCHES] == [[5, 6]] * 2 * BATCHES, balances
+    after = balances[2 * BATCHES]
+    assert after in ([[3, 8], [4, 7]] if slow == 0 else [[6, 5], [7, 4], [8, 3]]), balances
+    assert balances[2 * BATCHES :] == [after] * BATCHES and outcome.trainer.strategy.balance == after
+    (line,) = lines
+    start = f"RPCSequentialStrategy: balance {after} instead of [5, 6]: layer"
+    assert line.startswith(start) and "passes predicted in" in line
+    events = [json.loads(each) for each in Path("with/pipeline/events.jsonl").read_text().splitlines()]
+    (event,) = (event for event in events if event["event"] == "rebalance")
+    assert (event["balance"], event["before"], event["step"]) == (after, [5, 6], 2 * BATCHES + 1)
+    sizes = [len(process["layers"]) for process in event["processes"]]
+    assert sizes == after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "slow"), [("1f1b", 0), ("gpipe", 1)], ids=["1f1b", "gpipe"])
+def test_a_slow_process_is_relieved_at_the_end_of_the_epoch(schedule: str, slow: int) -> None:
+    run(relieved, schedule, slow)

@@ -1,0 +1,72 @@
+"""``rebalance="auto"``: arguments that are wrong, runs in which layers cannot move, and words for what moves."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from strategies import RPCSequentialStrategy
+from strategies.lightning.rebalancing import moves
+from trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"rebalance": "auot"}, r"rebalance must be 'auto' or None, got 'auot'.*auto"),
+        ({"rebalance_every_n_steps": 5}, r"rebalance_every_n_steps=5 is for rebalance='auto'"),
+        ({"rebalance_threshold": 0.2}, r"rebalance_threshold=0\.2 is for rebalance='auto'"),
+        ({"rebalance": "auto", "rebalance_every_n_steps": 2}, "must be a whole number of at least 3, of which so many"),
+        ({"rebalance": "auto", "rebalance_every_n_steps": True}, "must be a whole number of at least 3"),
+        ({"rebalance": "auto", "rebalance_threshold": 0}, "rebalance_threshold must be between 0 and 1, got 0"),
+        ({"rebalance": "auto", "rebalance_threshold": "1"}, "rebalance_threshold must be between 0 and 1, got '1'"),
+        (
+            {"rebalance": "auto", "pipelined_backward": False},
+            "pipelined_backward=False runs the backward passes of all",
+        ),
+        ({"rebalance": "auto", "schedule": "auto"}, "schedule='auto' has chosen together with the balance"),
+        ({"rebalance": "auto", "data_parallel_size": 2}, "is for one pipeline, but data_parallel_size is larger"),
+        (
+            {"rebalance": "auto", "gather_on_end": False},
+            "brings all weights to the driver for a moment, which gather_on",
+        ),
+    ],
+)
+def test_arguments(arguments: dict[str, Any], match: str) -> None:
+    with pytest.raises(MisconfigurationException, match=match):
+        RPCSequentialStrategy(**arguments)
+
+
+class Net(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(nn.Linear(32, 8), nn.Linear(8, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.sequential_module(x)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_one_stage_has_nothing_to_move(tmp_path: Path) -> None:
+    strategy = RPCSequentialStrategy(microbatches=2, rebalance="auto", rebalance_every_n_steps=3)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, strategy=strategy, default_root_dir=tmp_path, logger=False, max_steps=4
+    )
+    trainer.fit(Net())
+    assert strategy.balance == [2]
+
+
+def test_words() -> None:
+    assert moves([6, 6], [5, 7], [0, 1]) == "layer 5 from stage 0 to the driver"
+    assert (
+        moves([4, 4, 4], [2, 5, 5], [0, 1, 2])
+        == "layers 2 to 3 from stage 0 to stage 1, layer 7 from stage 1 to the driver"
+    )
+    assert moves([2, 2, 2, 2], [2, 1, 3, 2], [0, 1, 0, 1]) == "layer 3 from the driver to stage 0"
+    assert moves([2, 2, 2, 2], [2, 3, 1, 2], [1, 0, 0, 1]) == "no layer, between processes"
