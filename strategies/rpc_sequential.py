@@ -518,6 +518,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 return planned.balance
         num_chunks = len(self._stage_of_chunk)
         kept = self._rebalanced
+        if self._restarts is not None and self._restarts.is_restart and isinstance(self.balance, list):
+            kept = self.balance  # times measured anew may give another one
         if kept is not None and len(kept) == num_chunks and sum(kept) == len(module):
             return kept
         if settings.is_auto and given is not None and len(given) != num_chunks:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -252,6 +253,54 @@ class Clumsy(Net):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         raise ArithmeticError("the user's own")
+
+
+class Slow(Doomed):
+    """Takes long either before a first worker was killed or afterwards."""
+
+    def __init__(self, moments: tuple[int, ...], *, later: bool) -> None:
+        super().__init__(moments)
+        self.later = later
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if Path("killed-0").exists() == self.later:
+            time.sleep(0.02)
+        return super().forward(rows)
+
+
+def balances_of_a_restarted_run() -> list[list[int]]:
+    found: list[list[int]] = []
+
+    class Changing(Net):
+        def __init__(self) -> None:
+            super().__init__(())
+            last = nn.Sequential(Slow((), later=True), nn.Linear(6, 1))
+            self.sequential_module = nn.Sequential(nn.Linear(4, 6), Slow((5,), later=False), nn.Tanh(), nn.Tanh(), last)
+            self.example_input_array = torch.rand(6, 4, dtype=torch.float64)
+
+        def on_train_start(self) -> None:
+            found.append(self.trainer.strategy.balance)
+
+    strategy = RPCSequentialStrategy(microbatches=2, max_restarts=1, balance_mode="balance_by_time")
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        precision="64-true",
+        max_steps=4,
+        num_sanity_val_steps=0,
+        **quiet,
+    )
+    trainer.fit(Changing(), Data(shuffle=True))
+    return found
+
+
+@pytest.mark.slow
+def test_the_balance_stays() -> None:
+    """Times measured anew would give another one."""
+    before, after = run(balances_of_a_restarted_run)
+    assert before == after and before[0] <= 2
 
 
 class Elsewhere(TorchCheckpointIO):

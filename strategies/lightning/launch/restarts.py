@@ -119,6 +119,11 @@ class Restarts(Launcher):
             self._checkpoints = [*(other for other in self._checkpoints if other != path), path]
 
     @property
+    def is_restart(self) -> bool:
+        """Whether this ``fit`` has run before, with workers of which one was lost; asked before the model is stored."""
+        return self._beginning is not None
+
+    @property
     def _first(self) -> Path:
         assert self._folder is not None
         return self._folder / "begin.ckpt"
