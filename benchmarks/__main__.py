@@ -23,6 +23,7 @@ SECTIONS = (
     "balance",
     "trainer_overhead",
     "monitor",
+    "rebalance",
     "evaluation",
     "growth",
     "zero",

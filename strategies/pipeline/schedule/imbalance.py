@@ -233,7 +233,7 @@ def assess(
     alike = list(zip(kinds, steps[-1].elements, strict=True))
     slowness = _slowness([layer.forward + layer.whole for layer in measured.layers], alike, process)
     layers = [_divided(layer, slowness[r]) for layer, r in zip(measured.layers, process, strict=True)]
-    costs = replace(measured, layers=layers, slowness=slowness)
+    costs = replace(measured, layers=_averaged(layers, alike), slowness=slowness)
     rows = table(steps[-1].microbatches)
     now = _simulated(costs, rows, placement, balance)
     better, then = balanced(costs, rows, placement, effort=EFFORT)
@@ -288,6 +288,27 @@ def _divided(layer: LayerCosts, slowness: float) -> LayerCosts:
     """Return what a layer would cost on the fastest process."""
     backward = None if layer.backward is None else layer.backward / slowness
     return LayerCosts(layer.forward / slowness, layer.input_grad / slowness, layer.weight_grad / slowness, backward)
+
+
+def _averaged(layers: Sequence[LayerCosts], alike: Sequence[Hashable]) -> list[LayerCosts]:
+    """Return the mean of the costs of all layers of a kind for each of them.
+
+    Where a process shares its core, one layer is interrupted and another one is not.
+    """
+    of_kind: defaultdict[Hashable, list[LayerCosts]] = defaultdict(list)
+    for kind, layer in zip(alike, layers, strict=True):
+        of_kind[kind].append(layer)
+    mean = {}
+    for kind, own in of_kind.items():
+        wholes = [layer.whole for layer in own]
+        has_whole = all(layer.backward is not None for layer in own)
+        mean[kind] = LayerCosts(
+            forward=statistics.fmean(layer.forward for layer in own),
+            input_grad=statistics.fmean(layer.input_grad for layer in own),
+            weight_grad=statistics.fmean(layer.weight_grad for layer in own),
+            backward=statistics.fmean(wholes) if has_whole else None,
+        )
+    return [mean[kind] for kind in alike]
 
 
 def _slowness(seconds: Sequence[float], alike: Sequence[Hashable], process: Sequence[int]) -> list[float]:

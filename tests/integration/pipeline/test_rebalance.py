@@ -1,16 +1,19 @@
 """``rebalance="auto"``: a stage that becomes slow in mid-run is relieved, and training is the same as without it."""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import run
 from parity import Outcome, batches, compare, fit
 from pytorch_lightning import Callback
 from sleeping import Sleepy, told
 
+from benchmarks.rebalance import run as disturbed
 from strategies import RPCSequentialStrategy
 from trainer import PipelineMonitor
 
@@ -67,3 +70,20 @@ def relieved(schedule: str, slow: int) -> None:
 @pytest.mark.parametrize(("schedule", "slow"), [("1f1b", 0), ("gpipe", 1)], ids=["1f1b", "gpipe"])
 def test_a_slow_process_is_relieved_at_the_end_of_the_epoch(schedule: str, slow: int) -> None:
     run(relieved, schedule, slow)
+
+
+def beside_a_busy_process() -> None:
+    without, own = (disturbed("1f1b", rebalance, width=256, batches=12, epochs=3) for rebalance in (None, "auto"))
+    assert own.losses == without.losses
+    for parameter, other in zip(own.parameters, without.parameters, strict=True):
+        assert torch.equal(parameter, other)
+    assert without.balances == [[6, 6]] * 36
+    assert own.balances[:24] == [[6, 6]] * 24 and own.balances[24][0] < 6, own.balances
+    assert len(own.lines) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")
+def test_a_stage_beside_a_busy_process_is_relieved_at_the_end_of_the_epoch() -> None:
+    run(beside_a_busy_process)

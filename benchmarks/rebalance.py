@@ -1,0 +1,207 @@
+"""``rebalance="auto"``: a busy process shares the core of a stage from the middle of an epoch on.
+
+Two stages of one thread, each pinned to a core of its own. With and without rebalancing in turns.
+"""
+
+import io
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, seed_everything
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.report import Effort, Section, Table, spread
+from strategies import RPCSequentialStrategy
+from trainer import Trainer
+
+WIDTH, LAYERS, MICROBATCHES, ROWS, BATCHES, EPOCHS, ROUNDS = 256, 12, 8, 64, 24, 4, 3
+DISTURBED_EPOCH = 1
+BALANCE = [6, 6]
+
+
+class Blocks(LightningModule):
+    """Equal layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.sequential_module = nn.Sequential(
+            *(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(LAYERS))
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = mse_loss(self.sequential_module(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Disturbance(Callback):
+    """Pins each stage to a core; from the middle of an epoch on, a busy process shares that of stage 0.
+
+    Args:
+        batches: Number of batches of an epoch.
+    """
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.times: dict[str, list[float]] = {"undisturbed": [], "the rest of that epoch": [], "later epochs": []}
+        """Seconds from the start of a batch to that of the next one in the same epoch, without the first two."""
+        self.balances: list[list[int]] = []
+        self._cores = sorted(os.sched_getaffinity(0))[:2]
+        self._pinned: Any = None
+        self._before: tuple[int, float] | None = None
+        self._busy: subprocess.Popen[bytes] | None = None
+
+    def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
+        now, epoch = perf_counter(), trainer.current_epoch
+        if self._before is not None and batch_idx > 2 and self._before[0] == batch_idx - 1:
+            is_late = (epoch, batch_idx) > (DISTURBED_EPOCH, self.batches // 2)
+            phase = (
+                "later epochs" if epoch > DISTURBED_EPOCH else "the rest of that epoch" if is_late else "undisturbed"
+            )
+            self.times[phase].append(now - self._before[1])
+        if (epoch, batch_idx) == (DISTURBED_EPOCH, self.batches // 2):
+            self._busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            os.sched_setaffinity(self._busy.pid, self._cores[:1])
+        self._before = batch_idx, now
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.balances.append(list(trainer.strategy.balance))
+        pipeline = trainer.strategy.pipeline
+        if self._pinned is not pipeline.remotes:
+            self._pinned = pipeline.remotes
+            found = re.search(r"process (\d+)", pipeline.remotes[0].process.description)
+            assert found is not None
+            pin(int(found[1]), self._cores[0])
+            pin(os.getpid(), self._cores[1])
+
+    def end(self) -> None:
+        """End the busy process, and let this one use all cores."""
+        if self._busy is not None:
+            self._busy.kill()
+            self._busy.wait()
+        pin(os.getpid(), *self._cores)
+
+
+def pin(pid: int, *cores: int) -> None:
+    """Let all threads of a process use some cores only."""
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
+
+
+@dataclass
+class Run:
+    """What a run came to."""
+
+    times: dict[str, list[float]]
+    balances: list[list[int]]
+    losses: list[float]
+    parameters: list[Tensor]
+    lines: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Within this, what the strategy says of a new balance is added to a list."""
+    lines: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "balance" in record.getMessage() and "instead of" in record.getMessage():
+                lines.append(record.getMessage())
+
+    handler, log = Lines(), logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    log.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        log.propagate = True
+        log.removeHandler(handler)
+
+
+def run(schedule: str, rebalance: str | None, *, width: int, batches: int, epochs: int = EPOCHS) -> Run:
+    """Train once."""
+    seed_everything(0, verbose=False)
+    disturbance, model = Disturbance(batches), Blocks(width)
+    rows = torch.randn(batches * MICROBATCHES * ROWS, width)
+    silent = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
+    with tempfile.TemporaryDirectory() as folder, silent[0], silent[1], told() as lines:
+        strategy = RPCSequentialStrategy(
+            balance=BALANCE,
+            microbatches=MICROBATCHES,
+            schedule=schedule,
+            rebalance=rebalance,  # type: ignore[arg-type]
+        )
+        trainer = Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=strategy,
+            max_epochs=epochs,
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[disturbance],
+        )
+        try:
+            trainer.fit(model, DataLoader(TensorDataset(rows, rows), batch_size=MICROBATCHES * ROWS))
+        finally:
+            disturbance.end()
+    parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    return Run(disturbance.times, disturbance.balances, model.losses, parameters, lines)
+
+
+def main(effort: Effort) -> Section:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    if len(os.sched_getaffinity(0)) < 2:
+        return Section("A stage that becomes slow", "Needs two cores.", absent={"all": "this machine has one core"})
+    width, batches = (16, 8) if effort.tiny else (WIDTH, BATCHES)
+    rows, said, notes = [], [], []
+    for schedule in ("1f1b",) if effort.tiny else ("gpipe", "1f1b"):
+        runs: dict[str | None, list[Run]] = {None: [], "auto": []}
+        for _, way in itertools.product(range(effort.rounds_or(ROUNDS)), runs):
+            runs[way].append(run(schedule, way, width=width, batches=batches))
+        known = runs[None][0]
+        for way, own in runs.items():
+            if any(each.losses != known.losses for each in own):
+                notes.append(f"{schedule}, rebalance={way!r}: losses differ from those of the first run without it.")
+            cells = []
+            for phase in known.times:
+                cells += spread([1e3 * seconds for each in own for seconds in each.times[phase]], 0)
+            last = sorted({str(each.balances[-1]) for each in own})
+            rows.append([schedule, "auto" if way else "none", *cells, ", ".join(last)])
+            said += [line for each in own for line in each.lines]
+    columns = ["schedule", "rebalance"]
+    for phase in ("undisturbed", "rest of that epoch", "later epochs"):
+        columns += [f"{phase}, ms a step", "quartiles"]
+    return Section(
+        "A stage that becomes slow",
+        f"{LAYERS} equal layers of width {width}, {MICROBATCHES} micro-batches of {ROWS} rows, balance {BALANCE}, "
+        f"{EPOCHS} epochs of {batches} batches. Each stage is pinned to a core; from the middle of epoch "
+        f"{DISTURBED_EPOCH} on, a busy process is pinned to that of stage 0. Medians over all rounds. Losses are "
+        "compared with those of the first run.",
+        tables=[Table([*columns, "last balance"], rows)],
+        notes=[*notes, *said],
+    )
