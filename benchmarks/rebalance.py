@@ -54,21 +54,22 @@ class Blocks(LightningModule):
 
 
 class Disturbance(Callback):
-    """Pins each stage to a core; from the middle of an epoch on, a busy process shares that of stage 0.
+    """Pins each stage to a core; from the middle of an epoch on, busy processes share that of stage 0.
 
     Args:
         batches: Number of batches of an epoch.
+        number: Number of busy processes.
     """
 
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
+    def __init__(self, batches: int, number: int = 1) -> None:
+        self.batches, self.number = batches, number
         self.times: dict[str, list[float]] = {"undisturbed": [], "the rest of that epoch": [], "later epochs": []}
         """Seconds from the start of a batch to that of the next one in the same epoch, without the first two."""
         self.balances: list[list[int]] = []
         self._cores = sorted(os.sched_getaffinity(0))[:2]
         self._pinned: Any = None
         self._before: tuple[int, float] | None = None
-        self._busy: subprocess.Popen[bytes] | None = None
+        self._busy: list[subprocess.Popen[bytes]] = []
 
     def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
         now, epoch = perf_counter(), trainer.current_epoch
@@ -79,8 +80,9 @@ class Disturbance(Callback):
             )
             self.times[phase].append(now - self._before[1])
         if (epoch, batch_idx) == (DISTURBED_EPOCH, self.batches // 2):
-            self._busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-            os.sched_setaffinity(self._busy.pid, self._cores[:1])
+            for _ in range(self.number):
+                self._busy.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                os.sched_setaffinity(self._busy[-1].pid, self._cores[:1])
         self._before = batch_idx, now
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
@@ -94,10 +96,10 @@ class Disturbance(Callback):
             pin(os.getpid(), self._cores[1])
 
     def end(self) -> None:
-        """End the busy process, and let this one use all cores."""
-        if self._busy is not None:
-            self._busy.kill()
-            self._busy.wait()
+        """End the busy processes, and let this one use all cores."""
+        for process in self._busy:
+            process.kill()
+            process.wait()
         pin(os.getpid(), *self._cores)
 
 
@@ -139,10 +141,10 @@ def told() -> Iterator[list[str]]:
         log.removeHandler(handler)
 
 
-def run(schedule: str, rebalance: str | None, *, width: int, batches: int, epochs: int = EPOCHS) -> Run:
-    """Train once."""
+def run(schedule: str, rebalance: str | None, *, width: int, batches: int, epochs: int = EPOCHS, busy: int = 1) -> Run:
+    """Train once, with so many busy processes."""
     seed_everything(0, verbose=False)
-    disturbance, model = Disturbance(batches), Blocks(width)
+    disturbance, model = Disturbance(batches, busy), Blocks(width)
     rows = torch.randn(batches * MICROBATCHES * ROWS, width)
     silent = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
     with tempfile.TemporaryDirectory() as folder, silent[0], silent[1], told() as lines:

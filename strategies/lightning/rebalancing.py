@@ -45,6 +45,7 @@ class Rebalancing:
         """Forget an earlier run."""
         self._steps = LastSteps()
         self._recording: Recording | None = None
+        self._balance: list[int] = []
         self._epoch: int | None = None
         self._num_batches = 0
 
@@ -84,12 +85,12 @@ class Rebalancing:
         period = self._every_n_steps or min(batches_per_epoch, _UNKNOWN_PERIOD)
         spacing = max(1, int(period) // _RECORDED_PER_PERIOD)
         if self._num_batches % spacing == 0:
-            self._recording = pipeline.start_recording()
+            self._recording, self._balance = pipeline.start_recording(), pipeline.balance
 
     def _take(self, pipeline: Pipeline) -> None:
         self.stop()
         recording, self._recording = self._recording, None
-        if recording is None:
+        if recording is None or self._balance != pipeline.balance:  # the user has moved layers since
             return
         recorded = recording.take()
         rows = [own.records for own in recorded]  # of one clock, because all processes are on one host

@@ -52,6 +52,7 @@ from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
+from strategies.pipeline.state.objects import take_objects
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
@@ -412,9 +413,12 @@ class Pipeline(NotCopyable):
         try:
             with self.failures.explained():
                 grads = [remote.result(remote.start(StageCommands.grads)) for remote in remotes]
+                objects = [remote.result(remote.start(StageCommands.objects)) for remote in remotes]
                 self._fetch(running)
         finally:
             self.abandon()
+        for stage, (pickled_objects, tensors) in zip(self.stages, objects, strict=False):
+            take_objects(stage, pickled_objects, tensors)
         for stage, own in zip(self.stages, grads, strict=False):
             for name, parameter in stage.named_parameters():
                 if (grad := own.get(name)) is not None:

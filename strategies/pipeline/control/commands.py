@@ -89,6 +89,10 @@ class StageCommands(Protocol):
     def attributes(self) -> list[dict[str, Any]]:
         """Return the plain attributes of each module, in the order of ``modules()``."""
 
+    @command(changes_values=False, doing="handing over objects of layers")
+    def objects(self) -> "tuple[bytes, dict[tuple[int, str], Tensor]]":
+        """Return other attributes of each module, pickled, and tensors in attributes; see :mod:`.state.objects`."""
+
     @command(changes_values=False)
     def set_requires_grad(self, flags: Sequence[bool]) -> None:
         """Set ``requires_grad`` of each parameter, in the order of ``parameters()``."""

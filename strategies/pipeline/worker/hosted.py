@@ -38,6 +38,7 @@ from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
+from strategies.pipeline.state.objects import objects_of
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.payload import Payload, unpickled
@@ -211,6 +212,9 @@ class HostedStage(StageCommands):
 
     def attributes(self) -> list[dict[str, Any]]:
         return plain_attributes(self._layers)
+
+    def objects(self) -> tuple[bytes, dict[tuple[int, str], Tensor]]:
+        return objects_of(self._layers)
 
     def set_requires_grad(self, flags: Sequence[bool]) -> None:
         for parameter, flag in zip(self._layers.parameters(), flags, strict=True):

@@ -1,5 +1,8 @@
 """Layers that move to other stages in mid-run: losses and weights equal to the last bit those of a run without it."""
 
+import os
+import re
+import signal
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -7,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from block_loops import TimmViT
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, compare, fit
 from pytorch_lightning import Callback
@@ -77,8 +81,9 @@ class Moves(Callback):
         for name, parameter in model.named_parameters():
             grad = parameter.grad
             assert (grad is None) == (grads[name] is None) and (grad is None or torch.equal(grad, grads[name])), name
-        here = {id(p) for p in trainer.strategy.pipeline.stages[-1].parameters()}
-        assert {id(p) for p in model.parameters() if not p.is_meta} == here
+        pipeline = trainer.strategy.pipeline
+        here = {id(p) for p in pipeline.stages[-1].parameters()}
+        assert {id(p) for p in pipeline.module.parameters() if not p.is_meta} == here
         self.seen.append(trainer.strategy.balance)
 
 
@@ -160,6 +165,90 @@ def saved_and_resumed() -> None:
 @pytest.mark.slow
 def test_a_checkpoint_written_later_is_resumed_with_any_balance() -> None:
     run(saved_and_resumed)
+
+
+class Loop(Small):
+    """A model that calls its blocks itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.sequential_module
+        self.net = TimmViT()
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        images = batch[0].repeat(1, 32).view(-1, 3, 8, 8)
+        loss = self.net(images).square().mean()
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        pass
+
+
+class KillsWorker(Callback):
+    """Kills a worker once, in epoch 2."""
+
+    def __init__(self) -> None:
+        self.has_killed = False
+
+    def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (2, 2) and not self.has_killed:
+            self.has_killed = True
+            found = re.search(r"process (\d+)", trainer.strategy.pipeline.remotes[0].process.description)
+            assert found is not None
+            os.kill(int(found[1]), signal.SIGKILL)
+
+
+def loop_with_a_lost_worker_and_background_saves() -> None:
+    strategy = {"balance": [2, 2], "schedule": "1f1b", "microbatches": 2}
+    saving: dict[str, Any] = {"enable_checkpointing": True, "val": None}
+    without = trained(Loop, strategy, 2, default_root_dir="without", **saving)
+    moves, kills = Moves([[1, 3], [3, 1]]), KillsWorker()
+    options = {**strategy, "max_restarts": 1, "async_save": True}
+    outcome = trained(Loop, options, 2, default_root_dir="with", callbacks=[moves, kills], **saving)
+    assert kills.has_killed and outcome.trainer.strategy.balance == [3, 1]
+    outcome.losses = [*outcome.losses[: len(without.losses) * 2 // 3], *outcome.losses[-len(without.losses) // 3 :]]
+    compare(outcome, without, 0.0)
+
+
+@pytest.mark.slow
+def test_loops_lost_workers_and_background_saves() -> None:
+    run(loop_with_a_lost_worker_and_background_saves)
+
+
+class Remembers(nn.Linear):
+    """A layer whose output depends on a list and on a tensor that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.sums: list[float] = []
+        self.average = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.sums = [*self.sums[-5:], x.sum().item()]
+            self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        return super().forward(x + sum(self.sums) / 10 + self.average)
+
+
+class WithMemory(Everything):
+    """A model with such layers."""
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__(optimizer)
+        self.sequential_module[3], self.sequential_module[6] = Remembers(), Remembers()
+
+
+def with_memory() -> None:
+    strategy, devices, balances, *_ = CASES["1f1b"]
+    make, strategy = partial(WithMemory, "sgd"), {**strategy, "checkpoint": "never"}
+    without = trained(make, strategy, devices)
+    compare(trained(make, strategy, devices, callbacks=[Moves(balances)]), without, 0.0)
+
+
+@pytest.mark.slow
+def test_objects_and_tensors_of_layers_that_are_no_buffers_move_too() -> None:
+    run(with_memory)
 
 
 class Refused(Callback):

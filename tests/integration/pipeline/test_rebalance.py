@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from harness import run
@@ -73,7 +74,7 @@ def test_a_slow_process_is_relieved_at_the_end_of_the_epoch(schedule: str, slow:
 
 
 def beside_a_busy_process() -> None:
-    without, own = (disturbed("1f1b", rebalance, width=256, batches=12, epochs=3) for rebalance in (None, "auto"))
+    without, own = (disturbed("1f1b", way, width=256, batches=12, epochs=3, busy=2) for way in (None, "auto"))
     assert own.losses == without.losses
     for parameter, other in zip(own.parameters, without.parameters, strict=True):
         assert torch.equal(parameter, other)
@@ -86,4 +87,6 @@ def beside_a_busy_process() -> None:
 @pytest.mark.alone
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")
 def test_a_stage_beside_a_busy_process_is_relieved_at_the_end_of_the_epoch() -> None:
+    if (percent := psutil.cpu_percent(interval=2.0)) > 40:
+        pytest.skip(f"others keep the cores busy for {percent} % of the time, so the driver may be the slow process")
     run(beside_a_busy_process)

@@ -1,0 +1,83 @@
+"""Attributes of layers that a worker may have changed: lists, dicts, other objects, and tensors that are no buffers.
+
+They come back to the driver if layers move to other processes in mid-run. An attribute that has not changed stays the
+object that it is on the driver, because other objects may refer to it. Left out are functions, and objects that contain
+modules or tensors, of which there would be a second copy; so are tensors that require a gradient, which are results
+of a forward pass.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from strategies.common.torch_compat import storage_key
+
+_PLAIN = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_MISSING = object()
+
+
+class _NotCarried(Exception):
+    """An object contains a module or a tensor."""
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Refuses modules and tensors."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, nn.Module | Tensor):
+            raise _NotCarried
+        return super().reducer_override(obj)
+
+
+def objects_of(layers: nn.Module) -> tuple[bytes, dict[tuple[int, str], Tensor]]:
+    """Return the attributes of layers, by the place of the module in ``modules()`` and the name.
+
+    Returns:
+        Objects, pickled together so that shared ones stay shared, and tensors.
+    """
+    held = {storage_key(tensor) for tensor in (*layers.parameters(), *layers.buffers())}
+    objects, tensors = {}, {}
+    for k, module in enumerate(layers.modules()):
+        for name, value in vars(module).items():
+            if name in _OF_EVERY_MODULE or type(value) in _PLAIN or callable(value):
+                continue
+            if type(value) is Tensor:
+                if not value.requires_grad and not value.is_meta and storage_key(value) not in held:
+                    tensors[k, name] = value.cpu()
+            elif _pickled(value) is not None:
+                objects[k, name] = value
+    return cloudpickle.dumps(objects), tensors
+
+
+def take_objects(layers: nn.Module, pickled: bytes, tensors: Mapping[tuple[int, str], Tensor]) -> None:
+    """Give layers the attributes that :func:`objects_of` returned on a worker, where they differ."""
+    modules = list(layers.modules())
+    for (k, name), value in pickle.loads(pickled).items():
+        own = vars(modules[k]).get(name, _MISSING)
+        if own is _MISSING or _canonical(own) != _canonical(value):
+            vars(modules[k])[name] = value
+    for (k, name), tensor in tensors.items():
+        own = vars(modules[k]).get(name)
+        if not isinstance(own, Tensor) or own.dtype != tensor.dtype or not torch.equal(own.cpu(), tensor):
+            vars(modules[k])[name] = tensor.clone()
+
+
+def _canonical(value: Any) -> bytes | None:
+    """Return a pickle that does not depend on how the object was made: which equal strings in it are one object."""
+    first = _pickled(value)
+    return None if first is None else _pickled(pickle.loads(first))
+
+
+def _pickled(value: Any) -> bytes | None:
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(value)
+    except Exception:  # whatever the objects' own methods raise: such an object stays where it is
+        return None
+    return file.getvalue()

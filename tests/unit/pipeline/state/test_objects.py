@@ -1,0 +1,48 @@
+"""Attributes of layers that come back from a worker: those that differ, and no copy of modules or of their tensors."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from strategies.pipeline.state.objects import objects_of, take_objects
+
+
+class Keeps(nn.Module):
+    """A layer with attributes of many kinds."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.config, self.seen, self.number = config, [1], 3
+        self.average, self.alias = torch.zeros(2), self.linear.weight.detach()
+        self.hidden, self.function = [self.linear], torch.relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_what_has_changed_comes_back() -> None:
+    config = {"width": 2, "names": ["a", "b"]}
+    here = nn.Sequential(Keeps(config), Keeps(config))
+    there = copy.deepcopy(here)
+    there[0].seen.append(2)
+    there[1].extra = there[0].seen
+    there[0].average += 1
+    there[0].output = there[0].linear(torch.ones(2))
+    there[0].number = 4
+    there[0].hidden.append(nn.Linear(1, 1))
+    take_objects(here, *objects_of(there))
+    assert here[0].seen == [1, 2] and here[1].seen == [1] and here[1].extra is here[0].seen
+    assert here[0].config is here[1].config is config
+    assert torch.equal(here[0].average, torch.ones(2)) and torch.equal(here[1].average, torch.zeros(2))
+    assert here[0].hidden == [here[0].linear] and not hasattr(here[0], "output") and here[0].number == 3
+    assert here[0].alias.data_ptr() == here[0].linear.weight.data_ptr() and here[0].function is torch.relu
+
+
+def test_an_object_that_cannot_be_pickled_stays() -> None:
+    here, there = nn.Sequential(Keeps({})), nn.Sequential(Keeps({}))
+    there[0].seen = [i for i in range(2)], (i for i in range(2))  # type: ignore[assignment]
+    take_objects(here, *objects_of(there))
+    assert here[0].seen == [1]
