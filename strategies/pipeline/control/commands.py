@@ -90,8 +90,8 @@ class StageCommands(Protocol):
         """Return the plain attributes of each module, in the order of ``modules()``."""
 
     @command(changes_values=False, doing="handing over objects of layers")
-    def objects(self) -> "tuple[bytes, dict[tuple[int, str], Tensor]]":
-        """Return other attributes of each module, pickled, and tensors in attributes; see :mod:`.state.objects`."""
+    def objects(self) -> tuple[bytes, dict[tuple[int, str], Tensor]]:
+        """Return other attributes of each module, pickled together, and tensors in attributes that are no buffers."""
 
     @command(changes_values=False)
     def set_requires_grad(self, flags: Sequence[bool]) -> None:
