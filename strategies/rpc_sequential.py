@@ -912,6 +912,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         With ``gather_on_end=False``, what the workers hold is not returned.
         """
         self._writer.settle()  # stages may be writing
+        if self._rebalancing is not None:
+            self._rebalancing.begin()  # an error may have ended a batch that is recorded
         self._stage_states = self._per_microbatch = None
         undo, self._undo, self._batch_norms = self._undo, [], {}
         pipeline, self._pipeline = self._pipeline, None

@@ -10,13 +10,13 @@ import psutil
 import pytest
 import torch
 from harness import run
-from parity import Outcome, batches, compare, fit
+from parity import Outcome, Small, batches, compare, fit
 from pytorch_lightning import Callback
 from sleeping import Sleepy, told
 
 from benchmarks.rebalance import run as disturbed
 from strategies import RPCSequentialStrategy
-from trainer import PipelineMonitor
+from trainer import PipelineMonitor, Trainer
 
 BATCHES = 8
 
@@ -71,6 +71,55 @@ def relieved(schedule: str, slow: int) -> None:
 @pytest.mark.parametrize(("schedule", "slow"), [("1f1b", 0), ("gpipe", 1)], ids=["1f1b", "gpipe"])
 def test_a_slow_process_is_relieved_at_the_end_of_the_epoch(schedule: str, slow: int) -> None:
     run(relieved, schedule, slow)
+
+
+def relieved_within_an_epoch() -> None:
+    """Slow from the first batch on; layers move after ten batches, and stay where they are after twenty."""
+    with told("RPCSequentialStrategy: balance") as lines:
+        outcome = fit(
+            partial(Sleepy, 0),
+            RPCSequentialStrategy(
+                microbatches=4,
+                balance=[5, 6],
+                schedule="1f1b",
+                rebalance="auto",
+                rebalance_every_n_steps=10,
+                rebalance_threshold=0.05,
+            ),
+            2,
+            train=lambda: batches([8] * 22),
+            max_epochs=1,
+            callbacks=[noting := BecomesSlow(Path("never"))],
+        )
+    assert noting.balances[:10] == [[5, 6]] * 10 and noting.balances[10][0] in (3, 4), noting.balances
+    assert outcome.trainer.strategy.balance[0] in (3, 4) and 1 <= len(lines) <= 2, lines
+
+
+class Fails(Callback):
+    """Raises an error while a batch is recorded."""
+
+    def on_before_zero_grad(self, trainer: Any, model: Any, optimizer: Any) -> None:
+        if trainer.global_step == 2:
+            raise KeyError("on purpose")
+
+
+def evaluated_after_an_error() -> None:
+    strategy = RPCSequentialStrategy(microbatches=2, balance=[3, 3], rebalance="auto", rebalance_every_n_steps=3)
+    settings: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, callbacks=[Fails()], **settings)
+    model = Small()
+    with pytest.raises(KeyError, match="on purpose"):
+        trainer.fit(model, batches([8] * 5))
+    trainer.validate(model, batches([8]), verbose=False)
+
+
+@pytest.mark.slow
+def test_every_n_steps() -> None:
+    run(relieved_within_an_epoch)
+
+
+def test_a_recording_that_an_error_ends_is_forgotten() -> None:
+    run(evaluated_after_an_error)
 
 
 def beside_a_busy_process() -> None:
