@@ -94,8 +94,12 @@ class Failures:
         with self._lock:
             self.raised = True
             causes = [error for error, consequence in self._found if not consequence]
-            # A stage that did not answer is named in its error; an error of its neighbour does not name it.
-            consequences = sorted((error for error, _ in self._found), key=lambda e: isinstance(e, PeerFailed))
+            # A stage that did not answer is named in its error; an error of its neighbour, or of a connection with it,
+            # does not name it. On a busy machine the exit status of a killed worker comes too late to be a cause.
+            consequences = sorted(
+                (error for error, _ in self._found),
+                key=lambda e: (not isinstance(e, WorkerLost), isinstance(e, PeerFailed)),
+            )
             raise (causes or consequences)[0]
 
 

@@ -200,6 +200,23 @@ def test_a_consequence_alone_is_raised_after_a_while(monkeypatch: pytest.MonkeyP
         failures.raise_cause()
 
 
+def test_a_killed_worker_whose_exit_status_comes_late_is_lost(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's own connection with it fails first, in a wait for a message."""
+    monkeypatch.setattr("strategies.pipeline.control.client._DIAGNOSIS_SECONDS", 0.1)
+    remote = remote_stage(ended=None)
+    remote.tell(StageCommands.discard, 1)
+    lost = pytest.raises(WorkerLost, match=r"^stage 0 \(.*\), process 7 on here, did not answer: ")
+    with lost, remote.failures.explained():
+        wire.replies[0].set_exception(RuntimeError("ECONNRESET: connection reset by peer"))
+        raise RuntimeError("Read error [127.0.0.1]:14025: Connection reset by peer")
+    failures = Failures()  # here the message's wait fails first
+    with pytest.raises(WorkerLost, match="stage 0"), failures.explained():
+        failures.add(PeerFailed("rank 1 of the pipeline failed"), consequence=True)
+        failures.add(RuntimeError("Connection reset by peer"), consequence=True)
+        failures.add(WorkerLost("stage 0 did not answer"), consequence=True)
+        raise PeerFailed("rank 1 of the pipeline failed")
+
+
 def test_what_fails_in_a_context_is_explained_by_its_cause() -> None:
     failures = Failures()
     failures.raise_untold()
