@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.rebalancing import moves
+from strategies.lightning.rebalancing import check_movable, moves
 from trainer import Trainer
 
 
@@ -39,6 +39,23 @@ from trainer import Trainer
 def test_arguments(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(MisconfigurationException, match=match):
         RPCSequentialStrategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (
+            {"devices": [torch.device("cpu"), torch.device("cuda:0")]},
+            r"rebalance\(\) is for stages on CPUs, but one is on cuda:0",
+        ),
+        ({"is_external": True}, "starts workers, but torchrun, SLURM or the like have started those of this run"),
+    ],
+)
+def test_runs_in_which_layers_stay(given: dict[str, Any], match: str) -> None:
+    fine: dict[str, Any] = {"replicas": 1, "is_external": False, "devices": [torch.device("cpu")] * 2}
+    check_movable("rebalance()", **fine, gathers=True, profiles=False)
+    with pytest.raises(MisconfigurationException, match=match):
+        check_movable("rebalance()", **{**fine, **given}, gathers=True, profiles=False)
 
 
 class Net(BoringModel):
