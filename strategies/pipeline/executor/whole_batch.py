@@ -30,6 +30,7 @@ from strategies.pipeline.microbatch.split import (
     split,
     unpack_objects,
 )
+from strategies.pipeline.schedule.simulator import UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext
@@ -109,17 +110,18 @@ class WholeBatch:
             executor.side_outputs.restore()
         results: list[Any] = []
         feed = executor.connections.feed
-        ahead = 2 * executor.num_stages if isinstance(feed, Sender) else 1
 
         def fed() -> Iterator[Action]:
             """The forward actions of the driver; the first chunk gets its inputs a bounded number ahead of them."""
             num_fed = 0
-            for action in timetable.rows[-1]:
-                while num_fed < min(len(parts), action.microbatch + ahead):
-                    num_fed += executor.feed(parts[num_fed:], this, num_fed, requires_grad)
-                yield action
-                if action.stage == executor.last_chunk:
-                    results.append(executor.output(this, action.microbatch))
+            for step in timetable.driver:
+                if isinstance(step, UserCode):
+                    if step.microbatch == num_fed:  # else it has been sent with an earlier one
+                        num_fed += executor.feed(parts[num_fed:], this, num_fed, requires_grad)
+                    continue
+                yield step
+                if step.stage == executor.last_chunk:
+                    results.append(executor.output(this, step.microbatch))
 
         executor.run(fed(), this)
         if executor.stage.recorder is not None:
@@ -190,12 +192,12 @@ class WholeBatch:
             executor.carry_changes()  # autograd computes no gradient for what requires none by now
             for remote in executor.remotes:
                 remote.tell(StageCommands.backward, this.number)
-            actions = executor.timetables.backward[this.microbatches].rows[-1]
-            executor.run(actions, this)
+            timetable = executor.timetables.backward[this.microbatches]
+            executor.run(timetable.rows[-1], this)
             executor.move_tied_gradients(this)
             if not inputs:
                 return []
-            order = [a.microbatch for a in actions if a.stage == executor.last_chunk and a.kind != "W"]
+            order = [step.microbatch for step in timetable.driver if isinstance(step, UserCode)]
             received = {m: connections.fed_back.receive(this.number, m) for m in order}
         return [
             merge_gradients([received[m][k] for m in range(this.microbatches)], original, is_split=is_split)

@@ -24,7 +24,8 @@ class Timetable:
 
     Attributes:
         rows: The actions of each rank, in order.
-        driver: The last row; in a whole pass, with the user's code before the call of the module and its backward pass.
+        driver: The last row, with the user's code before the call of the module (``b``: the input of a micro-batch goes
+            to stage 0) and its backward pass (``a``: the gradients of the input come from there).
         limit: How many values may be under way on one channel. A process that has sent more waits for the arrival of
             the oldest, which bounds memory and, with this limit, causes no deadlock.
         splits: Whether some backward passes have two parts.
@@ -87,8 +88,10 @@ class Timetables:
 
     def _backward(self, microbatches: int) -> Timetable:
         table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
-        driver = self.placement.driver
-        return Timetable(_by_rank(table, driver), list(table[driver]), _limit(table, self.placement))
+        driver, last = self.placement.driver, self.placement.num_stages - 1
+        answered = [action.microbatch for action in table[driver] if action.stage == last and action.kind != "W"]
+        code = [UserCode("a", m) for m in answered]
+        return Timetable(_by_rank(table, driver), [*table[driver], *code], _limit(table, self.placement))
 
 
 def ranks_of(placement: Placement) -> tuple[int, ...]:
@@ -99,7 +102,10 @@ def ranks_of(placement: Placement) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def forward_timetable(placement: Placement, microbatches: int) -> Timetable:
-    """Return a timetable of forward passes only, in which each process prefers the last of its stages that can run."""
+    """Return a timetable of forward passes only, in which each process prefers the last of its stages that can run.
+
+    The driver sends inputs at most two micro-batches per process ahead of its own actions.
+    """
     num, processes = placement.num_stages, 1 + max(placement.process_of)
     table: Schedule = [[] for _ in range(processes)]
     next_of = [0] * num
@@ -113,7 +119,15 @@ def forward_timetable(placement: Placement, microbatches: int) -> Timetable:
             if row and next_of[row[-1].stage] == row[-1].microbatch:
                 next_of[row[-1].stage] += 1
     driver = placement.driver
-    return Timetable(_by_rank(table, driver), list(table[driver]), _limit(table, placement))
+    ahead = 1 if placement.process_of[0] == driver else 2 * processes
+    with_code: list[Step] = []
+    num_fed = 0
+    for action in table[driver]:
+        for m in range(num_fed, min(action.microbatch + ahead, microbatches)):
+            with_code.append(UserCode("b", m))
+            num_fed = m + 1
+        with_code.append(action)
+    return Timetable(_by_rank(table, driver), with_code, _limit(table, placement))
 
 
 def _by_rank(table: Schedule, driver: int) -> list[list[Action]]:
@@ -160,7 +174,7 @@ def can_run(rows: Sequence[Sequence[Step]], placement: Placement, limit: int) ->
     channel_of: dict[Step, tuple[str, int]] = {}
     for r, row in enumerate(rows):
         for step in row:
-            sources[step] = [need for need in _sources(step, num) if need in row_of]
+            sources[step] = [need for need in sources_of(step, num) if need in row_of]
             for need in sources[step]:
                 if row_of[need] != r:
                     channel_of[step] = ("F" if step[0] == "F" else "B", step.stage if isinstance(step, Action) else -1)
@@ -194,7 +208,7 @@ def _limit(rows: Sequence[Sequence[Step]], placement: Placement) -> int:
     return limit
 
 
-def _sources(step: Step, num_stages: int) -> tuple[Step, ...]:
+def sources_of(step: Step, num_stages: int) -> tuple[Step, ...]:
     """Return the steps that a step needs, with those of both ways to run a backward pass."""
     m = step.microbatch
     if isinstance(step, UserCode):

@@ -1,0 +1,264 @@
+"""The order in which processes post actions, sends and receives: it runs under NCCL's worst case and costs no time."""
+
+import gc
+import random
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.schedule.devices import check_runs, for_all, per_pair
+from strategies.pipeline.schedule.posting import (
+    Meeting,
+    Operation,
+    Post,
+    edge_to,
+    posting_order,
+    with_meetings,
+)
+from strategies.pipeline.schedule.search import LayerCosts, ModelCosts, search
+from strategies.pipeline.schedule.simulator import Costs, Step, UserCode, simulate
+from strategies.pipeline.schedule.tables import Action, Placement, Schedule, loop, needs_of
+from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order, sources_of
+
+CHOICES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved": {"schedule": "interleaved"},
+    "interleaved-3": {"schedule": "interleaved", "chunks_per_stage": 3},
+    "zb-h1": {"schedule": "zb-h1"},
+    "zb-h1-2": {"schedule": "zb-h1", "chunks_per_stage": 2},
+    "zbv": {"schedule": "zbv"},
+    "v-half": {"schedule": "v-half"},
+}
+
+SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
+
+
+def seconds(step: Step) -> float:
+    return SECONDS[step[0]]
+
+
+def passes(tables: Timetables, m: int) -> Iterator[Timetable]:
+    """Training, evaluation, and the backward part after a forward part, which is an evaluation pass, too."""
+    yield tables.training[m]
+    yield tables.forward[m]
+    yield tables.backward[m]
+
+
+def steps_of(row: Sequence[Operation]) -> list[Step]:
+    return [operation for operation in row if isinstance(operation, Action | UserCode)]
+
+
+def check_complete(rows: Sequence[Sequence[Operation]], timetable: Timetable, num_stages: int) -> None:
+    """Each row has its steps in order; a send directly follows its step; a step has a receive if its input is far."""
+    expected = [*timetable.rows[:-1], timetable.driver]
+    assert [steps_of(row) for row in rows] == expected
+    row_of = {step: r for r, row in enumerate(expected) for step in row}
+    for r, row in enumerate(rows):
+        received: set[tuple[str, int, int, int]] = set()
+        last: Step | None = None
+        for operation in row:
+            if isinstance(operation, Post):
+                if operation.way == "RECV":
+                    received.add((operation.kind, operation.edge, operation.microbatch, operation.peer))
+                else:
+                    assert last is not None and last.microbatch == operation.microbatch
+                    targets = [step for step in row_of if edge_to(step) == (operation.kind, operation.edge)]
+                    targets = [step for step in targets if step.microbatch == last.microbatch]
+                    assert [row_of[step] for step in targets] == [operation.peer]
+                    assert last in sources_of(targets[0], num_stages)
+                continue
+            assert isinstance(operation, Action | UserCode)
+            last = operation
+            for source in sources_of(operation, num_stages):
+                if row_of.get(source, r) != r:
+                    edge = edge_to(operation)
+                    assert edge is not None
+                    received.remove((*edge, operation.microbatch, row_of[source]))
+        assert not received
+
+
+def early(rows: Sequence[Sequence[Operation]]) -> list[tuple[int, int, int]]:
+    """For each receive that does not directly precede its action: process, place, place of the action."""
+    found = []
+    for r, row in enumerate(rows):
+        for k, operation in enumerate(row):
+            if isinstance(operation, Post) and operation.way == "RECV":
+                key = operation.kind, operation.edge
+                at = next(
+                    j
+                    for j, step in enumerate(row)
+                    if isinstance(step, Action | UserCode)
+                    and edge_to(step) == key
+                    and step.microbatch == operation.microbatch
+                )
+                if steps_of(row[k:at]):
+                    found.append((r, k, at))
+    return found
+
+
+def test_the_order_of_1f1b() -> None:
+    timetable = Settings(schedule="1f1b").timetables(2).training[3]
+    without_code = Timetable(timetable.rows, list(timetable.rows[-1]), timetable.limit)
+    assert [" ".join(map(repr, row)) for row in posting_order(without_code, 2)] == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2",
+        "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
+    ]
+    first, *_, last = posting_order(timetable, 2)[1]
+    assert repr(posting_order(timetable, 2)[1][:4]) == "[b0, codeSEND_F0, b1, codeSEND_F1]"
+    assert (first, last) == (UserCode("b", 0), UserCode("a", 2))
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_tables_run_on_devices_in_the_worst_case(name: str) -> None:
+    for p, m in [*product((1, 2, 3, 5), (1, 2, 3, 7)), (4, 16), (8, 13)]:
+        tables = Settings(**CHOICES[name]).timetables(p)
+        num = len(tables.rank_of)
+        for timetable in passes(tables, m):
+            rows = posting_order(timetable, num)
+            if m < 4:
+                check_complete(rows, timetable, num)
+            check_runs(rows)
+            check_runs(rows, communicator=for_all)
+            check_runs(rows, communicator=per_pair, independent_streams=True)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CHOICES)
+def test_all_tables_run_on_devices_in_the_worst_case(name: str) -> None:
+    """Up to 16 stages and 64 micro-batches, and the largest tables of 16 processes."""
+    chunks = len(Settings(**CHOICES[name]).timetables(1).rank_of)
+    gc.disable()  # the collector looks at each of the many tuples several times
+    try:
+        for p, m in [*product(range(1, 16 // chunks + 1), range(1, 65)), (16, 63), (16, 64)]:
+            tables = Settings(**CHOICES[name]).timetables(p)
+            for timetable in passes(tables, m):
+                check_runs(posting_order(timetable, len(tables.rank_of)))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> None:
+    """Neither if processes post far ahead of their devices, nor if posting takes as long as the actions."""
+    for p, m in ((2, 8), (4, 9), (8, 16)):
+        tables = Settings(**CHOICES[name]).timetables(p)
+        table = tables.training[m].rows
+        least = simulate(table, Costs(backward=2.0)).total_time
+        rows = posting_order(tables.training[m], len(tables.rank_of))
+        assert check_runs(rows, independent_streams=True, seconds=seconds) == least
+        assert check_runs(rows, independent_streams=True, posting_seconds=seconds) == least
+        assert check_runs(rows, seconds=seconds) >= least
+
+
+@pytest.mark.parametrize("name", ["gpipe", "interleaved", "zb-h1", "zb-h1-2", "v-half"])
+def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name: str) -> None:
+    """A receive that is posted before an earlier action closes a circle, or leaves its order, if it is not."""
+    for p, m in ((2, 4), (3, 7), (4, 8)):
+        tables = Settings(**CHOICES[name]).timetables(p)
+        rows = posting_order(tables.training[m], len(tables.rank_of))
+        num = sum(isinstance(operation, Post) for row in rows for operation in row) // 2
+        moved = early(rows)
+        assert len(moved) < num / 2
+        for r, k, at in moved:
+            row = [*rows[r][:k], *rows[r][k + 1 : at], rows[r][k], *rows[r][at:]]
+            with pytest.raises(ValueError, match=r"deadlock|would get another value"):
+                check_runs([*rows[:r], row, *rows[r + 1 :]])
+
+
+def test_forward_passes_of_a_line_need_no_early_receive() -> None:
+    """If the driver's inputs do not travel: a stage sends, then receives, and so on."""
+    timetable = Settings(schedule="1f1b").timetables(4).forward[9]
+    timetable = Timetable(timetable.rows, list(timetable.rows[-1]), timetable.limit)
+    assert not early(posting_order(timetable, 4))
+
+
+def random_table(processes: int, chunks: int, m: int, seed: int) -> Schedule:
+    """Return a table that can run, drawn by running any action that can, under any placement and any splits."""
+    draw = random.Random(seed)
+    process_of = list(loop(processes, chunks).process_of)
+    draw.shuffle(process_of)
+    num = len(process_of)
+    splits = [[draw.random() < 0.4 for _ in range(m)] for _ in range(num)]
+    ended: set[Action] = set()
+    table: Schedule = [[] for _ in range(processes)]
+    left = {Action("F", k, i) for i in range(num) for k in range(m)}
+    left |= {Action(kind, k, i) for i in range(num) for k in range(m) for kind in ("IW" if splits[i][k] else "B")}  # type: ignore[arg-type]
+    while left:
+        able = []
+        for action in sorted(left):
+            kind, k, i = action
+            split = i + 1 < num and kind in "BI" and splits[i + 1][k]
+            in_turn = kind == "W" or not any(
+                a[0] in ("F" if kind == "F" else "BI") and a[1] < k and a[2] == i for a in left
+            )
+            if in_turn and all(need in ended for need in needs_of(action, num, split=split)):
+                able.append(action)
+        action = draw.choice(able)
+        table[process_of[action.stage]].append(action)
+        ended.add(action)
+        left.remove(action)
+    check_order(table)
+    return table
+
+
+def test_tables_of_users_run_whatever_their_order() -> None:
+    """So no table that the simulator accepts is refused for the sake of devices."""
+    for seed in range(60):
+        table = random_table(2 + seed % 3, 1 + seed % 2, 2 + seed % 5, seed)
+        tables = Timetables(lambda m, table=table: table, Placement.of(table))  # type: ignore[misc]
+        num, m = len(tables.rank_of), 2 + seed % 5
+        for timetable in passes(tables, m):
+            rows = posting_order(timetable, num)
+            check_complete(rows, timetable, num)
+            check_runs(rows)
+
+
+def test_orders_that_a_search_finds_run() -> None:
+    costs = ModelCosts([LayerCosts(1.0, 1.0, 1.0)] * 7 + [LayerCosts(3.0, 2.0, 4.0)], transfer=0.1)
+    for limit in (None, 9.0):
+        plan = search(costs, 3, [8], effort=20_000, memory_limit_bytes=limit)
+        tables = Timetables(lambda m, plan=plan: plan.table, plan.placement)  # type: ignore[misc]
+        check_runs(posting_order(tables.training[8], len(tables.rank_of)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1-2", "zbv"])
+def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
+    """Two replicas, each with evaluation and training passes, ties before and after these, and averages per stage.
+
+    Without some gradients: a stage whose layers are frozen sends none, for all micro-batches or for some.
+    """
+    p, m, draw = 3, 5, random.Random(0)
+    tables = Settings(**CHOICES[name]).timetables(p)
+    num = len(tables.rank_of)
+    trains = [tables.forward[m], tables.backward[m]] if name == "gpipe" else [tables.training[m]]
+    rows: list[list[Operation]] = [[] for _ in range(2 * p)]
+    for number in range(3):
+        for replica in range(2):
+            own = range(replica * p, replica * p + p)
+            left_out = {(e, k) for e in range(num + 1) for k in range(m) if draw.random() < 0.3}
+            shared = [Meeting(f"value {number} {replica}", (own[-1], own[r])) for r in range(p - 1)]
+            moved = [Meeting(f"gradient {number} {replica} {r}", (own[r], own[-1])) for r in range(p - 1)]
+            whole: list[list[Operation]] = with_meetings([[] for _ in range(2 * p)], shared)
+            for timetable in (tables.forward[m], *trains):
+                for r, row in zip(own, posting_order(timetable, num), strict=True):
+                    whole[r] += [
+                        operation._replace(peer=own[operation.peer]) if isinstance(operation, Post) else operation
+                        for operation in row
+                        if not (
+                            isinstance(operation, Post)
+                            and operation.kind == "B"
+                            and (operation.edge, operation.microbatch) in left_out
+                        )
+                    ]
+            for row, more in zip(rows, with_meetings(whole, moved), strict=True):
+                row += more
+        rows = with_meetings(rows, [Meeting(f"average {number} {r}", (r, r + p)) for r in range(p)])
+    check_runs(rows)
+    check_runs(rows, independent_streams=True, communicator=lambda r, post: (r // p, post.kind, post.edge))
+    rows[0].remove(Meeting("average 1 0", (0, p)))
+    with pytest.raises(ValueError, match="process 0 does not take part in average 1 0"):
+        check_runs(rows)
