@@ -168,10 +168,11 @@ def test_packages_import_only_what_is_declared():
 def declared_dependencies() -> set[str]:
     tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = {requirement.split(">")[0].split("[")[0].replace("-", "_") for requirement in project["dependencies"]}
+    required = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
+    names = {requirement.split(">")[0].split("[")[0].replace("-", "_") for requirement in required}
     assert "torch" in names
-    optional = {"PIL"} if "pillow" in project["optional-dependencies"]["tensorboard"] else set()  # pictures for it
-    return names | optional | {"yaml", "lightning_utilities", "lightning_fabric"}  # dependencies of pytorch-lightning
+    names = {"PIL" if name == "pillow" else name for name in names}
+    return names | {"yaml", "lightning_utilities", "lightning_fabric"}  # dependencies of pytorch-lightning
 
 
 def imported_modules(path: Path) -> set[str]:
