@@ -12,9 +12,9 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
-	@echo "make unit     run the tests that start no process (about one and a half minutes)"
-	@echo "make test     run all tests except those marked slow or nightly (about seven minutes)"
-	@echo "make slow     run the tests marked slow (about 24 minutes); .ci/run runs these too"
+	@echo "make unit     run the tests that start no process (about 75 seconds)"
+	@echo "make test     run all tests except those marked slow or nightly (about four minutes)"
+	@echo "make slow     run the tests marked slow (about 17 minutes); .ci/run runs these too"
 	@echo "make nightly  run the tests marked nightly, for which .ci/run has no time (about 20 minutes)"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"

@@ -140,7 +140,7 @@ def beside_a_busy_process() -> bool:
     return False
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")
 def test_a_stage_beside_a_busy_process_is_relieved_at_the_end_of_the_epoch() -> None:
