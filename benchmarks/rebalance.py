@@ -17,7 +17,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning import Callback, LightningModule, seed_everything
@@ -85,7 +85,8 @@ class Disturbance(Callback):
         if (epoch, batch_idx) == (DISTURBED_EPOCH, self.batches // 2):
             self._since = now, run_delay_seconds()
             for _ in range(self.number):
-                self._busy.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                # In a session of its own: Linux may divide a core among sessions, and this one has the driver.
+                self._busy.append(subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True))
                 os.sched_setaffinity(self._busy[-1].pid, self._cores[:1])
         self._before = batch_idx, now
 
@@ -158,7 +159,9 @@ def told() -> Iterator[list[str]]:
         log.removeHandler(handler)
 
 
-def run(schedule: str, rebalance: str | None, *, width: int, batches: int, epochs: int = EPOCHS, busy: int = 1) -> Run:
+def run(
+    schedule: str, rebalance: Literal["auto"] | None, *, width: int, batches: int, epochs: int = EPOCHS, busy: int = 1
+) -> Run:
     """Train once, with so many busy processes."""
     seed_everything(0, verbose=False)
     disturbance, model = Disturbance(batches, busy), Blocks(width)
@@ -169,7 +172,7 @@ def run(schedule: str, rebalance: str | None, *, width: int, batches: int, epoch
             balance=BALANCE,
             microbatches=MICROBATCHES,
             schedule=schedule,
-            rebalance=rebalance,  # type: ignore[arg-type]
+            rebalance=rebalance,
         )
         trainer = Trainer(
             accelerator="cpu",
@@ -199,7 +202,7 @@ def main(effort: Effort) -> Section:
     width, batches = (16, 8) if effort.tiny else (WIDTH, BATCHES)
     rows, said, notes = [], [], []
     for schedule in ("1f1b",) if effort.tiny else ("gpipe", "1f1b"):
-        runs: dict[str | None, list[Run]] = {None: [], "auto": []}
+        runs: dict[Literal["auto"] | None, list[Run]] = {None: [], "auto": []}
         for _, way in itertools.product(range(effort.rounds_or(ROUNDS)), runs):
             runs[way].append(run(schedule, way, width=width, batches=batches))
         known = runs[None][0]

@@ -125,8 +125,8 @@ MOST_WAITED = 0.1
 """If others use the driver's core for a larger share of the time, the driver may be as slow as the disturbed stage."""
 
 
-def beside_a_busy_process() -> bool:
-    """Return whether the stage was relieved; ``False`` if others used the driver's core in each of three runs."""
+def beside_a_busy_process() -> None:
+    """Runs again, up to three times, if others used the driver's core."""
     without = disturbed("1f1b", None, width=256, batches=12, epochs=3, busy=2)
     assert without.balances == [[6, 6]] * 36
     for _ in range(3):
@@ -135,14 +135,13 @@ def beside_a_busy_process() -> bool:
         for parameter, other in zip(own.parameters, without.parameters, strict=True):
             assert torch.equal(parameter, other)
         if own.balances[24][0] < min(6, own.balances[23][0]):
-            return True
+            return
         assert own.waited > MOST_WAITED, (own.waited, own.balances)
-    return False
+    raise AssertionError("others used the driver's core in each of three runs, in which no layer moved")
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")
 def test_a_stage_beside_a_busy_process_is_relieved_at_the_end_of_the_epoch() -> None:
-    if not run(beside_a_busy_process, timeout_seconds=300):
-        pytest.skip("others used the driver's core in all runs")
+    run(beside_a_busy_process, timeout_seconds=170)

@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytorch_lightning as pl
@@ -56,7 +56,7 @@ def test_every_n_steps_is_a_positive_number(number: Any) -> None:
 
 def test_trace_steps_are_numbers_of_steps() -> None:
     with pytest.raises(MisconfigurationException, match="trace_steps must be a list of numbers of steps, got 3"):
-        PipelineMonitor(trace_steps=3)  # type: ignore[arg-type]
+        PipelineMonitor(trace_steps=cast(Any, 3))
     with pytest.raises(MisconfigurationException, match="trace_steps must be whole numbers of at least 0, got -1"):
         PipelineMonitor(trace_steps=[3, -1])
 

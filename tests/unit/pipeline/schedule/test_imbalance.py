@@ -1,5 +1,7 @@
 """What recorded steps say of a balance: slow processes, the better balance, and what it is predicted to bring."""
 
+from typing import Any
+
 import pytest
 
 from strategies.pipeline.schedule.imbalance import Imbalance, StepCosts, assess, step_costs
@@ -76,9 +78,9 @@ def assessed(
     balance: list[int],
     slowness: list[float],
     kinds: list[str] | None = None,
-    **more: float,
+    **more: Any,
 ) -> Imbalance:
-    step = recorded_step(name, forward, balance, slowness, **more)  # type: ignore[arg-type]
+    step = recorded_step(name, forward, balance, slowness, **more)
     assert step is not None
     return assess([step], kinds or ["block"] * len(forward), lambda m: table_of(name, len(slowness)), balance)
 
