@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -39,7 +39,8 @@ def operations(text: str, process_of: Sequence[int]) -> list[Operation]:
         elif match := _POST.fullmatch(word):
             stage, way, kind, m = int(match[1]), match[2], match[3], int(match[4])
             next_one = (way == "SEND") == (kind == "F")
-            post = Post(way, kind, m, stage + next_one, process_of[stage + 1 if next_one else stage - 1])  # type: ignore[arg-type]
+            other = process_of[stage + 1 if next_one else stage - 1]
+            post = Post(cast(Any, way), cast(Any, kind), m, stage + next_one, other)
             assert repr(post) == word
             row.append(post) if members is None else members.append(post)
         else:
@@ -122,12 +123,13 @@ def test_a_group_of_two_receives_waits_for_the_later_one() -> None:
     process_of = [0, 1, 2, 2]
     first = [Action("F", 0, 0), Action("F", 0, 2)]  # the second one stands for the code that stashes the skip
     value, middle = Post("SEND", "F", 0, 1, 1), rows_of(process_of, "1RECV_F0 1F0 1SEND_F0")[1 - 1]
-    last: list[Operation] = [Group((Post("RECV", "F", 0, 2, 1), skipped)), Action("F", 0, 2), Action("F", 0, 3)]
+    received, last_actions = Group((Post("RECV", "F", 0, 2, 1), skipped)), [Action("F", 0, 2), Action("F", 0, 3)]
+    last: list[Operation] = [received, *last_actions]
     with pytest.raises(
         Deadlock, match=r"\(2RECV_F0 3RECV_F0\) of process 2 waits for 1SEND_F0 \(edge 2\) of process 1"
     ):
         check_runs([[*first, Group((value, skip))], middle, last], communicator=for_all)
-    check_runs([[*first, value, skip], middle, [*last[0].posts, *last[1:]]], communicator=for_all)  # type: ignore[union-attr]
+    check_runs([[*first, value, skip], middle, [*received.posts, *last_actions]], communicator=for_all)
 
 
 @pytest.mark.parametrize("make", [one_f_one_b, interleaved, zb_h1, zbv, v_half], ids=lambda make: make.__name__)
@@ -139,13 +141,14 @@ def test_receives_right_before_their_actions_deadlock(make: Callable[[int, int],
     (NVIDIA/nccl#783) or for all (pytorch/pytorch#195760). With one per edge and direction, independent streams run.
     """
     rows = naive(make(p, m))
+    others: dict[str, Any]
     for others in (
         {},
         {"independent_streams": True, "communicator": per_pair},
         {"independent_streams": True, "communicator": for_all},
     ):
         with pytest.raises(ValueError, match=r"^deadlock: .* \(edge \d+\) of process \d+ waits for |would get another"):
-            check_runs(rows, **others)  # type: ignore[arg-type]
+            check_runs(rows, **others)
     check_runs(rows, independent_streams=True)
 
 
@@ -172,9 +175,9 @@ def test_a_fixed_order_of_four_exchanges() -> None:
     rows = naive(table)
     for row in rows:  # in the steady state: send on what was computed before the gradient was sent back
         for k in range(len(row) - 1):
-            pair = row[k], row[k + 1]
-            if all(isinstance(post, Post) for post in pair) and pair[0].way == "RECV":  # type: ignore[union-attr]
-                row[k], row[k + 1] = row[k + 1], row[k]
+            first, second = row[k], row[k + 1]
+            if isinstance(first, Post) and isinstance(second, Post) and first.way == "RECV":
+                row[k], row[k + 1] = second, first
     with pytest.raises(Deadlock):
         check_runs(rows)
     check_runs(ours(table))
