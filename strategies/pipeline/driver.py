@@ -52,7 +52,6 @@ from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
-from strategies.pipeline.state.objects import take_objects
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
@@ -413,12 +412,9 @@ class Pipeline(NotCopyable):
         try:
             with self.failures.explained():
                 grads = [remote.result(remote.start(StageCommands.grads)) for remote in remotes]
-                objects = [remote.result(remote.start(StageCommands.objects)) for remote in remotes]
                 self._fetch(running)
         finally:
             self.abandon()
-        for stage, (pickled_objects, tensors) in zip(self.stages, objects, strict=False):
-            take_objects(stage, pickled_objects, tensors)
         for stage, own in zip(self.stages, grads, strict=False):
             for name, parameter in stage.named_parameters():
                 if (grad := own.get(name)) is not None:
@@ -691,7 +687,7 @@ class Pipeline(NotCopyable):
                 executor.mirrors[i].carry_buffers(remote)
                 for number, (model, _, stages, optimizers) in enumerate(self._all()):
                     move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
-                executor.mirrors[i].take_back(remote.rescue(StageCommands.attributes))
+                executor.mirrors[i].take_back(remote)
                 if extra := remote.rescue(StageCommands.extra_state):
                     layers.load_state_dict(extra, strict=False)
                 self.optimizers.fetch(remote)

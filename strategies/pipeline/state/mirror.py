@@ -1,10 +1,9 @@
 """Changes that the user makes to the driver's copies of a worker's layers during a run: sent to the worker, or refused.
 
 Sent are the mode, ``requires_grad``, plain attributes (numbers, flags and strings, such as the rate of a dropout layer)
-and tensors that are assigned to buffers. At the end, plain attributes of the worker's layers are copied back.
+and tensors that are assigned to buffers. At the end, attributes of the worker's layers are copied back.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -13,6 +12,7 @@ from strategies.common.torch_compat import backward_hooks, forward_hooks
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import Attributes, StageCommands
+from strategies.pipeline.state.objects import ObjectsAtStart
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -28,7 +28,7 @@ class Mirror:
     def __init__(self, layers: nn.Sequential, description: str) -> None:
         self._layers, self._description = layers, description
         self._structure = _structure_of(layers)
-        self._sent = plain_attributes(layers)
+        self._sent, self._objects = plain_attributes(layers), ObjectsAtStart(layers)
         self._buffers = [
             (f"{prefix}.{name}" if prefix else name, module._buffers, name, buffer)
             for prefix, module in layers.named_modules()
@@ -83,8 +83,10 @@ class Mirror:
         if assigned:
             remote.queue(StageCommands.set_buffers, assigned)
 
-    def take_back(self, attributes: Sequence[Mapping[str, Any]]) -> None:
+    def take_back(self, remote: RemoteStage) -> None:
         """Copy the worker's attributes to the driver's layers, except those that have changed here meanwhile."""
+        attributes = remote.rescue(StageCommands.attributes)
+        self._objects.take(*remote.rescue(StageCommands.objects))
         for module, sent, now in zip(self._layers.modules(), self._sent, attributes, strict=True):
             own = vars(module)
             own.update({name: value for name, value in now.items() if name in sent and own.get(name) == sent[name]})

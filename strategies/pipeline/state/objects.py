@@ -1,9 +1,9 @@
 """Attributes of layers that a worker may have changed: lists, dicts, other objects, and tensors that are no buffers.
 
-They come back to the driver if layers move to other processes in mid-run. An attribute that has not changed stays the
-object that it is on the driver, because other objects may refer to it. Left out are functions, and objects that contain
-modules or tensors, of which there would be a second copy; so are tensors that require a gradient, which are results
-of a forward pass.
+They come back to the driver at the end of a run, and if layers move to other processes in mid-run. An attribute that
+the worker has not changed stays the object that it is on the driver, because other objects may refer to it; so does one
+that the driver has changed. Left out are functions, and objects that contain modules or tensors, of which there would
+be a second copy; so are tensors that require a gradient, which are results of a forward pass.
 """
 
 import io
@@ -55,17 +55,45 @@ def objects_of(layers: nn.Module) -> tuple[bytes, dict[tuple[int, str], Tensor]]
     return cloudpickle.dumps(objects), tensors
 
 
-def take_objects(layers: nn.Module, pickled: bytes, tensors: Mapping[tuple[int, str], Tensor]) -> None:
-    """Give layers the attributes that :func:`objects_of` returned on a worker, where they differ."""
-    modules = list(layers.modules())
-    for (k, name), value in pickle.loads(pickled).items():
-        own = vars(modules[k]).get(name, _MISSING)
-        if own is _MISSING or _canonical(own) != _canonical(value):
-            vars(modules[k])[name] = value
-    for (k, name), tensor in tensors.items():
-        own = vars(modules[k]).get(name)
-        if not isinstance(own, Tensor) or own.dtype != tensor.dtype or not torch.equal(own.cpu(), tensor):
-            vars(modules[k])[name] = tensor.clone()
+class ObjectsAtStart:
+    """The attributes of the driver's copies of layers, as they are when the layers have been sent to a worker.
+
+    Args:
+        layers: The copies.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        self._modules = list(layers.modules())
+        self._known = [
+            {name: _mark(value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+            for module in self._modules
+        ]
+
+    def take(self, pickled: bytes, tensors: Mapping[tuple[int, str], Tensor]) -> None:
+        """Set the attributes that :func:`objects_of` returned on the worker, where only the worker has changed them."""
+        for (k, name), value in pickle.loads(pickled).items():
+            if self._is_unchanged(k, name) and _mark(value) != self._known[k].get(name):
+                vars(self._modules[k])[name] = value
+        for (k, name), tensor in tensors.items():
+            own = vars(self._modules[k]).get(name)
+            same = isinstance(own, Tensor) and own.dtype == tensor.dtype and torch.equal(own.cpu(), tensor)
+            if not same and self._is_unchanged(k, name):
+                vars(self._modules[k])[name] = tensor.clone()
+
+    def _is_unchanged(self, k: int, name: str) -> bool:
+        own, known = vars(self._modules[k]), self._known[k]
+        if name not in own or name not in known:
+            return name not in own and name not in known
+        return bool(_mark(own[name]) == known[name])
+
+
+def _mark(value: Any) -> Any:
+    """Return a value that stays equal as long as an attribute does not change."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if type(value) in _PLAIN:
+        return type(value), repr(value)
+    return id(value) if callable(value) else _canonical(value) or id(value)
 
 
 def _canonical(value: Any) -> bytes | None:

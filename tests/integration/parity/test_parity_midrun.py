@@ -17,11 +17,16 @@ from strategies import RPCSequentialStrategy
 
 
 class Moody(nn.Linear):
-    """Depends on its mode and on a plain attribute, counts its calls, makes a buffer late and drops another."""
+    """Depends on its mode and on a plain attribute, makes a buffer late and drops another.
+
+    It counts its calls in a number, in a list that starts as ``None``, and in a tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         self.temperature, self.calls = 1.0, 0
+        self.sizes: list[int] | None = None
+        self.total = torch.zeros(())
         self.register_buffer("late", None)
         self.register_buffer("early", torch.ones(2))
 
@@ -29,6 +34,8 @@ class Moody(nn.Linear):
         self.late, self.early = torch.full((3,), 2.0), None
         if self.training:
             self.calls += len(x)
+            self.sizes = [*(self.sizes or ()), len(x)]
+            self.total = self.total + len(x)
         y = super().forward(x) * self.temperature
         return y.tanh() if self.training else y.sin()
 
@@ -64,6 +71,7 @@ def changes() -> list[dict[str, Any]]:
     for options in ({"checkpoint": "never"}, {"checkpoint": "always"}):
         for outcome in check(Changes, strategy=options, stages=(2,)):
             layer = outcome.model.sequential_module[0]
+            assert layer.calls == sum(layer.sizes) == layer.total
             found.append({"calls": layer.calls, "temperature": layer.temperature, "early": layer.early})
     return found
 
