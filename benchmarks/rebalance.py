@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.messages import told
 from benchmarks.report import Effort, Section, Table, spread
 from strategies import RPCSequentialStrategy
 from trainer import Trainer
@@ -138,27 +138,6 @@ class Run:
     lines: list[str] = field(default_factory=list)
 
 
-@contextmanager
-def told() -> Iterator[list[str]]:
-    """Within this, what the strategy says of a new balance is added to a list."""
-    lines: list[str] = []
-
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if "balance" in record.getMessage() and "instead of" in record.getMessage():
-                lines.append(record.getMessage())
-
-    handler, log = Lines(), logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    log.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        log.propagate = True
-        log.removeHandler(handler)
-
-
 def run(
     schedule: str, rebalance: Literal["auto"] | None, *, width: int, batches: int, epochs: int = EPOCHS, busy: int = 1
 ) -> Run:
@@ -167,7 +146,7 @@ def run(
     disturbance, model = Disturbance(batches, busy), Blocks(width)
     rows = torch.randn(batches * MICROBATCHES * ROWS, width)
     silent = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
-    with tempfile.TemporaryDirectory() as folder, silent[0], silent[1], told() as lines:
+    with tempfile.TemporaryDirectory() as folder, silent[0], silent[1], told("RPCSequentialStrategy: balance") as lines:
         strategy = RPCSequentialStrategy(
             balance=BALANCE,
             microbatches=MICROBATCHES,

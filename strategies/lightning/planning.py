@@ -216,9 +216,9 @@ def measure_actions(
         elif not found.is_made:
             value = first_microbatch(value, min(found.rows, number))
         recomputed = num_recomputed(checkpoint, number) / number
-        measure: ByAction | WithoutTimes = WithoutTimes(param_scale)
+        measure: ByAction | WithoutTimes = WithoutTimes(param_scale=param_scale)
         if device.type != "meta":
-            measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers), param_scale)
+            measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers), param_scale=param_scale)
         measured[number] = costs_of(model, module, Example(found.model, value), measure, device)
     return measured
 

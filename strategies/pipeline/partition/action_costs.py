@@ -8,10 +8,11 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,18 +66,14 @@ class DriverPart(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ByAction:
-    """Measures the forward pass, the whole backward pass and its two parts, each the median of several; and bytes.
+class _ByLayer(ABC):
+    """Measures layers and blocks alike.
 
     Attributes:
-        recomputed: The share of micro-batches whose forward pass is run again in the backward pass, which takes time.
-        budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
         param_scale: How many times a trained parameter is held: itself, its gradient, and what the optimizer keeps.
     """
 
-    recomputed: float = 0.0
-    budget_seconds: float = 0.1
-    param_scale: float = 4.0
+    param_scale: float = field(default=4.0, kw_only=True)
 
     def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Layer]:
         """Return the cost of each layer of an ``nn.Sequential``."""
@@ -85,6 +82,27 @@ class ByAction:
     def block(self, block: nn.Module, value: Any, example: Example) -> tuple[Layer, Any]:
         """Return the cost of a block, and its output."""
         return self._measured(block, value)
+
+    def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
+        """Return what is counted for a driver's part that does not run."""
+        return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
+
+    @abstractmethod
+    def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
+        """Return the cost of a layer or block, and its output."""
+
+
+@dataclass(frozen=True)
+class ByAction(_ByLayer):
+    """Measures the forward pass, the whole backward pass and its two parts, each the median of several; and bytes.
+
+    Attributes:
+        recomputed: The share of micro-batches whose forward pass is run again in the backward pass, which takes time.
+        budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
+    """
+
+    recomputed: float = 0.0
+    budget_seconds: float = 0.1
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
         """Return the cost of the driver's own part, each part of it the median of several runs."""
@@ -100,10 +118,6 @@ class ByAction:
         kept, _ = activation_bytes(runs, example.value, runs.recorded)  # what is kept before the call is a small part
         costs = DriverCosts(before, after, before_backward, after_bytes=float(kept))
         return DriverPart(costs, parameter_bytes(held, self.param_scale), _driver_peak(runs, example.value))
-
-    def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
-        """Return what is counted for a driver's part that does not run."""
-        return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
 
     def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
         for _ in range(WARM_UP_PASSES):
@@ -136,22 +150,8 @@ class ByAction:
 
 
 @dataclass(frozen=True)
-class WithoutTimes:
-    """Measures bytes only, so that nothing has to be computed: layers and example may be on the ``meta`` device.
-
-    Attributes:
-        param_scale: How many times a trained parameter is held.
-    """
-
-    param_scale: float = 4.0
-
-    def layers(self, module: nn.Sequential, sample: Any, example: Example, device: torch.device) -> list[Layer]:
-        """Return the cost of each layer of an ``nn.Sequential``."""
-        return measure_layers(module, sample, device, call_with_one, self._measured)
-
-    def block(self, block: nn.Module, value: Any, example: Example) -> tuple[Layer, Any]:
-        """Return the cost of a block, and its output."""
-        return self._measured(block, value)
+class WithoutTimes(_ByLayer):
+    """Measures bytes only, so that nothing has to be computed: layers and example may be on the ``meta`` device."""
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
         """Return the cost of the driver's own part."""
@@ -159,10 +159,6 @@ class WithoutTimes:
         _driver_pass(runs, example.value)  # which makes gradients
         peak = _driver_peak(runs, example.value)
         return DriverPart(DriverCosts(after_bytes=float(kept)), parameter_bytes(parameters, self.param_scale), peak)
-
-    def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
-        """Return what is counted for a driver's part that does not run."""
-        return DriverPart(DriverCosts(), parameter_bytes(parameters, self.param_scale))
 
     def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
         *_, kept = _split_pass(layer, value)  # which makes gradients

@@ -9,6 +9,7 @@ import torch
 from harness import run
 from parity import WIDTH, Outcome, Small, batches, compare, fit
 from parity_layers import Unembed
+from schedule_choices import SEVERAL_CHUNKS_OR_SPLIT
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
 from torch.utils.checkpoint import checkpoint
@@ -18,15 +19,6 @@ from strategies.pipeline.schedule.custom import write_csv
 from strategies.pipeline.schedule.tables import interleaved
 
 UNEVEN = (8, 5, 1, 7)
-
-SCHEDULES: list[dict[str, Any]] = [
-    {"schedule": "interleaved"},
-    {"schedule": "interleaved", "chunks_per_stage": 3},
-    {"schedule": "zb-h1"},
-    {"schedule": "zb-h1", "chunks_per_stage": 2},
-    {"schedule": "zbv"},
-    {"schedule": "v-half"},
-]
 
 
 class Checkpointed(nn.Sequential):
@@ -127,7 +119,7 @@ def trained(make: Any, devices: int, options: dict[str, Any], **arguments: Any) 
 
 def check_all(make: Any, mode: str = "never", numbers: tuple[int, ...] = (2, 3), **arguments: Any) -> None:
     expected = reference(make, checkpoint=mode, **arguments)
-    for options in SCHEDULES:
+    for options in SEVERAL_CHUNKS_OR_SPLIT.values():
         for devices in numbers:
             compare(trained(make, devices, {**options, "checkpoint": mode}, **arguments), expected)
 
@@ -206,7 +198,7 @@ def check_norms() -> None:
         train = partial(batches, (8, 8))
         options = {"microbatches": 4, "deferred_batch_norm": deferred}
         expected = fit(Normed, RPCSequentialStrategy(schedule="1f1b", **options), 1, train=train, max_epochs=1)
-        for more in SCHEDULES:
+        for more in SEVERAL_CHUNKS_OR_SPLIT.values():
             strategy = RPCSequentialStrategy(balance="even", **options, **more)
             compare(fit(Normed, strategy, 2, train=train, max_epochs=1), expected)
 

@@ -15,10 +15,11 @@ from harness import run
 from parity import WIDTH, Small, batches, compare, fit
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
-from sleeping import Sleepy, told
+from sleeping import Sleepy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
+from benchmarks.messages import told
 from strategies import RPCSequentialStrategy
 from strategies.pipeline.executor.settings import Settings
 from trainer import PipelineMonitor

@@ -11,8 +11,9 @@ import torch
 from harness import run
 from parity import Outcome, Small, batches, compare, fit
 from pytorch_lightning import Callback
-from sleeping import Sleepy, told
+from sleeping import Sleepy
 
+from benchmarks.messages import told
 from benchmarks.rebalance import run as disturbed
 from strategies import RPCSequentialStrategy
 from trainer import PipelineMonitor, Trainer

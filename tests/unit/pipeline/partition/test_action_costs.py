@@ -1,10 +1,11 @@
 """What the actions of a layer cost: each part is measured by itself, and counts where a schedule runs it."""
 
-import time
+import math
 from typing import Any
 
 import pytest
 import torch
+from sleep_layer import Sleep
 from torch import Tensor, nn
 
 from strategies.pipeline.partition.action_costs import ByAction, Layer, model_costs, transfer_seconds
@@ -12,35 +13,16 @@ from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, FLOAT_BYTES = 4, 6, 4
-ROOM_SECONDS = 0.02
-
-
-class Sleeping(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, forward: float, backward: float, value: Tensor) -> Tensor:
-        ctx.seconds = backward
-        time.sleep(forward)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        time.sleep(ctx.seconds)
-        return None, None, gradient
-
-
-class Sleep(nn.Module):
-    def __init__(self, forward: float, backward: float) -> None:
-        super().__init__()
-        self.seconds = forward, backward
-
-    def forward(self, value: Tensor) -> Tensor:
-        return Sleeping.apply(*self.seconds, value)
+ROOM_SECONDS = 0.004
 
 
 class Model(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
+    """A linear layer, the pipelined layers, and parts that sleep for a multiple of a time before and after these."""
+
+    def __init__(self, *layers: nn.Module, seconds: float = 0.0) -> None:
         super().__init__()
-        self.before, self.after = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(0.02, 0.04)), Sleep(0.03, 0.05)
+        self.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(2 * seconds, 4 * seconds))
+        self.after = Sleep(3 * seconds, 5 * seconds)
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,18 +39,22 @@ def is_about(seconds: float, expected: float) -> bool:
 
 
 def test_seconds_of_each_part() -> None:
-    model = Model(nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(0.03, 0.06)), Sleep(0.05, 0.02))
-    for _ in range(5):  # other work on the machine makes a measurement longer, never shorter
+    unit = 0.002
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), Sleep(3 * unit, 6 * unit)), Sleep(5 * unit, 2 * unit)
+    model = Model(*layers, seconds=unit)
+    expected = [unit * number for number in (3, 6, 6, 5, 2, 2, 8, 4)]
+    least, weight_grad = [math.inf] * len(expected), math.inf
+    for _ in range(25):  # other work on the machine makes a measurement longer, never shorter
         costs = measured(model)
         first, second = (layer.costs for layer in costs.layers)
         driver = costs.driver.costs
         parts = [first.forward, first.input_grad, first.whole, second.forward, second.whole]
         parts += [driver.before, driver.after, driver.before_backward]
-        expected = [0.03, 0.06, 0.06, 0.05, 0.02, 0.02, 0.08, 0.04]
-        if all(map(is_about, parts, expected)):
+        least, weight_grad = [*map(min, least, parts)], min(weight_grad, first.weight_grad)
+        if all(map(is_about, least, expected)) and weight_grad < ROOM_SECONDS:
             break
-    assert all(map(is_about, parts, expected)), parts
-    assert 0 < first.weight_grad < ROOM_SECONDS
+    assert all(map(is_about, least, expected)), least
+    assert 0 < weight_grad < ROOM_SECONDS
     assert second.weight_grad == 0 and second.input_grad == second.whole  # nothing can wait
     assert not costs.not_measured
 
@@ -88,7 +74,8 @@ def test_large_products_are_split() -> None:
 
 def test_layers_that_are_recomputed() -> None:
     """The input gradients of a micro-batch that is recomputed take longer."""
-    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Sleep(0.03, 0.06))
+    unit = 0.003
+    layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), Sleep(2 * unit, 4 * unit))
     value = torch.rand(ROWS, WIDTH)
     hidden, parameters = ROWS * WIDTH * FLOAT_BYTES, 2 * (WIDTH * WIDTH + WIDTH) * FLOAT_BYTES
     example, found = Example(layer, value), []
@@ -97,7 +84,8 @@ def test_layers_that_are_recomputed() -> None:
         found += [each.costs for each in measure.layers(nn.Sequential(layer), value, example, CPU)]
     kept, half, again = found
     assert again.weight_grad > 0 and kept.weight_grad > 0
-    assert again.input_grad >= 0.09 and again.whole >= 0.09 and half.whole >= 0.075 and kept.whole >= 0.06
+    assert again.input_grad >= 6 * unit and again.whole >= 6 * unit
+    assert half.whole >= 5 * unit and kept.whole >= 4 * unit
     assert kept.activation_bytes == again.activation_bytes > hidden
     assert kept.kept == again.kept == 4 * hidden  # the inputs and the gradients of two products
     assert kept.parameter_bytes == again.parameter_bytes == 4 * parameters

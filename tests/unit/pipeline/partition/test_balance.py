@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from skip_nets import u_net
+from sleep_layer import Sleep
 from torch import nn
 
 from strategies.pipeline import NoChunk
@@ -93,16 +94,6 @@ def test_split_refuses():
             partition_costs([1, bad], 1)
 
 
-class Sleep(nn.Module):
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def forward(self, value):
-        time.sleep(self.seconds)
-        return value
-
-
 class Multiply(nn.Module):
     """Keeps an activation and a random factor for each time."""
 
@@ -117,7 +108,7 @@ class Multiply(nn.Module):
 
 
 def test_layers_that_sleep():
-    module = nn.Sequential(*(Sleep(units / 100) for units in range(1, 7)))
+    module = nn.Sequential(*(Sleep(units / 250) for units in range(1, 7)))
     assert balance_by_time(2, module, torch.rand(1), timeout=0.1) == [4, 2]
     assert balance_by_time(2, module[::-1], torch.rand(1), timeout=0.1) == [2, 4]
 

@@ -2,12 +2,12 @@
 
 import math
 import random
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from sleep_layer import slept
 from torch import Tensor, nn
 
 from strategies.pipeline.partition.model_costs import BySize, ByTime, Costs, Example, costs_of, costs_of_parameters
@@ -15,19 +15,6 @@ from strategies.pipeline.partition.model_costs import BySize, ByTime, Costs, Exa
 CPU = torch.device("cpu")
 ROWS, WIDTH, OUTPUTS = 4, 6, 50
 FLOAT_BYTES = 4
-
-
-class SlowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, seconds: float, value: Tensor) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        time.sleep(ctx.seconds)
-        return None, gradient
 
 
 class Block(nn.Module):
@@ -41,7 +28,7 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor, scale: float, *, bias: Tensor) -> tuple[Tensor, None]:
         self.seen.append(scale)
         hidden = hidden + self.dropout(self.norm(self.linear(hidden))) * scale + bias
-        return SlowBackward.apply(self.seconds, hidden), None
+        return slept(hidden, self.seconds, self.seconds), None
 
 
 class Model(nn.Module):
@@ -66,7 +53,7 @@ class Model(nn.Module):
             hidden, _ = layer(hidden, number + 1.0, bias=self.bias)
         self.kept.append(hidden)
         self.last = hidden
-        logits = self.head(SlowBackward.apply(self.head_seconds, hidden))
+        logits = self.head(slept(hidden, self.head_seconds, self.head_seconds))
         if target is None:
             return logits
         return {"loss": nn.functional.cross_entropy(logits, target), "logits": logits}
@@ -98,15 +85,17 @@ def least_of(measure: Callable[[], Costs], limits: list[float]) -> list[float]:
 
 
 def test_time_of_forward_and_backward_passes() -> None:
-    model = Model((0.01, 0.03, 0.02), head_seconds=0.04)
-    asleep = [0.02, 0.06, 0.04, 0.08]
-    least = least_of(lambda: measured(model, quick()), [seconds + 0.02 for seconds in asleep])
-    assert all(limit <= seconds < limit + 0.02 for seconds, limit in zip(least, asleep, strict=True))
+    unit = 0.0025
+    model = Model((unit, 3 * unit, 2 * unit), head_seconds=4 * unit)
+    asleep = [2 * unit, 6 * unit, 4 * unit, 8 * unit]
+    least = least_of(lambda: measured(model, quick()), [seconds + 2 * unit for seconds in asleep])
+    assert all(limit <= seconds < limit + 2 * unit for seconds, limit in zip(least, asleep, strict=True))
     assert not measured(model, quick()).not_measured
     by_time = ByTime(recomputed=0.5, budget_seconds=0.001)
-    least = least_of(lambda: measured(Model((0.01, 0.03, 0.02)), by_time), [1.0, 0.095, 1.0, 0.02])
-    assert 0.075 <= least[1] < 0.095
-    assert least[3] < 0.02
+    model = Model((unit, 3 * unit, 2 * unit))
+    least = least_of(lambda: measured(model, by_time), [1.0, 9.5 * unit, 1.0, 2 * unit])
+    assert 7.5 * unit <= least[1] < 9.5 * unit
+    assert least[3] < 2 * unit
 
 
 def parameter_bytes(*modules: nn.Module) -> int:
@@ -218,17 +207,17 @@ class Sequential(nn.Module):
         hidden = self.layers(self.embed(x))
         if self.fails:
             raise RuntimeError("no labels")
-        return SlowBackward.apply(self.seconds, self.head(hidden))
+        return slept(self.head(hidden), self.seconds, self.seconds)
 
 
 def test_the_rest_of_a_model_around_a_sequential() -> None:
-    model, x = Sequential(0.03), torch.rand(ROWS, 3)
+    model, x = Sequential(0.01), torch.rand(ROWS, 3)
     example = Example(model, x, microbatches=2)
     sizes = costs_of(model, model.layers, example, BySize(held=2, param_scale=0.0), CPU)
     # The embedding, and the logits twice: the sleep copies them, and keeps nothing.
     assert sizes.driver == ROWS * (WIDTH + OUTPUTS) * FLOAT_BYTES
     assert sizes.layers[1:] == [ROWS // 2 * WIDTH * FLOAT_BYTES] * 2
-    assert 0.06 <= costs_of(model, model.layers, example, quick(), CPU).driver < 0.1
+    assert 0.02 <= costs_of(model, model.layers, example, quick(), CPU).driver < 0.06
 
 
 def test_a_model_behind_the_sequential_that_cannot_run_counts_by_its_parameters() -> None:

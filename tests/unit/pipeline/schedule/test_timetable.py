@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.simulator import UserCode
@@ -19,17 +20,6 @@ from strategies.pipeline.schedule.timetable import (
 
 SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 7, 16)]
 
-CHOICES: list[dict[str, Any]] = [
-    {"schedule": "gpipe"},
-    {"schedule": "1f1b"},
-    {"schedule": "interleaved"},
-    {"schedule": "interleaved", "chunks_per_stage": 3},
-    {"schedule": "zb-h1"},
-    {"schedule": "zb-h1", "chunks_per_stage": 2},
-    {"schedule": "zbv"},
-    {"schedule": "v-half"},
-]
-
 
 def table_of(rows: list[str]) -> list[list[Action]]:
     return [[Action.parse(text) for text in row.split()] for row in rows]
@@ -42,11 +32,11 @@ def test_the_driver_has_the_last_rank() -> None:
     assert [{action.stage for action in row} for row in rows] == [{1, 2}, {0, 3}]
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
-def test_every_size_runs(choice: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_size_runs(name: str) -> None:
     """With as many values under way as the timetable says, forward passes alone, backward passes alone, and both."""
     for p, m in SIZES:
-        tables = Settings(**choice).timetables(p)
+        tables = Settings(**CHOICES[name]).timetables(p)
         driver, num = tables.placement.driver, len(tables.rank_of)
         for timetable in (tables.training[m], tables.forward[m], tables.backward[m]):
             # A backward part sends the gradients of the inputs without a limit.
@@ -99,7 +89,7 @@ def test_orders_that_channels_cannot_bring() -> None:
 
 
 def test_the_driver_runs_the_code_of_each_microbatch_once() -> None:
-    for choice in CHOICES[1:]:
+    for choice in [own for name, own in CHOICES.items() if name != "gpipe"]:
         row = Settings(**choice).timetables(3).training[5].driver
         codes = [step for step in row if isinstance(step, UserCode)]
         assert sorted(codes) == sorted(UserCode(part, m) for part in "ab" for m in range(5))
