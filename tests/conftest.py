@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 
 @pytest.hookimpl(wrapper=True)
@@ -28,8 +27,11 @@ def pytest_collection() -> Iterator[Any]:
 _LONGEST = (
     *("test_commands", "test_parity_schedules", "test_launch", "test_faults_ranks", "test_restarts", "test_faults"),
     *("test_families", "test_blocks", "test_adapters", "test_parity_weight_averaging", "test_zero", "test_pipe_rpc"),
+    "test_posting",
 )
 """The files that take longest."""
+
+_LONGEST_OF_UNIT = ("test_trial", "test_rpc_sequential", "test_cli", "test_search", "test_lean")
 
 
 def _turn_of(item: pytest.Item) -> int:
@@ -39,10 +41,14 @@ def _turn_of(item: pytest.Item) -> int:
     """
     if item.path.stem in _LONGEST:
         return _LONGEST.index(item.path.stem)
-    return len(_LONGEST) + ("unit" in item.path.parts)
+    if item.path.stem in _LONGEST_OF_UNIT:
+        return len(_LONGEST) + 1
+    return len(_LONGEST) + 2 * ("unit" in item.path.parts)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch  # here, so that the process that starts pytest-xdist's workers does not import it before them
+
     items.sort(key=_turn_of)
     if torch.cuda.is_available():
         return
@@ -79,6 +85,8 @@ def _turn(*, exclusive: bool) -> Iterator[None]:
 @pytest.fixture
 def float64() -> Iterator[None]:
     """Double precision and one thread, in this process."""
+    import torch
+
     before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)

@@ -42,6 +42,9 @@ from strategies.pipeline.stage.skip import verify_skippables
 
 BALANCE_MODES = ("balance_by_size", "balance_by_time")
 
+BUDGET_SECONDS = 1.0
+"""The time that the passes of all layers may take together, beyond warm-up and the first few."""
+
 
 def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: int | None = None) -> str:
     """Return the dotted path of the part of the model that is pipelined.
@@ -278,7 +281,7 @@ def _costs(
         example = Example(found.model, found.value)
         held = 1 if settings.interleaves else microbatches
     recomputed = num_recomputed(settings.checkpoint, microbatches) / microbatches
-    measure = ByTime(recomputed, 1.0 / len(module)) if by_time else BySize(held)
+    measure = ByTime(recomputed, BUDGET_SECONDS / len(module)) if by_time else BySize(held)
     if not found.is_made:
         with as_misconfiguration():
             return costs_of(model, module, example, measure, device)

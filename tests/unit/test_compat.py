@@ -433,7 +433,7 @@ def _sources_in(file: str | None) -> dict[str, str]:
     ("module", "listed"), [(_TORCH_COMPAT, _IN_TORCH_COMPAT), (_LIGHTNING_COMPAT, _IN_LIGHTNING_COMPAT)]
 )
 def test_the_lists_name_what_a_compat_module_uses(module: Path, listed: dict[str, str]) -> None:
-    tree = ast.parse((ROOT / module).read_text())
+    tree = _tree(module)
     imported = {path for path, _ in _private_imports(tree)}
     arguments = {keyword.arg for keyword in ast.walk(tree) if isinstance(keyword, ast.keyword) and keyword.arg}
     used = ({name for name, _ in _private_attributes(tree)} - _names_defined_in(tree)) | set(
@@ -450,7 +450,7 @@ def test_no_other_module_uses_a_private_name() -> None:
     for path in _modules():
         if path in (_TORCH_COMPAT, _LIGHTNING_COMPAT, _TRANSFORMERS_COMPAT):
             continue
-        tree = ast.parse((ROOT / path).read_text())
+        tree = _tree(path)
         own = _names_defined_in(tree) | _ACCEPTED
         found += [f"{path}:{line} imports {name}" for name, line in _private_imports(tree)]
         found += [f"{path}:{line} uses {name}" for name, line in _private_attributes(tree) if name not in own]
@@ -463,7 +463,7 @@ def test_no_other_module_imports_lightning() -> None:
         f"{path}:{line} imports {name}"
         for path in _modules()
         if path not in (_LIGHTNING_COMPAT, _LIGHTNING_CLI)
-        for name, line in _imports(ast.parse((ROOT / path).read_text()))
+        for name, line in _imports(_tree(path))
         if name.split(".")[0] in ("pytorch_lightning", "lightning_fabric", "lightning")
     ]
     assert not found, f"Import the name from {_LIGHTNING_COMPAT}:\n" + "\n".join(found)
@@ -472,6 +472,11 @@ def test_no_other_module_imports_lightning() -> None:
 def _modules() -> list[Path]:
     found = [path for package in ("strategies", "trainer") for path in (ROOT / package).rglob("*.py")]
     return [path.relative_to(ROOT) for path in found]
+
+
+@functools.cache
+def _tree(path: Path) -> ast.AST:
+    return ast.parse((ROOT / path).read_text())
 
 
 def _is_private(name: str) -> bool:
@@ -491,7 +496,7 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "import_module":
             (name,) = node.args
             yield ast.literal_eval(name) if isinstance(name, ast.Constant) else "", node.lineno
 
@@ -503,7 +508,7 @@ def _private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
             if not _is_of_self(node):
                 yield node.attr, node.lineno
         elif isinstance(node, ast.Call):
-            function = ast.unparse(node.func)
+            function = _last_name(node.func)
             named = node.args[1:2] if function in ("getattr", "setattr", "hasattr", "delattr", "replaced") else []
             named = node.args if function == "attrgetter" else named
             names = [arg.value for arg in named if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
@@ -511,8 +516,16 @@ def _private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((part, node.lineno) for part in parts if _is_private(part))
 
 
+def _last_name(node: ast.AST) -> str:
+    """``c`` of ``c`` and of ``a.b.c``."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
 def _is_of_self(node: ast.Attribute) -> bool:
-    return ast.unparse(node.value) in ("self", "cls", "super()")
+    of = node.value
+    if isinstance(of, ast.Call):
+        return isinstance(of.func, ast.Name) and of.func.id == "super" and not of.args
+    return isinstance(of, ast.Name) and of.id in ("self", "cls")
 
 
 def _names_defined_in(tree: ast.AST) -> set[str]:

@@ -341,7 +341,6 @@ def test_parameters_without_values() -> None:
         check_divisible(Lamb([*elsewhere, *here]), [elsewhere, here])
 
 
-@pytest.mark.alone
 def test_large_models_cost_no_more() -> None:
     p = [nn.Parameter(torch.empty(10_000, 10_000, device="meta")) for _ in range(400)]
     one_by_one = [{"params": [one], "weight_decay": 0.1 * (one.ndim > 1)} for one in p]
