@@ -41,15 +41,15 @@ def ending(how: str, phase: str, rpc_timeout_sec: float) -> tuple[str, str, floa
     return "none", "", time.monotonic() - began
 
 
-CASES = ["kill forward", "kill step", "kill teardown", "hang backward", "stop forward", "compute forward"]
-MORE_CASES = [f"kill {phase}" for phase in ("unpack", "backward", "save", "validation")]
-MORE_CASES += [f"hang {phase}" for phase in ("forward", "step", "teardown")]
+CASES = [f"kill {phase}" for phase in PHASES]
+CASES += [f"hang {phase}" for phase in ("forward", "backward", "step", "teardown")]
+CASES += ["stop forward", "compute forward"]
 
 
-def one_after_another(cases: list[str]) -> dict[str, Any]:
+def one_after_another() -> dict[str, Any]:
     """All in one process: what one leaves would show in the next."""
     reference, seen = faults_job.train("", ""), {}
-    for case in cases:
+    for case in CASES:
         how, phase = case.split()
         seen[case] = ending(how, phase, 60.0 if how == "kill" else HANG_SECONDS)
     seen["after all"] = faults_job.train("", "") == reference
@@ -58,13 +58,10 @@ def one_after_another(cases: list[str]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(330)
-@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE_CASES, marks=pytest.mark.nightly)], ids=["some", "others"])
-def test_a_worker_dies_or_hangs_at_any_phase(cases: list[str]) -> None:
-    assert {case.split()[1] for case in CASES + MORE_CASES} == set(PHASES)
-    seen = run(one_after_another, cases, timeout_seconds=300, allow=["tmp"])
+def test_a_worker_dies_or_hangs_at_any_phase() -> None:
+    seen = run(one_after_another, timeout_seconds=300, allow=["tmp"])
     assert seen.pop("after all")
-    if "compute forward" in cases:
-        assert seen.pop("compute forward")[0] == "none"  # for twice the time-out, alive
+    assert seen.pop("compute forward")[0] == "none"  # for twice the time-out, alive
     for name, (kind, message, seconds) in seen.items():
         how, phase = name.split()
         assert kind == "WorkerLost", (name, kind, message)
@@ -137,7 +134,7 @@ def await_workers(seconds: float, *, ready: bool) -> list[int]:
     return [found[0], found[1]]
 
 
-def killed_while_starting(moments: list[tuple[bool, float]]) -> list[tuple[str, float]]:
+def killed_while_starting() -> list[tuple[str, float]]:
     """Starts a pipeline again and again, and kills one of its workers at those moments.
 
     Returns:
@@ -149,7 +146,7 @@ def killed_while_starting(moments: list[tuple[bool, float]]) -> list[tuple[str, 
         os.kill(await_workers(seconds, ready=ready)[victim], signal.SIGKILL)
         killed.append(time.monotonic())
 
-    for number, moment in enumerate(moments):
+    for number, moment in enumerate(MOMENTS):
         killer = threading.Thread(target=kill, args=(number % 2, *moment))
         killer.start()
         pipeline, message = three_stages(), ""
@@ -171,22 +168,19 @@ def killed_while_starting(moments: list[tuple[bool, float]]) -> list[tuple[str, 
 MOMENTS = [(False, 0.0), (False, 0.1), (False, 0.5), (False, 1.0), *((True, 0.004 * k) for k in range(12))]
 """Whether the time, in seconds, counts from when workers have imported torch, or from when they are spawned."""
 
-EVERY_THIRD = [MOMENTS[::3], pytest.param(MOMENTS, marks=pytest.mark.nightly)]
-
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("moments", EVERY_THIRD, ids=["some", "all"])
-def test_a_worker_that_is_killed_while_the_processes_start(moments: list[tuple[bool, float]]) -> None:
-    for message, seconds in run(killed_while_starting, moments, timeout_seconds=170, env=OWN_SERVER):
+def test_a_worker_that_is_killed_while_the_processes_start() -> None:
+    for message, seconds in run(killed_while_starting, timeout_seconds=170, env=OWN_SERVER):
         assert ", was killed by signal 9 " in message and message.startswith("stage "), message
         assert seconds < SECONDS, (message, seconds)
 
 
-def driver_killed_while_starting(moments: list[tuple[bool, float]]) -> list[float]:
+def driver_killed_while_starting() -> list[float]:
     """The same with the driver, which is a fork of this process; for how long its workers outlived it."""
     seen = []
-    for ready, seconds in moments:
+    for ready, seconds in MOMENTS:
         driver = os.fork()
         if driver == 0:
             try:
@@ -206,7 +200,6 @@ def driver_killed_while_starting(moments: list[tuple[bool, float]]) -> list[floa
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("moments", EVERY_THIRD, ids=["some", "all"])
-def test_a_driver_that_is_killed_while_the_processes_start(moments: list[tuple[bool, float]]) -> None:
-    seen = run(driver_killed_while_starting, moments, timeout_seconds=170, env=OWN_SERVER)
+def test_a_driver_that_is_killed_while_the_processes_start() -> None:
+    seen = run(driver_killed_while_starting, timeout_seconds=170, env=OWN_SERVER)
     assert max(seen) < SECONDS, seen

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from ranks_faults_job import MOMENTS
 from strategies.launch.rank_monitor import RankLost, RankMonitor
 
 SECONDS = 10
-SOME = ("meeting", "backward", "save", "teardown")
+ON_THREE_RANKS = ("start", "forward")
+ON_TWO_RANKS = [moment for moment in MOMENTS if moment not in ON_THREE_RANKS]
 
 
 def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
@@ -53,7 +55,7 @@ def test_the_end_of_a_monitored_rank() -> None:
     assert "relay-rank-monitor" not in {thread.name for thread in threading.enumerate()}
 
 
-def endings(strategy: str, ranks: int, moments: list[str], timeout_seconds: float) -> dict[str, Any]:
+def endings(strategy: str, ranks: int, moments: Sequence[str], timeout_seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.pt"
         job = start_job(str(results), strategy, str(ranks), *moments)
@@ -80,10 +82,11 @@ def undisturbed() -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(430)
-def test_a_rank_is_killed_at_some_moments(undisturbed: float) -> None:
+def test_a_rank_is_killed_at_any_moment(undisturbed: float) -> None:
     """All on one rank 0: what one leaves would show in the next."""
-    seen = run(endings, "ddp", 2, [*SOME, "raises", "rank 0 raises", "same Trainer"], 340.0, timeout_seconds=350)
-    for moment in SOME:
+    moments = [*ON_TWO_RANKS, "raises", "rank 0 raises", "same Trainer"]
+    seen = run(endings, "ddp", 2, moments, 340.0, timeout_seconds=350)
+    for moment in ON_TWO_RANKS:
         check_told(moment, seen[moment], MOMENTS[moment])
     raised = seen["raises"]
     assert raised["kind"] == "RuntimeError" and not raised["left"], raised
@@ -94,14 +97,6 @@ def test_a_rank_is_killed_at_some_moments(undisturbed: float) -> None:
     assert seen["same Trainer"]["loss"] == undisturbed
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(430)
-def test_a_rank_is_killed_at_the_other_moments() -> None:
-    seen = run(endings, "ddp", 2, [moment for moment in MOMENTS if moment not in SOME], 340.0, timeout_seconds=350)
-    for moment, of_rank_0 in seen.items():
-        check_told(moment, of_rank_0, MOMENTS[moment])
-
-
 @pytest.mark.slow
 def test_under_zero(undisturbed: float) -> None:
     seen = run(endings, "zero", 2, ["step", "save", ""], 150.0, timeout_seconds=160)
@@ -110,10 +105,10 @@ def test_under_zero(undisturbed: float) -> None:
         check_told(moment, of_rank_0, MOMENTS[moment])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_the_third_rank_ends_as_well() -> None:
-    seen = run(endings, "ddp", 3, ["start", "forward"], 110.0, timeout_seconds=120)
-    for moment in ("start", "forward"):
+    seen = run(endings, "ddp", 3, ON_THREE_RANKS, 110.0, timeout_seconds=120)
+    for moment in ON_THREE_RANKS:
         check_told(moment, seen[moment], MOMENTS[moment])
 
 

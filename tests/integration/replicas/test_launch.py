@@ -104,7 +104,7 @@ def ending(layout: str, slurm: bool) -> tuple[list[int], str, float]:
     return [job.returncode for job in jobs], said, time.monotonic() - began
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_an_error_in_a_worker_rank() -> None:
     codes, said, seconds = run(ending, "failing", False, timeout_seconds=SECONDS + 20, allow=["tmp"])
     assert codes == [1] and seconds < launched_job.TIMEOUT_SECONDS
@@ -123,7 +123,7 @@ def test_torchrun_starts_all_ranks_anew() -> None:
     torch.testing.assert_close(seen["weights"], weights, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_killed_worker_rank() -> None:
     codes, said, seconds = run(ending, "killed worker", True, timeout_seconds=SECONDS + 20)
     assert codes[0] == 1 and codes[2] == -signal.SIGKILL and seconds < launched_job.TIMEOUT_SECONDS
