@@ -49,6 +49,7 @@ from strategies.lightning.hooks import (
     operations_over_stages,
     scaler_of,
 )
+from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
@@ -182,7 +183,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
-            died or hung. Only for one pipeline whose workers the strategy starts. Default: 0.
+            died or hung. Only for one pipeline, on one host. Default: 0.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
             other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
             such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
@@ -609,8 +610,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._restarts is not None:
-            checks.check_restarts(self.world is not None)
-            self._launcher = self._restarts
+            checks.check_restarts(self.num_nodes)
+            self._launcher = self._restarts if self.world is None else RanksLauncher(self.world, self._restarts)
 
     def on_train_start(self) -> None:
         """Write the first checkpoint from which a run can be restarted."""
@@ -790,8 +791,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._stage_states is not None:
             self._stage_states.forget()
-        if is_resumable and self._restarts is not None:
-            self._restarts.checkpoint_saved(filepath)
+        if is_resumable and self._restarts is not None and self.lightning_module is not None:
+            self._restarts.checkpoint_saved(filepath, stops=self.lightning_module.trainer.should_stop)
 
     def _private_tensors(self) -> list[Tensor]:
         return self._stage_states.gathered_tensors() if self._stage_states is not None else []

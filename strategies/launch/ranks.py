@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.common.activity import noted
+from strategies.launch import rank_supervisor
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 from strategies.launch.supervision import is_alive
 from strategies.launch.workers import environment_of_worker, share_of_threads
@@ -239,14 +240,23 @@ def dismiss(world: World, store: dist.Store) -> None:
     )
 
 
-def become_worker(world: World, number: int = 1) -> NoReturn:
-    """Replaces this process by a worker that serves the sessions of its driver, starting with ``number``."""
+def become_worker(world: World, number: int = 1, *, begun: int | None = None, supervised: bool = False) -> NoReturn:
+    """Replace this process by a worker that serves the sessions of its driver, starting with ``number``.
+
+    Args:
+        world: This rank and the others.
+        number: The number of the first session.
+        begun: The file descriptor of a supervised worker's notes.
+        supervised: Whether this process becomes a supervisor instead, with the worker as its child.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in Path("/dev/fd").iterdir():  # the connections of the script must close
-        if int(descriptor.name) > 2:
+        if int(descriptor.name) > 2 and int(descriptor.name) != begun:
             _close_on_exec(int(descriptor.name))
-    command = [sys.executable, "-m", "strategies.pipeline.worker.serve", json.dumps(asdict(world)), str(number)]
+    module = rank_supervisor.__name__ if supervised else rank_supervisor.SERVE
+    command = [sys.executable, "-m", module, json.dumps(asdict(world)), str(number)]
+    command += [] if begun is None else [str(begun)]
     os.execve(sys.executable, command, environment_of_worker(sys.path))
 
 

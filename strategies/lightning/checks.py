@@ -103,19 +103,18 @@ def check_loss_weight(loss_weight: str, settings: Settings) -> None:
         )
 
 
-def check_restarts(is_external: bool) -> None:
-    """Check that the strategy itself starts the processes that ``max_restarts`` would restart.
+def check_restarts(num_nodes: int) -> None:
+    """Check that all workers are on the driver's host, which sees there how a worker has ended.
 
     Args:
-        is_external: Whether torchrun, SLURM or the like have started them.
+        num_nodes: Number of hosts.
 
     Raises:
-        MisconfigurationException: If it does not.
+        MisconfigurationException: If they are not.
     """
-    if is_external:
+    if num_nodes > 1:
         raise MisconfigurationException(
-            "max_restarts restarts workers that the strategy has started, but these were started from outside. "
-            + _RESTART_OUTSIDE
+            f"max_restarts restarts workers on the driver's host, but num_nodes={num_nodes}. {_RESTART_OUTSIDE}"
         )
 
 

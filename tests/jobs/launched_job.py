@@ -6,6 +6,7 @@ Run as ``launched_job.py RESULTS LAYOUT NUM_NODES``; what comes after the first 
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,17 @@ class OnceKilledNet(KilledNet):
             super().on_train_batch_start(batch, batch_idx)
 
 
+class ReplacedNet(KilledNet):
+    """Twice: the workers of ranks 2 and 2 again, each in another epoch."""
+
+    kills = 0
+
+    def on_train_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.trainer.current_epoch == 1 and type(self).kills < 2:
+            type(self).kills += batch_idx == 2
+            super().on_train_batch_start(batch, batch_idx)
+
+
 ENDS = {
     "failing": FailingNet,
     "killed worker": KilledNet,
@@ -92,11 +104,22 @@ def goes_on(num_nodes: int) -> dict[str, Any]:
     return {"losses": model.losses, "weights": weights, "is_global_zero": trainer.is_global_zero}
 
 
+def restarts() -> dict[str, Any]:
+    """Within fit, from the last checkpoint; the ranks stay. Then a second fit, and one that kills more often."""
+    strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3, max_restarts=2)
+    saves = ModelCheckpoint("kept", save_last=True, every_n_train_steps=3)
+    model, trainer = fit(ReplacedNet, strategy, RANKS, enable_checkpointing=True, callbacks=[saves])
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    again, _ = fit(Net, RPCSequentialStrategy([1, 2, 1, 2], microbatches=3, max_restarts=1), RANKS)
+    return {"losses": model.losses, "weights": weights, "again": again.losses, "is_global_zero": trainer.is_global_zero}
+
+
 def main(results: Path, layout: str, num_nodes: int) -> None:
     if layout in ENDS:
         strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3, rpc_timeout_sec=TIMEOUT_SECONDS)
         fit(ENDS[layout], strategy, RANKS // num_nodes, num_nodes=num_nodes)
-    seen = goes_on(num_nodes) if layout == "killed once" else job(layout, num_nodes)
+    others = {"killed once": partial(goes_on, num_nodes), "replaced": restarts}
+    seen = others.get(layout, partial(job, layout, num_nodes))()
     if seen.pop("is_global_zero"):
         torch.save(seen, results)
     if torch.distributed.is_initialized():

@@ -15,10 +15,11 @@ class RanksLauncher(Launcher):
 
     Args:
         world: This rank and the others.
+        inner: What a driver's calls go through; ``None``: nothing else. With it, ranks replace workers that are killed.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, inner: Launcher | None = None) -> None:
+        self._world, self._inner = world, inner
         self._store: Store | None = None
 
     @property
@@ -33,7 +34,7 @@ class RanksLauncher(Launcher):
             MisconfigurationException: If an earlier Trainer has divided the ranks into another number of stages.
         """
         if not self._world.is_driver:
-            become_worker(self._world)
+            become_worker(self._world, supervised=self._inner is not None)
         if self._store is None:
             store = self._world.store()
             if (before := self._world.divided_into(store)) != self._world.num_stages:
@@ -44,6 +45,8 @@ class RanksLauncher(Launcher):
                 )
             atexit.register(dismiss, self._world, store)
             self._store = store
+        if self._inner is not None:
+            return self._inner.launch(function, *args, trainer=trainer, **kwargs)
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:

@@ -58,7 +58,7 @@ class Restarts(Launcher):
         self._max_restarts, self._settle, self._abandon = max_restarts, settle, abandon
         self._folder: Path | None = None  # while there is a fit
         self._beginning: Beginning | None = None
-        self._checkpoints: list[Any] = []
+        self._checkpoints: dict[Any, bool] = {}  # with whether a callback has asked to stop
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -94,7 +94,7 @@ class Restarts(Launcher):
                             raise
                         where = "where it began" if last in (None, self._first) else last
                         rank_zero_warn(f"{error}\nRestart {number} of at most {self._max_restarts}, from {where}.")
-                    self._tidy(trainer)
+                    self._tidy(trainer, stops=self._checkpoints.get(last, False))
                     set_rng_states(random_state)
                     given.arguments["ckpt_path"] = last or given.arguments.get("ckpt_path")
             finally:
@@ -113,10 +113,11 @@ class Restarts(Launcher):
         if self._folder is not None and self._first not in self._checkpoints:
             trainer.save_checkpoint(self._first, weights_only=False)
 
-    def checkpoint_saved(self, path: Any) -> None:
-        """Records a checkpoint from which training can continue."""
+    def checkpoint_saved(self, path: Any, *, stops: bool) -> None:
+        """Records a checkpoint from which training can continue, and ``trainer.should_stop``, which is not in it."""
         if self._folder is not None:
-            self._checkpoints = [*(other for other in self._checkpoints if other != path), path]
+            self._checkpoints.pop(path, None)
+            self._checkpoints[path] = stops
 
     @property
     def is_restart(self) -> bool:
@@ -132,7 +133,7 @@ class Restarts(Launcher):
         # Callbacks remove checkpoints, and one that was being written may be missing.
         return next((path for path in reversed(self._checkpoints) if get_filesystem(path).exists(str(path))), None)
 
-    def _tidy(self, trainer: Trainer) -> None:
+    def _tidy(self, trainer: Trainer, *, stops: bool) -> None:
         """Restores Trainer and model to their state before ``fit``."""
         self._abandon()
         trainer.training = True  # the worker may have been lost in validation
@@ -149,7 +150,7 @@ class Restarts(Launcher):
         for callback in cast(Any, trainer).callbacks:
             if isinstance(callback, WeightAveraging):
                 forget_update_epoch(callback)  # no checkpoint holds it
-        trainer.should_stop = False
+        trainer.should_stop = stops
 
 
 def _is_search(trainer: Trainer) -> bool:

@@ -15,7 +15,7 @@ import cloudpickle
 import torch
 from torch import Tensor, nn
 
-from strategies.common.torch_compat import storage_key
+from strategies.common.torch_compat import storage_key, version_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -90,7 +90,7 @@ class ObjectsAtStart:
 def _mark(value: Any) -> Any:
     """Return a value that stays equal as long as an attribute does not change."""
     if isinstance(value, Tensor):
-        return id(value), value._version
+        return id(value), version_of(value)
     if type(value) in _PLAIN:
         return type(value), repr(value)
     return id(value) if callable(value) else _canonical(value) or id(value)

@@ -1,6 +1,8 @@
-"""The process of a rank that is not a driver, ``python -m strategies.pipeline.worker.serve WORLD NUMBER``: one session.
+"""A worker of a rank, ``python -m strategies.pipeline.worker.serve WORLD NUMBER [BEGUN]``: one session.
 
 After the session the process replaces itself by a new one with the same process id, which waits for the next session.
+It is the process of the rank, or, with the file descriptor BEGUN, the child of
+:mod:`~strategies.launch.rank_supervisor`.
 """
 
 import json
@@ -18,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
+from strategies.launch.rank_supervisor import end_with_supervisor, note_session
 from strategies.launch.ranks import World, appear, become_worker, call_key, gone_key, over_key, ready_key
 from strategies.launch.session import Session, join_rpc
 from strategies.launch.supervision import Watchdog
@@ -27,12 +30,22 @@ _LOOK_SECONDS = 0.2
 _ASK_SECONDS = 2.0
 
 
-def main(world: World, number: int) -> None:
-    """Waits for session ``number`` of the driver and serves it, then replaces this process for the next session."""
+def main(world: World, number: int, begun: int | None = None) -> None:
+    """Waits for session ``number`` of the driver and serves it, then replaces this process for the next session.
+
+    Args:
+        world: This rank and the others.
+        number: The number of the session.
+        begun: The file descriptor of a supervised worker's notes.
+    """
+    if begun is not None:
+        end_with_supervisor()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers, after it has fetched their state
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice of SLURM, which Lightning handles on the driver
     store = world.store()
     call, session = _next_session(world, store, number)
+    if begun is not None:
+        note_session(begun, number)
     try:
         _serve(world, store, call, session)
     except RuntimeError as error:
@@ -42,7 +55,7 @@ def main(world: World, number: int) -> None:
             os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _next_session(world, store, number + 1)  # waits here: a new process might find the store closed
-    become_worker(world, number + 1)
+    become_worker(world, number + 1, begun=begun)
 
 
 def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Session]:
@@ -110,4 +123,4 @@ def _is_over(store: dist.Store, call: str) -> bool:
 
 
 if __name__ == "__main__":
-    main(World(**json.loads(sys.argv[1])), int(sys.argv[2]))
+    main(World(**json.loads(sys.argv[1])), *map(int, sys.argv[2:]))
