@@ -10,8 +10,9 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -19,9 +20,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import rpc
+from torch.distributed import ProcessGroup, rpc
 from torch.optim import Optimizer
 
+from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
 from strategies.common.stage_layers import StageLayers, describe, kind_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
@@ -48,6 +50,7 @@ from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.schedule.measured import Recorded
+from strategies.pipeline.snapshots import OwnParts, Snapshots, Whole, check_snapshots
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
@@ -59,10 +62,13 @@ from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
 from strategies.pipeline.worker.payload import Parcel, Payload, pickled
-from strategies.pipeline.worker.process import host
+from strategies.pipeline.worker.process import host, host_snapshot
 
 _END_SECONDS = 5.0
 """How long a worker may take to end by itself."""
+
+_MOST_ATTEMPTS = 3
+"""How often new workers are started if one of them is lost at once."""
 
 _MAX_COMMANDS = 32
 """How many commands without a result may be under way to a stage on the data plane."""
@@ -92,19 +98,41 @@ class _Running:
     state: StateOfStages
     copies: list[StateOfStages]
     """The state of each copy of the model."""
+    holders: list[Holder]
     workers: Workers | Ranks | None
+    threads: int
+    """Number of threads that each process computes with."""
+    session: ExitStack
+    """Ends the workers and what is connected to them, last started first."""
     ending: ExitStack
     """Ends the pipeline, last started first."""
 
 
 @dataclass(frozen=True)
 class _Workers:
-    """The workers of a pipeline, connected and with their stages."""
+    """The workers of a pipeline, connected."""
 
-    remotes: list[RemoteStage]
     connections: Connections
     processes: Workers | Ranks | None = None
     wait: Wait = wait_here
+    group: ProcessGroup | None = None
+    unpacked: Sequence[Future[int]] = ()
+    """For each worker, the result of a first command, which it runs when it has its stage."""
+
+    def await_stage(self, i: int, remote: RemoteStage) -> None:
+        """Wait until a worker has its stage, and use the data plane for its commands."""
+        assert self.group is not None
+        remote.result(self.unpacked[i])
+        remote.connect(Sender(self.group, i, tag=COMMANDS_TAG, limit=_MAX_COMMANDS, wait=self.wait))
+
+
+def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
+    return StageProcess(
+        processes.process(i),
+        ended=lambda: processes.ended(i, wait_seconds=0.5),
+        doing=lambda: processes.doing(i),
+        kill=lambda: processes.kill(i),
+    )
 
 
 class Recording:
@@ -140,6 +168,11 @@ class Recording:
         if self._records is None:
             self._records = self._answers()
         return self._records
+
+    def lose(self, empty: Sequence[Recorded]) -> None:
+        """The workers have ended: take these records, which are empty, if those of the workers have not been taken."""
+        if self.is_over and self._records is None:
+            self._records = list(empty)
 
 
 class Pipeline(NotCopyable):
@@ -207,6 +240,7 @@ class Pipeline(NotCopyable):
             self._blocks = DeferredBlocks(module, self._run_blocks, path, model, order)
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
+        self._snapshots: Snapshots | None = None
         self._recordings: list[Recording] = []
 
     def _divide(self, balance: Sequence[int]) -> None:
@@ -428,6 +462,141 @@ class Pipeline(NotCopyable):
             self._start_with_grads()
             raise
 
+    # Snapshots
+
+    @property
+    def last_snapshot(self) -> int | None:
+        """Number of the last snapshot that all processes are known to have; ``None`` if there is none."""
+        whole = self._snapshots.last() if self._snapshots is not None else None
+        return None if whole is None else whole.number
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of memory that the snapshots take on all processes."""
+        return self._snapshots.size_bytes if self._snapshots is not None else 0
+
+    def snapshot(self, number: int, *, with_grads: bool = False) -> None:
+        """Copy the state of every process, to which :meth:`recover` goes back when workers are lost.
+
+        To be called between two batches, such as after an optimizer step. The workers copy their parts while this
+        process copies its own, and it does not wait for them, except after the first snapshot. The last two snapshots
+        exist.
+
+        Args:
+            number: The number of the snapshot, larger than that of the last one.
+            with_grads: Whether gradients are part of it. Otherwise :meth:`recover` leaves parameters without.
+
+        Raises:
+            ValueError: If no snapshot can be taken, because of the processes or devices of this pipeline, or because an
+                object of a layer cannot be copied.
+            RuntimeError: If a batch is on its way through the pipeline.
+        """
+        running = self._usable()
+        executor, is_first = running.executor, self._snapshots is None
+        if executor.stage.num_kept:
+            raise RuntimeError(
+                "a snapshot can be taken between steps only, but a batch is on its way through the pipeline: take it "
+                "after the optimizer's step"
+            )
+        if self._snapshots is None:
+            replicas = self._replicas.count if self._replicas is not None else 1
+            check_snapshots(replicas=replicas, is_external=self._world is not None, devices=self._devices)
+            self._snapshots = Snapshots(len(executor.remotes))
+        snapshots = self._snapshots
+        if snapshots.is_under_way:
+            self.wait()
+        ordered = snapshots.order(number)
+        executor.carry_changes()
+        for remote, slot in zip(executor.remotes, snapshots.slots[ordered.place], strict=True):
+            remote.tell(StageCommands.snapshot, number, slot.address, with_grads)
+        with executor.side_outputs.removed_for_layers():
+            snapshots.take_own(ordered, self._own_parts(running), with_grads=with_grads)
+        if is_first:
+            self.wait()
+
+    def recover(self) -> int:
+        """Go back to the last snapshot that every process has whole, with new workers.
+
+        Everything that belongs to the pipeline is as it was then: parameters, buffers, gradients (or none), optimizers
+        with states and hyperparameters, attributes of the layers, seeds, and the random states of all processes. The
+        stand-ins of tensors, the optimizers and the hooks on them stay the same objects. Passes that are under way are
+        given up.
+
+        Returns:
+            The number of the snapshot.
+
+        Raises:
+            RuntimeError: If there is no snapshot, or if workers are lost again and again. The pipeline has ended then.
+        """
+        running = self._running
+        if running is None:
+            raise RuntimeError("the pipeline has ended, and its snapshots with it")
+        try:
+            for attempt in range(1, _MOST_ATTEMPTS + 1):
+                running.session.close()
+                whole = self._snapshots.last() if self._snapshots is not None else None
+                if self._snapshots is None or whole is None:
+                    raise RuntimeError("there is no snapshot of the pipeline that every process has whole")
+                try:
+                    return self._go_back(running, self._snapshots, whole)
+                except WorkerLost:
+                    if attempt == _MOST_ATTEMPTS:
+                        raise
+        except BaseException:
+            self.abandon()
+            raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _go_back(self, running: _Running, snapshots: Snapshots, whole: Whole) -> int:
+        """Start workers from a snapshot, and restore what is in this process."""
+        snapshots.go_back(whole)
+        self.failures = Failures()
+        remotes = list(running.executor.remotes)
+
+        def ship(i: int, session: Session) -> Any:
+            address = snapshots.slots[whole.place][i].address
+            return rpc.remote(session.name(i), host_snapshot, args=(address, whole.number, i, session), timeout=0)
+
+        workers = _Workers(Connections.of_one_process(len(self.balance)))
+        if remotes:
+            workers = self._connect(ship, remotes, running.threads, running.session)
+        snapshots.restore_own(whole)
+        for i, remote in enumerate(remotes):
+            workers.await_stage(i, remote)
+        if self._blocks is not None:
+            self._blocks.end()
+            self._blocks.start()
+        executor, whole_batch, per_microbatch = self._executing(workers, remotes, running.holders, running.session)
+        executor.forget_shared_values()
+        self._running = replace(
+            running,
+            executor=executor,
+            whole_batch=whole_batch,
+            per_microbatch=per_microbatch,
+            workers=workers.processes,
+        )
+        for recording in self._recordings:
+            recording.lose([Recorder(device).recorded() for device in self._devices])
+        if any(not recording.is_over for recording in self._recordings):
+            self._record()
+        return whole.number
+
+    def _drop_snapshots(self) -> None:
+        snapshots, self._snapshots = self._snapshots, None
+        if snapshots is not None:
+            snapshots.close()
+
+    def _own_parts(self, running: _Running) -> OwnParts:
+        copied = [p for copy, _ in self._copies for p in copy.model.parameters() if not p.is_meta]
+        return OwnParts(
+            modules=[model for model, _, _, _ in self._all()],
+            stages=self.stages,
+            parameters=list(dict.fromkeys([*self._parameters_here(), *copied])),
+            optimizers=self.optimizers.optimizers,
+            seeds=self._seeds,
+            holders=running.holders,
+        )
+
     def _start_with_grads(self) -> None:
         """Start the workers, whose layers keep the gradients that their parameters have here."""
         owned = [set(owned_parameters(i, stage, self._ties)) for i, stage in enumerate(self.stages[:-1])]
@@ -497,16 +666,59 @@ class Pipeline(NotCopyable):
 
         ``holders`` gets an entry for each stage whose layers have left this process.
         """
-        last = len(self.stages) - 1
         ending.callback(torch.set_num_threads, torch.get_num_threads())
         num_local = len(self.stages) * (self._replicas.count if self._replicas else 1)
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
-        workers = _Workers([], Connections.of_one_process(len(self.balance)))
+        remotes: list[RemoteStage] = []
+        ending.callback(_close, remotes)
+        ending.callback(self._drop_snapshots)
+        session = ending.enter_context(ExitStack())
+        workers = _Workers(Connections.of_one_process(len(self.balance)))
         if parcels:
-            workers = self._launch(parcels, threads, holders, ending)
+            workers = self._launch(parcels, threads, remotes, holders, session, ending)
         self.optimizers.drop_shipped_states()
+        averaging = None
+        if self._replicas is not None:
+            averaging = self._join_replicas(self._replicas, workers.wait)
+        divides = self._replicas is not None and self._replicas.divide_states
+        self.optimizers.connect(remotes, numbers, dividing=averaging if divides else None)
+        ending.callback(self.optimizers.end)
+        executing = self._executing(workers, remotes, holders, session, averaging)
+        if self._blocks is None:
+            ending.callback(replaced(self.module, "forward", self._forward))
+        else:
+            self._blocks.start()
+            ending.callback(self._blocks.end)
+        state = StateOfStages(self.module, self.stages, remotes)
+        ending.callback(state.end)
+        copies: list[StateOfStages] = []
+        for number, (copy, stages) in enumerate(self._copies, start=1):
+            ending.enter_context(_copy_on_stages(copy.module, stages[:-1]))
+            copies.append(StateOfStages(copy.module, stages, remotes, number))
+            ending.callback(copies[-1].end)
+        return _Running(
+            *executing,
+            state,
+            copies,
+            holders,
+            workers.processes,
+            threads=threads,
+            session=session,
+            ending=ending.pop_all(),
+        )
+
+    def _executing(
+        self,
+        workers: _Workers,
+        remotes: Sequence[RemoteStage],
+        holders: Sequence[Holder],
+        session: ExitStack,
+        averaging: Averaging | None = None,
+    ) -> tuple[Executor, WholeBatch, PerMicrobatch | None]:
+        """Make what leads the stages through passes, until the session ends."""
+        last = len(self.stages) - 1
         stage = Stage(
             chunks_of(
                 self.stages[last],
@@ -517,13 +729,7 @@ class Pipeline(NotCopyable):
                 side_outputs=SideOutputs.of(last, self.stages[last]),
             )
         )
-        ending.callback(stage.close)
-        averaging = None
-        if self._replicas is not None:
-            averaging = self._join_replicas(self._replicas, workers.wait)
-        divides = self._replicas is not None and self._replicas.divide_states
-        self.optimizers.connect(workers.remotes, numbers, dividing=averaging if divides else None)
-        ending.callback(self.optimizers.end)
+        session.callback(stage.close)
         executor = Executor(
             PipelineParts(
                 module=self.module,
@@ -531,7 +737,7 @@ class Pipeline(NotCopyable):
                 stage=stage,
                 timetables=self.timetables,
                 connections=workers.connections,
-                remotes=workers.remotes,
+                remotes=remotes,
                 failures=self.failures,
                 settings=self.settings,
                 next_seed=partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
@@ -539,23 +745,13 @@ class Pipeline(NotCopyable):
                 averaging=averaging,
             )
         )
-        whole_batch, per_microbatch = WholeBatch(executor), None
-        ending.callback(whole_batch.close)
-        if self.settings.interleaves:
-            per_microbatch = PerMicrobatch(executor, self._parameters_here)
-        if self._blocks is None:
-            ending.callback(replaced(self.module, "forward", self._forward))
-        else:
-            self._blocks.start()
-            ending.callback(self._blocks.end)
-        state = StateOfStages(self.module, self.stages, workers.remotes)
-        ending.callback(state.end)
-        copies: list[StateOfStages] = []
-        for number, (copy, stages) in enumerate(self._copies, start=1):
-            ending.enter_context(_copy_on_stages(copy.module, stages[:-1]))
-            copies.append(StateOfStages(copy.module, stages, workers.remotes, number))
-            ending.callback(copies[-1].end)
-        return _Running(executor, whole_batch, per_microbatch, state, copies, workers.processes, ending.pop_all())
+        whole_batch = WholeBatch(executor)
+        session.callback(whole_batch.close)
+        return (
+            executor,
+            whole_batch,
+            PerMicrobatch(executor, self._parameters_here) if self.settings.interleaves else None,
+        )
 
     def _move_to_worker(self, i: int, remote: RemoteStage) -> Holder:
         """Replace the tensors of a stage, which its worker has, by stand-ins."""
@@ -612,47 +808,66 @@ class Pipeline(NotCopyable):
             placement=self.timetables.placement,
         )
 
-    def _launch(self, parcels: Sequence[Parcel], threads: int, holders: list[Holder], ending: ExitStack) -> _Workers:
-        """Start the workers, connect the data plane, and ship the stages, each of which leaves this process then."""
+    def _launch(
+        self,
+        parcels: Sequence[Parcel],
+        threads: int,
+        remotes: list[RemoteStage],
+        holders: list[Holder],
+        session: ExitStack,
+        ending: ExitStack,
+    ) -> _Workers:
+        """Start the workers and ship the stages, each of which leaves this process then."""
+
+        def ship(i: int, session: Session) -> Any:
+            hosted = rpc.remote(session.name(i), host, args=(parcels[i].blob, i, session), timeout=0)
+            parcels[i].blob = b""
+            return hosted
+
+        workers = self._connect(ship, remotes, threads, session)
+        for i, (parcel, remote) in enumerate(zip(parcels, remotes, strict=True)):
+            assert workers.group is not None
+            with self.failures.explained():
+                send_storages(parcel.storages, workers.group, i, workers.wait)
+            workers.await_stage(i, remote)
+            holders.append(self._move_to_worker(i, remote))
+            ending.callback(holders[-1].end)
+        return workers
+
+    def _connect(
+        self, ship: Callable[[int, Session], Any], remotes: list[RemoteStage], threads: int, ending: ExitStack
+    ) -> _Workers:
+        """Start the workers and connect the data plane.
+
+        Args:
+            ship: Makes a worker, by its number, host its stage; returns the ``RRef`` to the host.
+            remotes: Those of the workers before, which get the new connections; or empty, and filled.
+            threads: Number of threads that each process computes with.
+            ending: Ends what has been started.
+        """
         stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
-        remotes: list[RemoteStage] = []
-        ending.callback(_close, remotes)
         processes = Workers(stages) if self._world is None else Ranks(self._world)
-        ending.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if remotes else 0.0))
+        started = False
+        ending.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if started else 0.0))
         session = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
-        for i, parcel in enumerate(parcels):
-            remotes.append(self._ship(i, stages[i], parcel.blob, session, processes))
-            parcel.blob = b""
+        started = True
+        for i, stage in enumerate(stages):
+            name, hosted, process = session.name(i), ship(i, session), _stage_process(processes, i)
+            if i < len(remotes):
+                remotes[i].renew(name, hosted, process, self.failures)
+            else:
+                remotes.append(RemoteStage(name, hosted, stage, process, self.failures))
         watch = Watch(remotes, session.timeout_seconds)
         ending.callback(watch.end)
         wait = InterruptibleWait(self.failures)
         ending.callback(wait.end)
         unpacked = [remote.start(StageCommands.num_kept) for remote in remotes]
         with self.failures.explained():
-            group = join_data_plane(session, len(parcels), self.failures.raise_untold)
+            group = join_data_plane(session, len(stages), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         rank_of = self.timetables.rank_of
         connections = Connections.to_workers(group, rank_of, self.device, self._ties, named, wait)
-        del named
-        for i, (parcel, remote, answer) in enumerate(zip(parcels, remotes, unpacked, strict=True)):
-            with self.failures.explained():
-                send_storages(parcel.storages, group, i, wait)
-            remote.result(answer)
-            remote.connect(Sender(group, i, tag=COMMANDS_TAG, limit=_MAX_COMMANDS, wait=wait))
-            holders.append(self._move_to_worker(i, remote))
-            ending.callback(holders[-1].end)
-        return _Workers(remotes, connections, processes, wait)
-
-    def _ship(self, i: int, stage: str, blob: bytes, session: Session, processes: Workers | Ranks) -> RemoteStage:
-        name = session.name(i)
-        process = StageProcess(
-            processes.process(i),
-            ended=lambda: processes.ended(i, wait_seconds=0.5),
-            doing=lambda: processes.doing(i),
-            kill=lambda: processes.kill(i),
-        )
-        hosted = rpc.remote(name, host, args=(blob, i, session), timeout=0)
-        return RemoteStage(name, hosted, stage, process, self.failures)
+        return _Workers(connections, processes, wait, group, unpacked)
 
     # End
 

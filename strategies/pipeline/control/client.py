@@ -187,6 +187,21 @@ class StageProcess:
     kill: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class _Called:
+    """Whom a call was made to.
+
+    Attributes:
+        process: The process of the stage then.
+        lost: Done if that process has been given up.
+        failures: Where its failures are recorded.
+    """
+
+    process: StageProcess
+    lost: Future[None]
+    failures: Failures
+
+
 class RemoteStage(NotCopyable):
     """Sends commands to a stage on a worker.
 
@@ -242,6 +257,25 @@ class RemoteStage(NotCopyable):
         """
         self.has_closed, self.failures = True, Failures()
         self._channel = self._end = None
+
+    def renew(self, name: str, host: Any, process: StageProcess, failures: Failures) -> None:
+        """Send commands to another process from now on, which has taken over the stage of the one before.
+
+        What has not been sent is dropped.
+
+        Args:
+            name: Its RPC name.
+            host: The ``RRef`` to its host.
+            process: The process.
+            failures: Where failures of the stage are recorded from now on.
+        """
+        self._name, self._host, self.process, self.failures = name, host, process, failures
+        self._number, self._lost = 0, Future()
+        self._queued.clear()
+        self._end = self._channel = None
+        self._takes_commands, self._num_told, self._num_taking = False, 0, 0
+        self.version += 1
+        self.in_pass = False
 
     @property
     def has_ended(self) -> bool:
@@ -340,8 +374,9 @@ class RemoteStage(NotCopyable):
             reply = futures.Future()
             reply.set_exception(error)
         self._number += 1
-        failures = self.failures  # those of now: who leads the stages may have others by the time of the reply
-        reply.add_done_callback(lambda reply: self._settle(reply, done, failures))
+        # Those of now: who leads the stages may have others by the time of the reply, and the stage another process.
+        called = _Called(self.process, self._lost, self.failures)
+        reply.add_done_callback(lambda reply: self._settle(reply, done, called))
         return done
 
     def start_until(
@@ -439,15 +474,16 @@ class RemoteStage(NotCopyable):
             raise WorkerLost(f"{self.description}, {self.process.description}, has been given up")
         return started.result()
 
-    def _settle(self, reply: Any, done: "Future[Any]", failures: Failures) -> None:
+    def _settle(self, reply: Any, done: "Future[Any]", called: "_Called") -> None:
         """Pass on the reply to a call; runs on a thread of RPC."""
+        process, failures = called.process, called.failures
         try:
             value = reply.value()
         except Exception as error:
-            ended = self.process.ended()
-            what = f"{self.description}, {self.process.description}"
+            ended = process.ended()
+            what = f"{self.description}, {process.description}"
             lost = WorkerLost(f"{what}, {ended or f'did not answer: {error}'}")
-            killed_by_us = self.is_lost or (ended is None and is_consequence(error))
+            killed_by_us = called.lost.done() or (ended is None and is_consequence(error))
             failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
             return

@@ -20,6 +20,7 @@ from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.stage import Pass
+from strategies.pipeline.transport.slots import SlotAddress
 
 Attributes = dict[int, dict[str, Any]]
 """Plain attributes of some modules, by the place of the module in ``modules()``."""
@@ -257,6 +258,12 @@ class StageCommands(Protocol):
     @command()
     def load_optimizer_states_read(self) -> None:
         """Load the states of all optimizers that have been read from a sharded checkpoint."""
+
+    # Snapshots, see strategies.pipeline.snapshots
+
+    @command(changes_values=False, doing="snapshot")
+    def snapshot(self, number: int, address: SlotAddress, with_grads: bool) -> None:
+        """Copy the state of the stage into a slot, as the snapshot with this number."""
 
     # Profiling
 

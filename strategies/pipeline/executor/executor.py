@@ -249,6 +249,10 @@ class Executor(NotCopyable):
                 remote.queue(StageCommands.share_values, number)
             self.connections.ties.share_values(number)
 
+    def forget_shared_values(self) -> None:
+        """Share the values of tied parameters ahead of the next pass in any case."""
+        self._shared = None
+
     def _state_of_ties(self) -> tuple[int, list[int]] | None:
         """Changes whenever the value of a tied parameter may have changed."""
         ties = self.connections.ties

@@ -94,9 +94,12 @@ class Mirror:
 
 def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:
     """Return the plain attributes of each module, including ``training``, in the order of ``modules()``."""
-    return [
-        {name: value for name, value in vars(module).items() if type(value) in _PLAIN} for module in layers.modules()
-    ]
+    return [plain_attributes_of(module) for module in layers.modules()]
+
+
+def plain_attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of one module, including ``training``."""
+    return {name: value for name, value in vars(module).items() if type(value) in _PLAIN}
 
 
 def set_attributes(layers: nn.Module, attributes: Attributes) -> None:

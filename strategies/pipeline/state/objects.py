@@ -50,7 +50,7 @@ def objects_of(layers: nn.Module) -> tuple[bytes, dict[tuple[int, str], Tensor]]
             if type(value) is Tensor:
                 if not value.requires_grad and not value.is_meta and storage_key(value) not in held:
                     tensors[k, name] = value.cpu()
-            elif _pickled(value) is not None:
+            elif pickled_alone(value) is not None:
                 objects[k, name] = value
     return cloudpickle.dumps(objects), tensors
 
@@ -93,16 +93,17 @@ def _mark(value: Any) -> Any:
         return id(value), version_of(value)
     if type(value) in _PLAIN:
         return type(value), repr(value)
-    return id(value) if callable(value) else _canonical(value) or id(value)
+    return id(value) if callable(value) else canonical(value) or id(value)
 
 
-def _canonical(value: Any) -> bytes | None:
+def canonical(value: Any) -> bytes | None:
     """Return a pickle that does not depend on how the object was made: which equal strings in it are one object."""
-    first = _pickled(value)
-    return None if first is None else _pickled(pickle.loads(first))
+    first = pickled_alone(value)
+    return None if first is None else pickled_alone(pickle.loads(first))
 
 
-def _pickled(value: Any) -> bytes | None:
+def pickled_alone(value: Any) -> bytes | None:
+    """Return a pickle of an object; ``None`` if it cannot be pickled, or contains modules or tensors."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(value)

@@ -9,7 +9,7 @@ The driver does not wait. An operation is identified by the ATen operator that r
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -44,6 +44,7 @@ class RemoteValue:
 
     def __del__(self) -> None:
         if isinstance(self.key, int):
+            self.holder.referenced.discard(self.key)
             self.holder.stage.queue(StageCommands.free_value, self.key)
 
     def reference(self, tensor: Tensor) -> Reference:
@@ -63,6 +64,8 @@ class Holder:
         self.stage, self.description = stage, stage.description
         self.num_writes = 0
         """How many operations have changed values in place."""
+        self.referenced: set[int] = set()
+        """The numbers of computed values to which something on the driver refers."""
         self._numbers = itertools.count()
         self._has_ended = False
 
@@ -74,7 +77,14 @@ class Holder:
 
     def computed(self, stand_in: Tensor) -> RemoteValue:
         """Return a reference to the result of an operation, for which ``stand_in`` stands on the driver."""
-        return RemoteValue(self, next(self._numbers), stand_in)
+        number = next(self._numbers)
+        self.referenced.add(number)
+        return RemoteValue(self, number, stand_in)
+
+    def free_others(self, known: Iterable[int]) -> None:
+        """Free those of some computed values, by number, to which nothing refers any more."""
+        for number in sorted(set(known) - self.referenced):
+            self.stage.queue(StageCommands.free_value, number)
 
     def end(self) -> None:
         """Refuse all further operations, because the stage has ended."""
@@ -270,7 +280,8 @@ class HeldValues:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._computed: dict[int, Tensor] = {}
+        self.computed: dict[int, Tensor] = {}
+        """Results of operations that the driver refers to, by number."""
 
     @torch.no_grad()
     def compute(self, operation: Operation) -> None:
@@ -289,12 +300,12 @@ class HeldValues:
         kwargs = {name: value for name, value in kwargs.items() if value != torch.device("meta")}
         for number, result in zip(operation.results, _listed(func(*args, **kwargs)), strict=False):
             if number is not None:
-                self._computed[number] = result
+                self.computed[number] = result
 
     def tensor(self, reference: Reference) -> Tensor:
         """Return the tensor that a reference names, detached."""
         key = reference.key
-        value = self._computed[key] if isinstance(key, int) else attrgetter(key[1])(self._modules[key[0]]).detach()
+        value = self.computed[key] if isinstance(key, int) else attrgetter(key[1])(self._modules[key[0]]).detach()
         view, base = reference.view, reference.base
         if value.dtype != base.dtype or value.shape != base.size:
             raise RuntimeError(
@@ -308,7 +319,7 @@ class HeldValues:
 
     def free(self, number: int) -> None:
         """Free a computed value."""
-        self._computed.pop(number, None)
+        self.computed.pop(number, None)
 
 
 def _fetch(holder: Holder, reference: Reference, read: Callable[..., Tensor]) -> Tensor:

@@ -4,6 +4,7 @@ import itertools
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.host import run_calls
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
-from strategies.common.stage_layers import describe
+from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only, unscale_grads
 from strategies.optim.calls import MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
@@ -24,6 +25,7 @@ from strategies.optim.restricted import (
     parameters_of,
     part_of,
     put_together,
+    taken_apart,
 )
 from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.commands import Attributes, StageCommands
@@ -40,8 +42,10 @@ from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
 from strategies.pipeline.state.objects import objects_of
 from strategies.pipeline.state.remote_operations import HeldValues
+from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.payload import Payload, unpickled
+from strategies.pipeline.worker.taking_over import ProcessRandomState, StageSlots, StageState
 from strategies.pipeline.worker.wiring import Wiring
 
 _SHELVING = {
@@ -72,8 +76,10 @@ class HostedStage(StageCommands):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._index, self._activity, self._wiring = payload.index, activity, wiring
+        self._settings = replace(payload, optimizers=[], numbers=[], copies=[])
         self._layers = payload.layers.to(device)
-        self._modules = [self._layers, *(_moved(copy, device) for copy in payload.copies)]
+        self._copies = [_moved(copy, device) for copy in payload.copies]
+        self._modules: list[nn.Sequential] = [self._layers, *self._copies]
         self._values = HeldValues(self._modules)
         self._placement = payload.placement
         self._stage = Stage(
@@ -109,6 +115,7 @@ class HostedStage(StageCommands):
         """
         self.states_read: dict[int, Any] = {}
         """Optimizer states that an RPC thread has read from a checkpoint, for the next command."""
+        self._slots = StageSlots()
         self._trace: torch.profiler.profile | None = None
         for parameter in self._layers.parameters():
             parameter.grad = None
@@ -121,6 +128,13 @@ class HostedStage(StageCommands):
     def announce_failure(self) -> None:
         for sender in (*self._wiring.outputs, *self._wiring.input_grads, *self._ties.senders):
             sender.fail()
+
+    def resume(self, state: StageState) -> None:
+        """Take what a snapshot holds besides the payload."""
+        self._values.computed.update(state.computed)
+        if state.grads is not None:
+            self.load_grads(state.grads)
+        state.random_state.restore()
 
     # Passes
 
@@ -396,6 +410,20 @@ class HostedStage(StageCommands):
         for k, state in states.items():
             self.load_optimizer_states(k, state["state"])
 
+    # Snapshots
+
+    def snapshot(self, number: int, address: SlotAddress, with_grads: bool) -> None:
+        payload = replace(
+            self._settings,
+            layers=self._layers,
+            optimizers=[taken_apart(optimizer) for optimizer in self._optimizers],
+            numbers=self._numbers,
+            copies=self._copies,
+        )
+        grads = {name: p.grad for name, p in self._layers.named_parameters()} if with_grads else None
+        state = StageState(payload, self._values.computed, grads, ProcessRandomState.taken())
+        self._slots.write(address, number, state)
+
     # Profiling
 
     def start_recording(self) -> None:
@@ -432,7 +460,7 @@ def _averaging(payload: Payload, layers: nn.Sequential, activity: Activity) -> A
     return averaging
 
 
-def _moved(copy: nn.Sequential, device: torch.device) -> nn.Sequential:
+def _moved(copy: StageLayers, device: torch.device) -> StageLayers:
     """Move a copy of the layers to ``device``, unless it is on the CPU, where averages save the memory of a GPU."""
     tensors = (*copy.parameters(), *copy.buffers())
     return copy if all(tensor.device.type == "cpu" for tensor in tensors) else copy.to(device)
@@ -457,3 +485,19 @@ def unpack(
     assert isinstance(payload, Payload)
     receive(storages)
     return HostedStage(payload, wire(payload), activity)
+
+
+def take_over(address: SlotAddress, number: int, wire: Callable[[Payload], Wiring], activity: Activity) -> HostedStage:
+    """Create a stage from a snapshot of it.
+
+    Args:
+        address: The slot.
+        number: The number of the snapshot.
+        wire: Connects the stage.
+        activity: Where the stage records what it does.
+    """
+    activity.doing = "taking over a snapshot"
+    state = StageSlots().read(address, number)
+    stage = HostedStage(state.payload, wire(state.payload), activity)
+    stage.resume(state)
+    return stage

@@ -90,9 +90,12 @@ class _Built:
 class _Pickler(cloudpickle.Pickler):
     """Leaves out large storages, and refuses to pickle the whole model with a layer that refers to it."""
 
-    def __init__(self, file: io.BytesIO, forbidden: Any, construction: Construction | None, *, streams: bool) -> None:
+    def __init__(
+        self, file: io.BytesIO, forbidden: Any, construction: Construction | None, *, streams: bool, small_bytes: int
+    ) -> None:
         super().__init__(file)
         self._forbidden, self._construction, self._streams = forbidden, construction, streams
+        self._small_bytes = small_bytes
         self.storages: dict[int, UntypedStorage] = {}
         self.recipes: dict[int, Recipe] = {}
         self._numbers: dict[int, int] = {}
@@ -101,7 +104,7 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, _Built):
             return obj
         found = storage_of(obj) if self._streams else None
-        if found is None or found[0].nbytes() <= SMALL_BYTES:
+        if found is None or found[0].nbytes() <= self._small_bytes:
             return None
         storage, dtype = found
         key = number_of_storage(storage)
@@ -179,6 +182,7 @@ def pickled(
     construction: Construction | None = None,
     *,
     streams: bool = True,
+    small_bytes: int = SMALL_BYTES,
 ) -> Parcel:
     """Pickle the payload of a worker, including classes and functions that a script or notebook defines.
 
@@ -188,6 +192,7 @@ def pickled(
         forbidden: The whole model, which must not become part of the payload.
         construction: What knows the recipes of tensors that have been recorded and not built.
         streams: Leave out the values of large tensors. Otherwise they are part of the pickle.
+        small_bytes: The largest storage that is part of the pickle nevertheless.
 
     Raises:
         ValueError: If an object cannot be pickled, or refers to ``forbidden``.
@@ -207,7 +212,7 @@ def pickled(
                 stacklevel=2,
             )
     file = io.BytesIO()
-    pickler = _Pickler(file, forbidden, construction, streams=streams)
+    pickler = _Pickler(file, forbidden, construction, streams=streams, small_bytes=small_bytes)
     try:
         pickler.dump(payload)
     except ValueError:

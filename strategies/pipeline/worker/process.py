@@ -13,8 +13,9 @@ from strategies.commands.host import Host
 from strategies.common.activity import Activity
 from strategies.launch.session import Session, join_data_plane, join_rpc
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.storages import receive_storages
-from strategies.pipeline.worker.hosted import HostedStage, unpack
+from strategies.pipeline.worker.hosted import HostedStage, take_over, unpack
 from strategies.pipeline.worker.wiring import to_neighbours
 
 
@@ -31,6 +32,22 @@ def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
     wire = partial(to_neighbours, group=group, wait=activity.wait, idle=activity.idle)
     receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
     create = partial(unpack, blob, wire, activity, receive)
+    return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
+
+
+def host_snapshot(address: SlotAddress, number: int, rank: int, session: Session) -> Host[HostedStage]:
+    """Do what :func:`host` does, with a stage from a snapshot.
+
+    Args:
+        address: The slot with the snapshot.
+        number: The number of the snapshot.
+        rank: The rank of this process, which is the number of the stage.
+        session: The session of the driver.
+    """
+    activity = Activity(session.note(rank))
+    group = join_data_plane(session, rank)
+    wire = partial(to_neighbours, group=group, wait=activity.wait, idle=activity.idle)
+    create = partial(take_over, address, number, wire, activity)
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
 
 

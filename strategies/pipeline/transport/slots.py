@@ -1,0 +1,173 @@
+"""Slots: files in memory that outlive the process that writes them, each with one snapshot of its state.
+
+    holder: creates the file, keeps it open        writer: opens it by its address, maps and writes it
+    header: number of the snapshot, or none │ number of pickled bytes │ pickled bytes │ storages, one after another
+
+The kernel keeps the values when the writer is killed, and frees them when the holder and the writer have ended, in
+whatever way. While a snapshot is being written its number is *none*, so nobody mistakes a torn one for a whole one. A
+process has two slots (:data:`NUM_SLOTS`), which it writes in turns.
+"""
+
+import mmap
+import os
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from strategies.pipeline.transport.storages import as_bytes
+
+NUM_SLOTS = 2
+"""A process may be killed while it writes one; then the other one is whole."""
+
+_HEADER = struct.Struct("<QQ")
+_NUMBER = struct.Struct("<Q")
+_NO_NUMBER = 0
+"""What the header says of a snapshot that is not whole. Otherwise the number plus one."""
+
+_ALIGNED_BYTES = 64
+
+
+def have_slots() -> bool:
+    """Return whether this system has files in memory that another process can open."""
+    return sys.platform == "linux" and hasattr(os, "memfd_create")
+
+
+@dataclass(frozen=True)
+class SlotAddress:
+    """Where another process of this user finds a slot.
+
+    Attributes:
+        path: The file, by a file descriptor of its holder.
+        inode: The number of the file, because the holder may have closed it and use the descriptor for another one.
+    """
+
+    path: str
+    inode: int
+
+
+class Slot:
+    """A file in memory with one snapshot.
+
+    Args:
+        file: Its descriptor, which this object closes.
+    """
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def created(cls, name: str) -> "Slot":
+        """Create a slot, of which this process is the holder.
+
+        Args:
+            name: What tools such as ``lsof`` show.
+        """
+        slot = cls(os.memfd_create(f"relay-snapshot-{name}", os.MFD_CLOEXEC))
+        os.ftruncate(slot._file, _HEADER.size)
+        return slot
+
+    @classmethod
+    def opened(cls, address: SlotAddress) -> "Slot":
+        """Open the slot of another process.
+
+        Raises:
+            RuntimeError: If the holder has closed it.
+            OSError: If this process may not open it.
+        """
+        slot = cls(os.open(address.path, os.O_RDWR | os.O_CLOEXEC))
+        if os.fstat(slot._file).st_ino != address.inode:
+            slot.close()
+            raise RuntimeError(f"{address.path} is not the slot of a snapshot any more: the driver has closed it")
+        return slot
+
+    @property
+    def address(self) -> SlotAddress:
+        """Where other processes find it, as long as this one holds it."""
+        return SlotAddress(f"/proc/{os.getpid()}/fd/{self._file}", os.fstat(self._file).st_ino)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of memory that the slot takes."""
+        return os.fstat(self._file).st_size
+
+    @property
+    def number(self) -> int | None:
+        """The number of the snapshot that it has whole; ``None`` if it has none."""
+        (number,) = _NUMBER.unpack(os.pread(self._file, _NUMBER.size, 0))
+        return None if number == _NO_NUMBER else number - 1
+
+    def forget(self) -> None:
+        """Declare its snapshot not whole."""
+        os.pwrite(self._file, _NUMBER.pack(_NO_NUMBER), 0)
+
+    def write(self, number: int, blob: bytes, storages: Sequence[UntypedStorage]) -> None:
+        """Replace the snapshot. If this raises, or the process is killed, the slot has none.
+
+        Args:
+            number: The number of the snapshot, at least 0.
+            blob: Pickled bytes.
+            storages: The values that are not in ``blob``.
+        """
+        self.forget()
+        places, end = _places(len(blob), [storage.nbytes() for storage in storages])
+        if end > self.size_bytes:
+            os.ftruncate(self._file, end)
+        mapped = self._mapped()
+        mapped[_HEADER.size : _HEADER.size + len(blob)] = blob
+        _HEADER.pack_into(mapped, 0, _NO_NUMBER, len(blob))
+        for place, storage in zip(places, storages, strict=True):
+            if storage.nbytes():
+                _bytes_at(mapped, place, storage.nbytes()).copy_(as_bytes(storage))
+        _NUMBER.pack_into(mapped, 0, number + 1)
+
+    def read_blob(self, number: int) -> bytes:
+        """Return the pickled bytes of a snapshot.
+
+        Raises:
+            RuntimeError: If the slot does not have this snapshot whole.
+        """
+        if self.number != number:
+            raise RuntimeError(f"the slot has snapshot {self.number}, not {number}")
+        mapped = self._mapped()
+        _, length = _HEADER.unpack_from(mapped, 0)
+        return mapped[_HEADER.size : _HEADER.size + length]
+
+    def read_storages(self, storages: Sequence[UntypedStorage]) -> None:
+        """Copy the values that are not in the pickled bytes to storages of the same sizes, in the same order."""
+        mapped = self._mapped()
+        _, length = _HEADER.unpack_from(mapped, 0)
+        places, _ = _places(length, [storage.nbytes() for storage in storages])
+        for place, storage in zip(places, storages, strict=True):
+            if storage.nbytes():
+                as_bytes(storage).copy_(_bytes_at(mapped, place, storage.nbytes()))
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing. Its memory is free once no process has it open any more."""
+        file, self._file, self._map = self._file, -1, None
+        if file >= 0:
+            os.close(file)
+
+    def _mapped(self) -> mmap.mmap:
+        size = self.size_bytes
+        if self._map is None or len(self._map) < size:
+            self._map = mmap.mmap(self._file, size)  # tensors on an earlier one keep it as long as they need it
+        return self._map
+
+
+def _places(length: int, sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where each storage begins, and where the last one ends."""
+    places, end = [], _HEADER.size + length
+    for size in sizes:
+        place = -(-end // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        places.append(place)
+        end = place + size
+    return places, end
+
+
+def _bytes_at(mapped: mmap.mmap, place: int, size: int) -> Tensor:
+    return torch.frombuffer(mapped, dtype=torch.uint8, offset=place, count=size)
