@@ -531,7 +531,10 @@ class Pipeline(NotCopyable):
         running = self._running
         if running is None:
             raise RuntimeError("the pipeline has ended, and its snapshots with it")
+        running.executor.has_failed = True  # nothing is announced to a worker that is lost
         try:
+            for remote in running.executor.remotes:
+                remote.process.kill()  # nothing that it holds is needed
             for attempt in range(1, _MOST_ATTEMPTS + 1):
                 running.session.close()
                 whole = self._snapshots.last() if self._snapshots is not None else None

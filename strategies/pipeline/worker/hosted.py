@@ -69,9 +69,10 @@ class HostedStage(StageCommands):
         payload: What the driver has sent.
         wiring: The connections of the stage.
         activity: Where the stage records what it does.
+        state: The snapshot of which the payload is a part, if the stage goes on from one.
     """
 
-    def __init__(self, payload: Payload, wiring: Wiring, activity: Activity) -> None:
+    def __init__(self, payload: Payload, wiring: Wiring, activity: Activity, state: StageState | None = None) -> None:
         device = torch.device(payload.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -119,6 +120,11 @@ class HostedStage(StageCommands):
         self._trace: torch.profiler.profile | None = None
         for parameter in self._layers.parameters():
             parameter.grad = None
+        if state is not None:
+            self._values.computed.update(state.computed)
+            if state.grads is not None:
+                self.load_grads(state.grads)
+            state.random_state.restore()
 
     # What the host needs
 
@@ -128,13 +134,6 @@ class HostedStage(StageCommands):
     def announce_failure(self) -> None:
         for sender in (*self._wiring.outputs, *self._wiring.input_grads, *self._ties.senders):
             sender.fail()
-
-    def resume(self, state: StageState) -> None:
-        """Take what a snapshot holds besides the payload."""
-        self._values.computed.update(state.computed)
-        if state.grads is not None:
-            self.load_grads(state.grads)
-        state.random_state.restore()
 
     # Passes
 
@@ -498,6 +497,4 @@ def take_over(address: SlotAddress, number: int, wire: Callable[[Payload], Wirin
     """
     activity.doing = "taking over a snapshot"
     state = StageSlots().read(address, number)
-    stage = HostedStage(state.payload, wire(state.payload), activity)
-    stage.resume(state)
-    return stage
+    return HostedStage(state.payload, wire(state.payload), activity, state)

@@ -1,18 +1,26 @@
-"""Workers that are killed in mid-run: the pipeline goes back to its last snapshot, and training is that of a whole run."""
+"""Workers that are killed in mid-run: the pipeline goes back to its last snapshot, and the results are the same."""
 
+import contextlib
 import copy
+import json
+import multiprocessing
 import os
 import pickle
+import re
 import signal
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from harness import run
+from procfs import is_alive
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -26,8 +34,7 @@ from strategies.pipeline.state.remote_operations import OnStages
 
 CPU = torch.device("cpu")
 STEPS, ROWS, WIDTH, CLASSES, MICROBATCHES = 6, 8, 6, 5, 3
-PHASES = ("forward", "backward", "step", "snapshot")
-BALANCES = {"gpipe": [3, 4, 5], "1f1b": [3, 4, 5], "zbv": [2, 2, 2, 2, 2, 2]}
+BALANCES = {"gpipe": [3, 4, 6], "1f1b": [3, 4, 6], "zbv": [2, 2, 2, 2, 2, 3]}
 
 Kill = tuple[str, int]
 """What a worker does when it is to be killed, and its rank."""
@@ -63,6 +70,10 @@ class Killable(nn.Module):
         strike("snapshot")
         return self.__dict__
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        strike("recovery")
+        super().__setstate__(state)
+
 
 class KillableAdamW(torch.optim.AdamW):
     def step(self, closure: Any = None) -> Any:
@@ -79,7 +90,7 @@ class Model(nn.Module):
         embedding.weight = head.weight
         self.layers = nn.Sequential(
             *(embedding, Killable(), nn.Linear(WIDTH, WIDTH), Killable(), nn.BatchNorm1d(WIDTH)),
-            *(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
+            *(nn.Linear(WIDTH, WIDTH), Killable(), nn.Dropout(0.3), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)),
             *(nn.Dropout(0.2), Killable(), head),
         )
         self.scale = nn.Parameter(torch.ones(()))
@@ -168,14 +179,16 @@ class Training:
             "random": torch.get_rng_state(),
         }
         pipeline.finish()
-        outcome.values["objects"] = [(m.seen, m.calls) for m in pipeline.stages[-1].modules() if isinstance(m, Killable)]
+        outcome.values["objects"] = [
+            (m.seen, m.calls) for m in pipeline.stages[-1].modules() if isinstance(m, Killable)
+        ]
         return outcome
 
     def step(self, step: int) -> float:
         """Makes one step and returns its loss. The learning rate and an attribute of a layer on a worker change."""
         for group in self.optimizer.param_groups:
             group["lr"] = 0.01 / (1 + step)
-        for layer in (self.model.layers[1], self.model.layers[10]):
+        for layer in (self.model.layers[1], self.model.layers[11]):
             layer.factor = 1.0 + 0.1 * step
         x, y = batch(step)
         self.optimizer.zero_grad()
@@ -218,13 +231,261 @@ def compare(ours: Outcome, expected: Outcome) -> None:
 def killed_in_each_phase(schedule: str) -> None:
     expected = Training(schedule).run({})
     assert not expected.recovered
-    compare(Training(schedule, every=0).run({}), expected)
-    kills = {1: [("forward", 0)], 2: [("backward", 1)], 3: [("step", 0)], 4: [("snapshot", 1)]}
-    ours = Training(schedule).run(kills)
+    for every, kills in (
+        (1, {1: [("forward", 0)], 2: [("backward", 1)], 4: [("step", 0)]}),
+        (1, {1: [("snapshot", 1)], 3: [("forward", 0), ("step", 1)], 5: [("backward", 0), ("recovery", 1)]}),
+        (2, {0: [("step", 1)], 3: [("snapshot", 0)], 5: [("forward", 1)]}),
+    ):
+        ours = Training(schedule, every).run(kills)
+        compare(ours, expected)
+        assert not list(Path(".").glob("kill-*")) and ours.recovered
+
+
+def one_worker_killed(schedule: str) -> None:
+    expected = Training(schedule, every=0).run({})
+    ours = Training(schedule).run({2: [("forward", 0)], 4: [("snapshot", 1)]})
     compare(ours, expected)
-    assert len(ours.recovered) == 4 and ours.recovered[:2] == [1, 2], ours.recovered
+    assert ours.recovered[0] == 2 and len(ours.recovered) == 2, ours.recovered
 
 
+def test_a_killed_worker_costs_a_step() -> None:
+    run(one_worker_killed, "1f1b")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zbv"])
 def test_a_worker_killed_in_each_phase(schedule: str) -> None:
     run(killed_in_each_phase, schedule)
+
+
+class Blocks(nn.Module):
+    """A model that calls the blocks of an ``nn.ModuleList`` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Killable(), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def blocks_of_a_module_list(kill: bool) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = Blocks()
+    optimizer = KillableAdamW(model.parameters(), lr=0.01)
+    settings = Settings(microbatches=2, schedule="gpipe")
+    pipeline = Pipeline(model.blocks, [1, 3], [CPU] * 2, settings, optimizers=[optimizer], model=model, path="blocks")
+    follow_optimizer(optimizer, pipeline.optimizers)
+    pipeline.start()
+    pipeline.snapshot(0)
+    losses: dict[int, float] = {}
+    step = 0
+    while step < 3:
+        try:
+            if kill and step == 1:
+                Path("kill-forward-0").touch()
+                kill = False
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses[step], step = loss.item(), step + 1
+            pipeline.snapshot(step)
+        except WorkerLost:
+            step = pipeline.recover()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    pipeline.finish()
+    return list(losses.values()), state
+
+
+def killed_with_blocks() -> None:
+    (losses, values), (expected, others) = (blocks_of_a_module_list(kill) for kill in (True, False))
+    assert losses == expected and not Path("kill-forward-0").exists()
+    same(values, others)
+
+
+@pytest.mark.slow
+def test_blocks_of_a_module_list() -> None:
+    run(killed_with_blocks)
+
+
+def two_stages(*layers: nn.Module, **settings: Any) -> tuple[nn.Sequential, Pipeline]:
+    torch.manual_seed(0)
+    module = nn.Sequential(*layers)
+    pipeline = Pipeline(module, [len(layers) - 1, 1], [CPU] * 2, Settings(microbatches=2, **settings))
+    pipeline.start()
+    return module, pipeline
+
+
+def worker_of(pipeline: Pipeline, i: int = 0) -> int:
+    found = re.search(r"process (\d+)", pipeline.remotes[i].process.description)
+    assert found is not None
+    return int(found[1])
+
+
+class Hoards(nn.Module):
+    """Gets an object that cannot be pickled in its forward pass."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.lock = threading.Lock()
+        return x
+
+
+def refusals() -> None:
+    x = torch.randn(4, 3)
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert (pipeline.last_snapshot, pipeline.snapshot_bytes) == (None, 0)
+    loss = module(x).sum()
+    with pytest.raises(RuntimeError, match="can be taken between steps only, but a batch is on its way"):
+        pipeline.snapshot(0)
+    loss.backward()
+    pipeline.snapshot(3)
+    assert pipeline.last_snapshot == 3 and pipeline.snapshot_bytes > 12 * 4 * 2
+    with pytest.raises(ValueError, match="must be at least 4, got 3"):
+        pipeline.snapshot(3)
+    os.kill(worker_of(pipeline), signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        module(x)
+    with pytest.raises(WorkerLost):  # of the same loss
+        pipeline.snapshot(4)
+    assert pipeline.recover() == pipeline.last_snapshot == 3
+    loss = module(x).sum()
+    os.kill(worker_of(pipeline), signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        pipeline.wait()
+    assert pipeline.recover() == 3
+    with pytest.raises(RuntimeError, match="the pipeline that computed this has ended"):
+        loss.backward()
+    module(x).sum().backward()
+    pipeline.finish()
+    assert (pipeline.last_snapshot, pipeline.snapshot_bytes) == (None, 0)
+    with pytest.raises(RuntimeError, match="the pipeline has ended, and its snapshots with it"):
+        pipeline.recover()
+
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
+    os.kill(worker_of(pipeline), signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        module(x)
+    with pytest.raises(RuntimeError, match="no snapshot of the pipeline that every process has whole"):
+        pipeline.recover()
+    assert not pipeline.remotes and module[0].weight.is_meta
+
+    module, pipeline = two_stages(nn.Linear(3, 3), Hoards(), nn.Linear(3, 3))
+    pipeline.snapshot(0)
+    module(x).sum().backward()
+    pipeline.snapshot(1)
+    with pytest.raises(ValueError, match=r"no snapshot can be taken of stage 0 .*: layer 1, a Hoards, cannot be sent"):
+        pipeline.wait()
+    assert pipeline.last_snapshot == 0
+    pipeline.finish()
+    assert not module[0].weight.is_meta
+
+
+def test_refusals() -> None:
+    run(refusals)
+
+
+def gradients_and_evaluation() -> None:
+    """Gradients accumulate over a snapshot; a worker is lost while evaluation passes are announced."""
+    x = torch.randn(4, 3)
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def grads() -> dict[str, Any]:
+        here = {name: p.grad.clone() for name, p in module.named_parameters() if not p.is_meta and p.grad is not None}
+        return here | pipeline.remotes[0].call(StageCommands.grads)
+
+    module(x).sum().backward()
+    pipeline.snapshot(0, with_grads=True)
+    expected = grads()
+    module(x).sum().backward()
+    accumulated = grads()
+    with torch.no_grad():
+        before = [module(x) for _ in range(3)]
+    os.kill(worker_of(pipeline), signal.SIGKILL)
+    with torch.no_grad(), pytest.raises(WorkerLost):
+        module(x)
+    pipeline.recover()
+    same(grads(), expected)
+    with torch.no_grad():
+        assert all(torch.equal(module(x), own) for own in before)
+    module(x).sum().backward()
+    same(grads(), accumulated)
+    pipeline.snapshot(1)
+    pipeline.wait()
+    os.kill(worker_of(pipeline), signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        pipeline.wait()
+    pipeline.recover()
+    assert set(grads().values()) == {None}
+    pipeline.finish()
+
+
+def test_gradients_and_evaluation() -> None:
+    run(gradients_and_evaluation)
+
+
+def a_worker_that_hangs() -> None:
+    x = torch.randn(4, 3)
+    module, pipeline = two_stages(nn.Linear(3, 3), nn.Linear(3, 3), rpc_timeout_sec=2.0)
+    expected = module(x).tolist()
+    pipeline.snapshot(0)
+    os.kill(worker_of(pipeline), signal.SIGSTOP)
+    with pytest.raises(WorkerLost, match="does not answer"):
+        module(x)
+    assert pipeline.recover() == 0 and module(x).tolist() == expected
+    pipeline.finish()
+
+
+@pytest.mark.slow
+def test_a_worker_that_hangs() -> None:
+    run(a_worker_that_hangs)
+
+
+def holds_snapshots(told: str) -> None:
+    """A driver that says which files hold its snapshots, and waits to be killed."""
+    _, pipeline = two_stages(nn.Linear(300, 300), nn.Linear(300, 3))
+    for number in range(3):
+        pipeline.snapshot(number)
+    pipeline.wait()
+    Path(told).write_text(json.dumps([[worker_of(pipeline), os.getpid()], slots_of(os.getpid())]))
+    time.sleep(60)
+
+
+def driver_killed() -> None:
+    told = Path("told").absolute()
+    driver = multiprocessing.get_context("fork").Process(target=holds_snapshots, args=(str(told),))
+    driver.start()
+    while not told.exists() or not told.read_text():
+        time.sleep(0.01)
+    pids, inodes = json.loads(told.read_text())
+    assert len(inodes) == 2 and all(slots_of(pid) == inodes for pid in pids)
+    os.kill(pids[1], signal.SIGKILL)
+    driver.join()
+    deadline = time.monotonic() + 20
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    everybody = [slots_of(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+    assert not set(inodes) & set(chain(*everybody))
+
+
+def slots_of(pid: int) -> list[int]:
+    """The slots that a process has open or mapped, by inode."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
+        lines = [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "relay-snapshot" in line]
+        found |= {int(line.split()[4]) for line in lines}
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # that which listed the folder
+                if "relay-snapshot" in os.readlink(file):
+                    found.add(os.stat(file).st_ino)
+    return sorted(found)
+
+
+@pytest.mark.slow
+def test_snapshots_end_with_the_driver_that_is_killed() -> None:
+    run(driver_killed)

@@ -101,7 +101,7 @@ def test_the_averages_of_torch(options: dict[str, Any]) -> None:
         theirs = {name: value for name, value in expected.module.state_dict().items()}
         assert changed.keys() == ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert all(not worker.held._computed for worker in spread.workers)
+    assert all(not worker.held.computed for worker in spread.workers)
     assert all(p.is_meta for p in spread.modules[1][:4].parameters())
 
 
@@ -175,10 +175,10 @@ def test_values_end_with_their_stage() -> None:
     spread = Spread()
     with OnStages():
         kept = spread.modules[0][0].weight.detach().clone()
-        assert spread.workers[0].work() == 1 and len(spread.workers[0].held._computed) == 1
+        assert spread.workers[0].work() == 1 and len(spread.workers[0].held.computed) == 1
         spread.holders[0].end()
         with pytest.raises(RuntimeError, match="stage 0 has ended, and with it the values that were computed there"):
             kept.mul_(2)
     del kept
     spread.workers[0].work()
-    assert not spread.workers[0].held._computed
+    assert not spread.workers[0].held.computed

@@ -1,0 +1,123 @@
+"""Snapshots of a stage: another stage that takes one over goes on as the first one."""
+
+import random
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from strategies.common.activity import Activity
+from strategies.common.waiting import wait_here
+from strategies.optim.calls import hyperparameters
+from strategies.optim.restricted import numbers_of, taken_apart
+from strategies.pipeline.control.operations import Layout, Operation, Reference
+from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.schedule.tables import loop
+from strategies.pipeline.transport.slots import Slot, have_slots
+from strategies.pipeline.worker.hosted import HostedStage, take_over
+from strategies.pipeline.worker.payload import Payload
+from strategies.pipeline.worker.wiring import to_neighbours
+
+pytestmark = pytest.mark.skipif(not have_slots(), reason="files in memory need Linux")
+
+
+class Noted(nn.Module):
+    """A layer whose attributes share a tensor with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.notes: list[Any] = ["a", self.weight]
+        self.view = self.weight.detach()[1:]
+
+
+@pytest.fixture
+def slot() -> Iterator[Slot]:
+    own = Slot.created("test")
+    yield own
+    own.close()
+
+
+def stage_of(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> HostedStage:
+    """Stage 0 with a copy of its layers; the driver is rank 1 of the group."""
+    numbers = [numbers_of(optimizer, list(layers.parameters()))]
+    (own,), (average,) = cut(layers, [len(layers)]), cut(nn.Sequential(nn.Linear(3, 3), Noted()), [2])
+    parts = [taken_apart(optimizer)]
+    payload = Payload(0, own, "cpu", False, optimizers=parts, numbers=numbers, copies=[average], placement=loop(2))
+    return HostedStage(payload, to_neighbours(payload, group, wait_here, wait_here), Activity())
+
+
+def step(stage: HostedStage, optimizer: torch.optim.Optimizer, values: Tensor) -> None:
+    stage.load_grads({name: torch.full_like(p, float(values.mean())) for name, p in stage._layers.named_parameters()})
+    stage.step(0, hyperparameters(optimizer), {}, torch.float32, {})
+
+
+def values_of(stage: HostedStage) -> dict[str, Tensor]:
+    """Everything that a stage holds, by name."""
+    states = stage._optimizers[0].state.values()
+    return {
+        **{f"layers.{name}": value for name, value in stage._layers.state_dict().items()},
+        **{f"average.{name}": value for name, value in stage._copies[0].state_dict().items()},
+        **{f"state {k}.{name}": value for k, state in enumerate(states) for name, value in state.items()},
+        **{f"computed {number}": value for number, value in stage._values.computed.items()},
+        "random": torch.get_rng_state(),
+    }
+
+
+def test_a_stage_goes_on_where_the_first_one_was(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), Noted())
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+    first = stage_of(layers, optimizer, groups[0])
+    step(first, optimizer, torch.ones(1))
+    weight = Reference((0, "1.weight"), Layout((3,), (1,), 0, torch.float32), None)
+    first.compute(Operation(("aten", "clone", "default"), (weight,), {}, (4,)), torch.float32)
+    first.compute(Operation(("aten", "view", "default"), (weight, [3, 1]), {}, (5,)), torch.float32)
+    first.snapshot(2, slot.address, False)
+    expected = {name: value.clone() for name, value in values_of(first).items()}
+    drawn = torch.rand(3), random.random()
+    step(first, optimizer, torch.ones(1))
+    wire = partial(to_neighbours, group=groups[0], wait=wait_here, idle=wait_here)
+    second = take_over(slot.address, 2, wire, Activity())
+    ours = values_of(second)
+    assert list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in expected)
+    assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
+    noted: Any = second._layers[1]
+    assert noted.notes[1] is noted.weight and noted.view.data_ptr() == noted.weight[1:].data_ptr()
+    assert all(p.grad is None for p in second._layers.parameters())
+    step(second, optimizer, torch.ones(1))
+    again, undisturbed = values_of(second), values_of(first)
+    changed = [name for name in expected if not name.startswith("random")]
+    assert all(torch.equal(again[name], undisturbed[name]) for name in changed)  # computed 5 is a view of the weight
+    assert not torch.equal(again["computed 5"], expected["computed 5"])
+    second.snapshot(3, slot.address, False)
+    assert slot.number == 3
+
+
+def test_gradients(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), Noted())
+    first = stage_of(layers, torch.optim.SGD(layers.parameters(), lr=0.1), groups[0])
+    grads = {name: torch.randn_like(p) if name != "0.bias" else None for name, p in layers.named_parameters()}
+    first.load_grads(grads)
+    first.snapshot(0, slot.address, True)
+    wire = partial(to_neighbours, group=groups[0], wait=wait_here, idle=wait_here)
+    ours = take_over(slot.address, 0, wire, Activity()).grads()
+    assert list(ours) == list(grads) and ours["0.bias"] is None
+    assert all(torch.equal(ours[name], grad) for name, grad in grads.items() if grad is not None)
+
+
+def test_an_object_that_cannot_be_pickled_is_named(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> None:
+    layers = nn.Sequential(nn.Linear(3, 3), Noted())
+    stage = stage_of(layers, torch.optim.SGD(layers.parameters(), lr=0.1), groups[0])
+    stage.snapshot(0, slot.address, False)
+    noted: Any = layers[1]
+    noted.lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"no snapshot can be taken of stage 0 .* layer 1, a Noted, cannot be sent"):
+        stage.snapshot(1, slot.address, False)
+    assert slot.number is None
