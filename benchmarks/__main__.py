@@ -24,6 +24,7 @@ SECTIONS = (
     "trainer_overhead",
     "monitor",
     "rebalance",
+    "snapshots",
     "evaluation",
     "growth",
     "zero",

@@ -1,4 +1,4 @@
-"""The data plane: channels that carry nested values of tensors from one process to another.
+"""The data plane: channels that carry nested values of tensors from one process to another; slots that outlive one.
 
 In: a process group and the rank of a peer. Out: values, each with the numbers of its pass and micro-batch. May import
 ``common``.
