@@ -55,6 +55,7 @@ from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
+from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
@@ -569,7 +570,11 @@ class Pipeline(NotCopyable):
         if self._blocks is not None:
             self._blocks.end()
             self._blocks.start()
-        executor, whole_batch, per_microbatch = self._executing(workers, remotes, running.holders, running.session)
+        for mirror in running.executor.mirrors:
+            mirror.note_sent()
+        executor, whole_batch, per_microbatch = self._executing(
+            workers, remotes, running.holders, running.session, mirrors=running.executor.mirrors
+        )
         executor.forget_shared_values()
         self._running = replace(
             running,
@@ -719,6 +724,7 @@ class Pipeline(NotCopyable):
         holders: Sequence[Holder],
         session: ExitStack,
         averaging: Averaging | None = None,
+        mirrors: Sequence[Mirror] = (),
     ) -> tuple[Executor, WholeBatch, PerMicrobatch | None]:
         """Make what leads the stages through passes, until the session ends."""
         last = len(self.stages) - 1
@@ -746,6 +752,7 @@ class Pipeline(NotCopyable):
                 next_seed=partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
                 num_updates=lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in holders),
                 averaging=averaging,
+                mirrors=mirrors,
             )
         )
         whole_batch = WholeBatch(executor)

@@ -118,6 +118,7 @@ class PipelineParts:
         next_seed: Returns the seed of the next pass, given whether it trains.
         num_updates: Returns how often parameters may have been changed by optimizers or by user code.
         averaging: This process's part in averaging gradients; ``None`` if there is one pipeline only.
+        mirrors: Those of the workers that these have taken over from; none if the stages come from the driver.
     """
 
     module: nn.Module
@@ -131,6 +132,7 @@ class PipelineParts:
     next_seed: Callable[[bool], int]
     num_updates: Callable[[], int]
     averaging: Averaging | None = None
+    mirrors: Sequence[Mirror] = ()
 
 
 class Executor(NotCopyable):
@@ -146,7 +148,7 @@ class Executor(NotCopyable):
         self.timetables, self.num_stages = parts.timetables, len(parts.stages)
         self.last_chunk = len(parts.timetables.rank_of) - 1
         """Number of the chunk whose output goes to the driver's code."""
-        self.mirrors = [
+        self.mirrors = list(parts.mirrors) or [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
         """For each worker, what it was last told about modes, flags and attributes of its layers."""

@@ -37,6 +37,10 @@ class Mirror:
         ]
         self._trained = _trained(layers)
 
+    def note_sent(self) -> None:
+        """Record that the worker has the attributes and flags that the driver's copies have now."""
+        self._sent, self._trained = plain_attributes(self._layers), _trained(self._layers)
+
     def changes(self) -> tuple[Attributes, list[bool] | None]:
         """Return what has changed since the last call.
 

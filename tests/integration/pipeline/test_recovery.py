@@ -179,6 +179,7 @@ class Training:
             "random": torch.get_rng_state(),
         }
         pipeline.finish()
+        outcome.values["lists"] = [m.calls for m in self.model.modules() if isinstance(m, Killable)]
         outcome.values["objects"] = [
             (m.seen, m.calls) for m in pipeline.stages[-1].modules() if isinstance(m, Killable)
         ]
