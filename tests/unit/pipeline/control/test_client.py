@@ -255,3 +255,37 @@ def test_a_wait_returns_raises_or_ends_with_a_failure() -> None:
     wait.end()
     with pytest.raises(RuntimeError, match="the pipeline has ended"):
         wait(lambda: None)
+
+
+def test_a_stage_in_another_process_starts_anew_and_late_replies_are_those_of_the_process_before(wire: Wire) -> None:
+    remote = remote_stage()
+    before = remote.failures
+    for number in range(3):
+        remote.tell(StageCommands.discard, number)
+    remote.start_until(lambda: pytest.fail("the process before has ended"), StageCommands.num_kept)
+    remote.queue(StageCommands.discard, 9)
+    version = remote.version
+    process = StageProcess("process 8 on here", ended=lambda: None, doing=lambda: "idle", kill=lambda: None)
+    remote.renew("next", None, process, Failures())
+    assert remote.version > version and not remote.has_queued and not remote.has_ended
+    answer = remote.start(StageCommands.num_kept)
+    assert wire.sent[-1] == ([("num_kept", (), {})], 0)  # numbers begin again, and nothing is ended or queued
+    wire.replies[0].set_exception(RuntimeError("ECONNRESET: connection reset by peer"))
+    assert before.any and not remote.failures.any
+    with pytest.raises(WorkerLost, match="process 7 on here, did not answer"):
+        before.raise_cause()
+    wire.replies[-1].set_result(3)
+    assert remote.result(answer) == 3
+
+
+def test_a_process_that_has_been_given_up_does_not_count_against_the_next_one(wire: Wire) -> None:
+    remote = remote_stage()
+    remote.give_up("hangs")
+    assert remote.is_lost
+    process = StageProcess("process 8 on here", ended=lambda: "was killed", doing=lambda: "", kill=lambda: None)
+    remote.renew("next", None, process, Failures())
+    assert not remote.is_lost and remote.has_ended
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[-1].set_exception(RuntimeError("EOF"))
+    with pytest.raises(WorkerLost, match="process 8 on here, was killed"):
+        remote.result(started)
