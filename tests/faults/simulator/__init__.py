@@ -1,0 +1,19 @@
+"""A simulator of faults: runs of random shape meet random faults, and an oracle judges how they end.
+
+    cases.py      seed ──▶ Case: the shape of a run, and one or two faults (kind, phase, process); pure
+    traps.py      layers, an optimizer and hooks of the model in which a fault strikes, in whichever process
+    subject.py    the run: until the fault has ended it or it is over, then again from its last checkpoint
+    oracle.py     what must come of a case, and everything in which an outcome differs from that; pure
+    campaign.py   runs cases in the test harness, which finds what they leave behind
+    report.py     the outcomes as Markdown; pure
+
+``python -m tests.faults.simulator --seed S --count N`` runs the seeds S to S + N - 1. The tests import this package, and so do
+the processes that it starts; it imports the test harness and the strategies.
+"""
+
+import sys
+from pathlib import Path
+
+# pytest puts this folder on the path; the command has no pytest.
+if (helpers := str(Path(__file__).parents[2] / "helpers")) not in sys.path:
+    sys.path.insert(0, helpers)

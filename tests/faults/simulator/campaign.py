@@ -1,0 +1,113 @@
+"""Runs cases in the test harness, one after another, and gives each a verdict."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+
+from harness import OWN_SERVER, run
+
+from tests.faults.simulator.cases import DRIVER, SERVER, Case, Shape, draw
+from tests.faults.simulator.oracle import Outcome, judge
+from tests.faults.simulator.subject import disturbed, undisturbed
+
+LIMIT_SECONDS = 110.0
+"""For all runs of a case; far above what the oracle allows, since the harness shows all stacks then."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a case.
+
+    Attributes:
+        seed: Its seed.
+        case: The case in words.
+        kinds: The kinds of its faults.
+        struck: Whether a fault has struck.
+        ending: How the disturbed run ended.
+        wrong: Everything that is wrong.
+        seconds_to_end: From the fault to the end of a run that raised something.
+        seconds: How long the case took.
+    """
+
+    seed: int
+    case: str
+    kinds: list[str]
+    struck: bool
+    ending: str
+    wrong: list[str]
+    seconds_to_end: float | None = None
+    seconds: float = field(default=0.0, compare=False)
+
+
+class Campaign:
+    """Cases and the references that they share."""
+
+    def __init__(self) -> None:
+        self._references: dict[Shape, Outcome] = {}
+
+    def examine(self, case: Case) -> Verdict:
+        """Runs a case, and the undisturbed run of its shape if no case before had that, and judges it."""
+        began = time.monotonic()
+        outcome = None
+        try:
+            reference = self._reference(case.shape)
+            assert reference.results is not None
+            usual_seconds = reference.results.ended - reference.results.began
+            outcome = run(
+                disturbed,
+                case,
+                usual_seconds,
+                timeout_seconds=LIMIT_SECONDS,
+                env=OWN_SERVER if any(fault.role == SERVER for fault in case.faults) else None,
+                allow=_allowed(case),
+            )
+            wrong = judge(case, outcome, reference)
+        except AssertionError as error:
+            wrong = [str(error)]
+        return Verdict(
+            seed=case.seed,
+            case=str(case),
+            kinds=[fault.kind for fault in case.faults],
+            struck=outcome is not None and (bool(outcome.struck) or outcome.of_damaged is not None),
+            ending=_ending(outcome),
+            wrong=wrong,
+            seconds_to_end=outcome.seconds_to_end() if outcome is not None else None,
+            seconds=round(time.monotonic() - began, 1),
+        )
+
+    def _reference(self, shape: Shape) -> Outcome:
+        if shape not in self._references:
+            found = run(undisturbed, shape, timeout_seconds=LIMIT_SECONDS, allow=_allowed_of(shape))
+            if found.results.error is not None:
+                raise AssertionError(f"without faults, it raised {found.results.error}")
+            self._references[shape] = found
+        return self._references[shape]
+
+
+def examine(seed: int) -> Verdict:
+    """The verdict of one seed."""
+    return Campaign().examine(draw(seed))
+
+
+def _allowed(case: Case) -> set[str]:
+    """What a case may leave: a driver that is killed cannot remove its temporary files."""
+    is_killed = any(fault.role == DRIVER and fault.kind in ("kill", "cut off") for fault in case.faults)
+    return _allowed_of(case.shape) | ({"tmp"} if is_killed else set())
+
+
+def _allowed_of(shape: Shape) -> set[str]:
+    """Lightning keeps the process group of ranks and its variables as long as the process."""
+    return {"process_group", "env", "port"} if shape.replicas > 1 else set()
+
+
+def _ending(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "no outcome"
+    if outcome.results is None:
+        return f"the driver ended with status {outcome.status}"
+    if outcome.results.error is None:
+        return "went on"
+    message = re.sub(r"process \d+ on \S+", "process N", outcome.results.error.message.splitlines()[0][:160])
+    return f"{outcome.results.error.kind}: {message}"

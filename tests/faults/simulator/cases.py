@@ -1,0 +1,259 @@
+"""Cases: the shape of a run and the faults that it meets, drawn from a seed.
+
+The tables at the top of this module are all that a case is drawn from: a new option of the strategy is a line in
+``OPTIONS``, a new kind of fault a line in ``KINDS``.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+NUM_BATCHES = 8
+SAVE_EVERY = 2
+"""Optimizer steps between two checkpoints."""
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "schedule": ("gpipe", "1f1b", "gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half"),
+    "microbatches": (1, 2, 3),
+    "checkpoint": ("never", "except_last", "always"),
+    "state_dict_type": ("full", "sharded"),
+    "async_save": (False, False, True),
+    "max_restarts": (0, 1),
+}
+"""Arguments of ``RPCSequentialStrategy`` and their values; a value that is there twice is drawn twice as often."""
+
+SEVERAL_REPLICAS: dict[str, tuple[Any, ...]] = {"max_restarts": (0,), "shard_optimizer_states": (False, True)}
+"""What differs where there are several replicas."""
+
+RANKS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "ddp": {"async_save": (False, True)},
+    "zero": {"stage": (1, 2), "state_dict_type": ("full", "sharded"), "async_save": (False, True)},
+}
+"""Arguments of the strategies that have ranks in place of stages."""
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
+
+PHASES = ("start", "forward", "backward", "step", "checkpoint", "validation", "teardown")
+ANY_MOMENT = "any moment"
+"""A phase too: a thread of the driver strikes after a time, whatever the processes do then."""
+
+EXCEPTIONS = (
+    *("ValueError", "KeyError", "ZeroDivisionError", "StopIteration", "OSError", "AssertionError", "MemoryError"),
+    *("OutOfMemoryError", "ConnectionResetError", "RuntimeError", "TwoArguments", "Unpicklable"),
+)
+"""Names of the exceptions that a fault raises; see :func:`tests.faults.simulator.traps.exception`."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a run is like.
+
+    Attributes:
+        strategy: ``pipeline``, or a key of ``RANKS``.
+        stages: Number of stages; 1 where there are ranks.
+        replicas: Number of replicas of a pipeline, or of ranks.
+        precision: Lightning's.
+        accumulate: Batches of one optimizer step.
+        options: Arguments of the strategy.
+    """
+
+    strategy: str
+    stages: int
+    replicas: int
+    precision: str
+    accumulate: int
+    options: tuple[tuple[str, Any], ...]
+
+    def option(self, name: str, default: Any = None) -> Any:
+        """An argument of the strategy."""
+        return dict(self.options).get(name, default)
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the run goes on after the loss of a worker."""
+        return self.option("max_restarts", 0) > 0
+
+    def __str__(self) -> str:
+        what = f"{self.stages} stages" if self.strategy == "pipeline" else self.strategy
+        times = f" x {self.replicas}" if self.replicas > 1 else ""
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        return f"{what}{times}, {self.precision}, accumulate={self.accumulate}, {options}"
+
+
+DRIVER = "driver"
+WORKER = "worker"
+SERVER = "fork server"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens, where and when.
+
+    Attributes:
+        kind: A key of ``KINDS``.
+        phase: In which phase it strikes.
+        role: ``DRIVER``, ``WORKER`` or ``SERVER``.
+        replica: The replica of the process.
+        stage: The stage of the process; of a driver, the last one.
+        batch: From which batch on.
+        skip: How many passes of a layer come first, from that batch on.
+        detail: The name of the exception, the number of bytes that can still be written, or the share of the run's usual
+            time after which the fault strikes at any moment.
+    """
+
+    kind: str
+    phase: str
+    role: str
+    replica: int
+    stage: int
+    batch: int
+    skip: int
+    detail: Any = None
+
+    def __str__(self) -> str:
+        who = self.role if self.role != WORKER else f"worker of stage {self.stage}"
+        who += f" of replica {self.replica}" if self.replica else ""
+        detail = f" ({self.detail})" if self.detail is not None else ""
+        return f"{self.kind}{detail} in {self.phase} on the {who} from batch {self.batch} on"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        roles: The roles that it can befall.
+        phases: The phases in which it can strike.
+        weight: How often it is drawn.
+        pairs: Whether it can come with another fault.
+        ranks: Whether it can befall a rank of DDP or ZeRO, or the driver of several replicas. What stops such a rank
+            without ending it is left to torch's time-outs, which are minutes.
+    """
+
+    roles: tuple[str, ...]
+    phases: tuple[str, ...]
+    weight: int
+    pairs: bool = False
+    ranks: bool = True
+
+
+PASSES = ("forward", "backward", "step", "validation")
+KINDS: dict[str, Kind] = {
+    "kill": Kind((DRIVER, WORKER, WORKER, SERVER), (*PHASES, ANY_MOMENT), 5, pairs=True),
+    "stop": Kind((WORKER,), (*PHASES, ANY_MOMENT), 2, pairs=True),
+    "pause": Kind((DRIVER, WORKER), PHASES, 2),
+    "terminate": Kind((DRIVER, WORKER, SERVER), (*PASSES, "checkpoint", ANY_MOMENT), 2),
+    "exception": Kind((DRIVER, WORKER, WORKER), PHASES, 5, pairs=True),
+    "hang": Kind((WORKER,), PHASES, 2, pairs=True),
+    "slow": Kind((DRIVER, WORKER), PHASES, 2),
+    "busy": Kind((DRIVER, WORKER), ("forward", "backward"), 1),
+    "nan": Kind((DRIVER, WORKER), ("forward",), 2),
+    "disk full": Kind((DRIVER, WORKER), ("checkpoint",), 3),
+    "cut off": Kind((DRIVER, WORKER), ("checkpoint",), 3),
+    "damaged": Kind((DRIVER,), ("after",), 2, ranks=False),
+    "connection lost": Kind((DRIVER, WORKER), PASSES, 3),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run and its faults.
+
+    Attributes:
+        seed: From which it was drawn.
+        shape: The run.
+        faults: One fault, or two that strike in the same phase.
+    """
+
+    seed: int
+    shape: Shape
+    faults: tuple[Fault, ...]
+
+    @property
+    def rpc_timeout_sec(self) -> float:
+        """Short where something hangs, and long where a failure must be noticed without the time-out."""
+        return 3.0 if any(fault.kind in ("hang", "stop", "slow", "busy") for fault in self.faults) else 60.0
+
+    @property
+    def ends_driver(self) -> bool:
+        """Whether a fault may end the process of the first driver, so that this has to be a process of its own."""
+        fatal = ("kill", "terminate", "cut off")
+        return any(fault.role == DRIVER and not fault.replica and fault.kind in fatal for fault in self.faults)
+
+    def __str__(self) -> str:
+        return f"{self.shape}: {' and '.join(map(str, self.faults))}"
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    rnd = random.Random(seed)
+    while True:
+        shape = _draw_shape(rnd)
+        faults = _draw_faults(rnd, shape)
+        if faults:
+            return Case(seed, shape, faults)
+
+
+def _draw_shape(rnd: random.Random) -> Shape:
+    strategy = rnd.choices(["pipeline", *RANKS], [10, 1, 1])[0]
+    precision, accumulate = rnd.choice(PRECISIONS), rnd.choice((1, 1, 2))
+    if strategy != "pipeline":
+        return Shape(strategy, 1, 2, precision, accumulate, _draw_options(rnd, RANKS[strategy]))
+    stages, replicas = rnd.choice((1, 2, 2, 3, 3)), rnd.choices((1, 2), [12, 1])[0]
+    options = _draw_options(rnd, {**OPTIONS, **(SEVERAL_REPLICAS if replicas > 1 else {})})
+    return Shape(strategy, stages, replicas, precision, accumulate, options)
+
+
+def _draw_options(rnd: random.Random, table: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, rnd.choice(values)) for name, values in table.items())
+
+
+def _draw_faults(rnd: random.Random, shape: Shape) -> tuple[Fault, ...]:
+    """One or two faults; none if what has been drawn cannot happen to a run of this shape."""
+    names = list(KINDS)
+    kind = rnd.choices(names, [KINDS[name].weight for name in names])[0]
+    first = _draw_fault(rnd, shape, kind, rnd.choice(KINDS[kind].phases))
+    if first is None:
+        return ()
+    if not KINDS[kind].pairs or rnd.random() > 0.15 or first.phase == ANY_MOMENT:
+        return (first,)
+    kind = rnd.choice([name for name in names if KINDS[name].pairs and first.phase in KINDS[name].phases])
+    second = _draw_fault(rnd, shape, kind, first.phase)
+    where = (first.role, first.replica, first.stage)
+    if second is None or (second.role, second.replica, second.stage) == where or SERVER in (first.role, second.role):
+        return ()
+    return (first, second)
+
+
+def _draw_fault(rnd: random.Random, shape: Shape, kind: str, phase: str) -> Fault | None:
+    role = rnd.choice(KINDS[kind].roles)
+    replica = rnd.randrange(shape.replicas)
+    stage = rnd.randrange(shape.stages - 1) if role == WORKER and shape.stages > 1 else shape.stages - 1
+    batch, skip = rnd.randrange(NUM_BATCHES - 3), rnd.randrange(2) if phase in ("forward", "backward") else 0
+    detail: Any = None
+    if kind == "exception":
+        detail = rnd.choice(EXCEPTIONS)
+    elif kind in ("disk full", "cut off"):
+        detail = rnd.randrange(64, 6000)
+    elif kind in ("nan", "connection lost", "damaged") or phase == ANY_MOMENT:
+        detail = round(rnd.random(), 3)
+    fault = Fault(kind, phase, role, replica, stage, batch, skip, detail)
+    return fault if _is_possible(shape, fault) else None
+
+
+def _is_possible(shape: Shape, fault: Fault) -> bool:
+    if fault.role != DRIVER and (shape.strategy != "pipeline" or shape.stages == 1):
+        return False
+    if fault.role == SERVER and (shape.replicas > 1 or fault.phase == ANY_MOMENT):
+        return False
+    if fault.role == WORKER and fault.kind in ("disk full", "cut off") and shape.option("state_dict_type") != "sharded":
+        return False  # the driver writes everything
+    if fault.role == DRIVER and fault.kind in ("disk full", "cut off") and fault.replica:
+        return False  # only the first one writes
+    if fault.kind == "connection lost" and shape.stages == 1 and shape.replicas == 1:
+        return False  # there is none
+    if shape.replicas > 1 and (not KINDS[fault.kind].ranks or fault.phase == ANY_MOMENT):
+        return False
+    return True

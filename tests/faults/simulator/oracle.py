@@ -1,0 +1,284 @@
+"""The oracle: how a case may end, and everything in which an outcome differs from that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tests.faults.simulator.cases import ANY_MOMENT, DRIVER, NUM_BATCHES, SERVER, WORKER, Case, Fault, Shape
+from tests.faults.simulator.traps import FAULT
+
+BOUND_SECONDS = 25.0
+"""From a fault to the end of the run that it ends, on a machine that may be busy; above the time-out of what hangs, and far
+below the one that is used otherwise."""
+
+
+@dataclass(frozen=True)
+class Error:
+    """What a run raised.
+
+    Attributes:
+        kind: The name of its type.
+        message: The message.
+        causes: Types and messages of the errors that led to it.
+    """
+
+    kind: str
+    message: str
+    causes: str = ""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a run came to.
+
+    Attributes:
+        error: What it raised.
+        began: When it began, in seconds.
+        ended: When it ended.
+        losses: The loss of each batch.
+        tensors: The weights and buffers at the end, if it raised nothing.
+        metrics: The logged values, if it raised nothing.
+    """
+
+    error: Error | None
+    began: float
+    ended: float
+    losses: Mapping[int, float]
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What a case came to.
+
+    Attributes:
+        results: Of the disturbed run; ``None`` if its process was killed.
+        checkpoints: The tensors of each checkpoint, or the error of one that cannot be read.
+        status: The exit status of the driver, if that was a process of its own.
+        struck: When each fault struck, in seconds.
+        leftovers: What else the run has left in the folder of its checkpoints.
+        afterwards: The results of the run that continues from the last checkpoint, if the disturbed one ended.
+        checkpoints_afterwards: The checkpoints of that.
+        of_damaged: The results of a run that continues from a damaged checkpoint.
+        damaged_name: The name of that checkpoint.
+    """
+
+    results: Results | None
+    checkpoints: dict[str, dict[str, Tensor] | str] = field(default_factory=dict)
+    status: int | None = None
+    struck: dict[int, float] = field(default_factory=dict)
+    leftovers: list[str] = field(default_factory=list)
+    afterwards: Results | None = None
+    checkpoints_afterwards: dict[str, dict[str, Tensor] | str] = field(default_factory=dict)
+    of_damaged: Results | None = None
+    damaged_name: str = ""
+
+    def seconds_to_end(self) -> float | None:
+        """Seconds from the last fault to the end of a run that raised something."""
+        if self.results is None or self.results.error is None or not self.struck:
+            return None
+        return self.results.ended - max(self.struck.values())
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A way in which a run may end.
+
+    Attributes:
+        kinds: The names of the types of which it may raise one; empty if it goes on to its end.
+        pattern: A regular expression that the error's message contains.
+        statuses: The exit statuses that its driver may have, if that is a process of its own and has no results.
+    """
+
+    kinds: tuple[str, ...] = ()
+    pattern: str = ""
+    statuses: tuple[int, ...] = ()
+
+
+GOES_ON = Ending()
+
+
+def endings(case: Case) -> list[Ending]:
+    """All the ways in which a case may end rightly."""
+    found = [ending for fault in case.faults for ending in _endings_of(case.shape, fault)]
+    if len(case.faults) > 1 and case.shape.restarts:  # two losses at two times are one too many
+        found += [ending for fault in case.faults for ending in _raising(fault)]
+    return found
+
+
+def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
+    if fault.kind == "terminate" and fault.role == DRIVER:
+        return [Ending(("SIGTERMException", "SystemExit"))]
+    if fault.role == SERVER or fault.kind in ("terminate", "pause", "slow", "busy", "nan", "damaged"):
+        return [GOES_ON]
+    raising = _raising(fault)
+    if fault.phase == ANY_MOMENT or fault.kind == "connection lost":
+        return [GOES_ON, *raising]  # it may be over, or close a connection that is not used any more
+    if fault.role == WORKER and fault.kind in ("kill", "stop", "hang", "cut off") and shape.restarts:
+        return [GOES_ON]
+    return raising
+
+
+def _raising(fault: Fault) -> list[Ending]:
+    """The ways in which a fault may end a run."""
+    stage, error = f"stage {fault.stage} .*", fault.detail
+    if fault.role == WORKER:
+        if fault.kind == "exception" and error in ("TwoArguments", "Unpicklable"):
+            found = [Ending(("RuntimeError",), f"{stage}{error}: {FAULT}")]
+        else:
+            found = {
+                "kill": [Ending(("WorkerLost",), f"{stage}was killed by signal 9")],
+                "cut off": [Ending(("WorkerLost",), f"{stage}was killed by signal 25")],
+                "stop": [Ending(("WorkerLost",), f"{stage}does not answer")],
+                "hang": [Ending(("WorkerLost",), f"{stage}hangs: it has stood still")],
+                "exception": [Ending((error or "",), FAULT)],
+                "disk full": [Ending(_NOT_WRITTEN, _FULL)],
+                "connection lost": [Ending(("WorkerLost",), "stage ")],
+            }.get(fault.kind, [])
+    else:
+        found = {
+            "kill": [Ending(statuses=(-9,))],
+            "cut off": [Ending(statuses=(-25,))],
+            "exception": [Ending((error or "",), FAULT)],
+            "disk full": [Ending(_NOT_WRITTEN, _FULL)],
+            "connection lost": [Ending(("WorkerLost",), "stage ")],
+        }.get(fault.kind, [])
+    if not fault.replica:
+        return found
+    status = {"kill": "was killed by signal 9"} if fault.role == DRIVER else {}
+    how = status.get(fault.kind, f"ended with status 1 .*which raised ({'|'.join(k for e in found for k in e.kinds)})")
+    return [Ending(("RuntimeError",), f"rank {fault.replica}, process .*{how}")]
+
+
+_NOT_WRITTEN = ("OSError", "RuntimeError")
+_FULL = "File too large|unexpected pos|write"
+
+
+def judge(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
+    """What is wrong with an outcome; nothing if the list is empty.
+
+    Args:
+        case: The case.
+        outcome: What came of it.
+        reference: What a run of the same shape comes to that nothing disturbs.
+    """
+    wrong = [*_of_the_end(case, outcome), *_of_the_results(case, outcome, reference)]
+    if outcome.leftovers and (outcome.status or 0) >= 0 and not any(f.kind == "cut off" for f in case.faults):
+        wrong.append(f"left in the folder of checkpoints: {outcome.leftovers}")
+    if outcome.of_damaged is not None:
+        wrong += _of_the_damaged(outcome.of_damaged, outcome.damaged_name)
+    return wrong
+
+
+def _of_the_end(case: Case, outcome: Outcome) -> list[str]:
+    allowed = endings(case) if outcome.struck else [GOES_ON]
+    error = outcome.results.error if outcome.results is not None else None
+    if outcome.results is None:
+        if not any(outcome.status in ending.statuses for ending in allowed):
+            return [f"the driver ended with status {outcome.status}"]
+        return []
+    if error is None:
+        return [] if GOES_ON in allowed else ["the run went on"]
+    if not any(error.kind in e.kinds and re.search(e.pattern, error.message, re.DOTALL) for e in allowed):
+        return [f"raised {error.kind}: {error.message}\ncaused by {error.causes}"]
+    seconds = outcome.seconds_to_end()
+    if seconds is not None and seconds > BOUND_SECONDS:
+        return [f"it took {seconds:.1f} s to end"]
+    return []
+
+
+def _of_the_results(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
+    if any(fault.kind == "nan" for fault in case.faults) and outcome.struck:
+        return _of_nan(case, outcome)
+    assert reference.results is not None
+    expected, wrong = reference.results, []
+    wrong += _of_checkpoints("", outcome.checkpoints, reference.checkpoints)
+    goes_on = outcome.results is not None and outcome.results.error is None
+    if outcome.results is not None:
+        wrong += _of_run("", outcome.results, expected, is_whole=goes_on)
+    if goes_on and outcome.of_damaged is None:
+        missing = reference.checkpoints.keys() - outcome.checkpoints.keys()
+        return wrong + [f"there is no checkpoint {name}" for name in sorted(missing)]
+    if outcome.afterwards is None:
+        return [*wrong, "there is no run afterwards"]
+    if outcome.afterwards.error is not None:
+        error = outcome.afterwards.error
+        return [*wrong, f"afterwards raised {error.kind}: {error.message}\ncaused by {error.causes}"]
+    wrong += _of_run("afterwards, ", outcome.afterwards, expected, is_whole=True)
+    wrong += _of_checkpoints("afterwards, ", outcome.checkpoints_afterwards, reference.checkpoints)
+    return wrong
+
+
+def _of_run(when: str, results: Results, expected: Results, *, is_whole: bool) -> list[str]:
+    wrong = []
+    for batch, loss in results.losses.items():
+        if loss != expected.losses[batch]:
+            wrong.append(f"{when}the loss of batch {batch} is {loss!r}, not {expected.losses[batch]!r}")
+    if not is_whole:
+        return wrong
+    if results.losses and max(results.losses) != NUM_BATCHES - 1:
+        wrong.append(f"{when}the last batch was {max(results.losses)}")
+    wrong += _differences(f"{when}at the end", results.tensors, expected.tensors)
+    if not when and results.metrics != expected.metrics:
+        wrong.append(f"{when}the metrics are {dict(results.metrics)}, not {dict(expected.metrics)}")
+    return wrong
+
+
+def _of_checkpoints(
+    when: str, found: Mapping[str, dict[str, Tensor] | str], expected: Mapping[str, dict[str, Tensor] | str]
+) -> list[str]:
+    wrong = []
+    for name, tensors in found.items():
+        like = expected.get(name)
+        if isinstance(tensors, str):
+            wrong.append(f"{when}the checkpoint {name} cannot be read: {tensors}")
+        elif not isinstance(like, dict):
+            wrong.append(f"{when}there is a checkpoint {name}, and none without faults")
+        else:
+            wrong += _differences(f"{when}in the checkpoint {name}", tensors, like)
+    return wrong
+
+
+def _differences(where: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    wrong = []
+    if found.keys() != expected.keys():
+        wrong.append(f"{where}, the names are not the same: {sorted(found.keys() ^ expected.keys())}")
+    different = [name for name in found.keys() & expected.keys() if not torch.equal(found[name], expected[name])]
+    if different:
+        wrong.append(f"{where}, {len(different)} of {len(found)} tensors are not equal, such as {min(different)}")
+    return wrong
+
+
+def _of_nan(case: Case, outcome: Outcome) -> list[str]:
+    """A value that is NaN ends no run; with a gradient scaler, no stage makes that step, otherwise every stage does."""
+    results, wrong = outcome.results, []
+    if results is None or results.error is not None:
+        return []  # which is wrong already
+    is_nan = [batch for batch, loss in results.losses.items() if loss != loss]
+    has_scaler = case.shape.precision == "16-mixed"
+    if not is_nan or (not has_scaler and is_nan[-1] != NUM_BATCHES - 1):
+        wrong.append(f"the losses of batches {is_nan} are NaN")
+    weights = [tensor for name, tensor in results.tensors.items() if name.endswith(".weight")]
+    num_nan = sum(bool(weight.isnan().any()) for weight in weights)
+    if has_scaler and num_nan:
+        wrong.append(f"{num_nan} weights are NaN, although the scaler leaves out such steps")
+    if not has_scaler and num_nan != len(weights):
+        wrong.append(f"{num_nan} of {len(weights)} weights are NaN")
+    return wrong
+
+
+def _of_the_damaged(results: Results, name: str) -> list[str]:
+    if results.error is None:
+        return [f"the damaged checkpoint {name} was loaded"]
+    wrong = []
+    if results.losses:
+        wrong.append(f"the damaged checkpoint {name} was noticed after {len(results.losses)} batches")
+    if name not in results.error.message:
+        wrong.append(f"the error of the damaged checkpoint {name} is {results.error.kind}: {results.error.message}")
+    return wrong
