@@ -193,19 +193,24 @@ class StrategyPlugin(Strategy):
         for undo in self._undo_waiting:
             undo()
         self._undo_waiting = ()
-        writer, self._writer = self._writer, Writer()
+        model = self.lightning_module
         try:
-            writer.end()
-        except Exception as error:
-            model = self.lightning_module
-            if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
-                raise
-            rank_zero_warn(f"A checkpoint could not be saved ({error!r}).")
+            self._end_writer(is_first=model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED)
         finally:
             if self._on_loopback is not None:
                 self._on_loopback.close()
                 self._on_loopback = None
             super().teardown()
+
+    def _end_writer(self, *, is_first: bool) -> None:
+        """Wait for the checkpoint that is being written; its error is a warning unless it is the first one."""
+        writer, self._writer = self._writer, Writer()
+        try:
+            writer.end()
+        except Exception as error:
+            if is_first:
+                raise
+            rank_zero_warn(f"A checkpoint could not be saved ({error!r}).")
 
     # Start-up
 

@@ -931,6 +931,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                     pipeline.finish()
         except Exception as error:
             if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
+                self._end_writer(is_first=False)
                 raise
             rank_zero_warn(f"The weights of some stages could not be fetched ({error!r}).")
         finally:

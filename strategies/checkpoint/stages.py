@@ -33,9 +33,11 @@ from torch.optim import Optimizer
 from strategies.checkpoint.store import read_tensors, save_file, sharded_tensors, without_values, writing_shards
 from strategies.checkpoint.streaming import LateTensors
 from strategies.checkpoint.validate import check_before_loading
+from strategies.common.errors import WorkerLost
 from strategies.common.torch_compat import tree_leaves
 from strategies.common.trees import flat, layouts, with_meta_tensors, with_tensors
 from strategies.optim.restricted import parameters_of, part_of
+from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.shelf import Fetch, beside, in_turn
 from strategies.pipeline.driver import Pipeline
@@ -164,7 +166,11 @@ class StageStates:
             try:
                 written = write_shard(shards, own_plan, own)
             finally:
-                errors = [error for reply in replies if (error := _error_of(reply)) is not None]
+                errors = [
+                    error
+                    for told in zip(remotes, replies, strict=True)
+                    if (error := _error_of(*told, path)) is not None
+                ]
             if errors:
                 raise errors[0]
             writer.finish(metadata, [*(reply.value() for reply in replies), written])
@@ -280,9 +286,14 @@ def _read_states(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
     stage.local_value().hosted.states_read = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
 
 
-def _error_of(reply: Any) -> Exception | None:
+def _error_of(remote: RemoteStage, reply: Any, path: Path) -> Exception | None:
+    """Why a stage has not written its part of a checkpoint; ``None`` if it has."""
     try:
         reply.wait()
     except Exception as error:  # of any kind: from the function, or from RPC if the worker has died
-        return error
+        cause = remote.cause_of(error)
+        if isinstance(cause, WorkerLost):
+            return cause
+        what = f"{remote.description}, {remote.process.description}"
+        return RuntimeError(f"{what}, could not write its part of the checkpoint {path}: {error}")
     return None

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
+from zipfile import is_zipfile
 
 import torch
 from fsspec.core import url_to_fs
@@ -40,6 +41,8 @@ SHARDED_KEYS = ("state_dict", "optimizer_states")
 """The entries of a checkpoint whose tensors are stored in shards; ``meta.pt`` holds the others with their values."""
 
 _META = "meta.pt"
+_ZIP = b"PK\x03\x04"
+"""With which a file of ``torch.save`` begins."""
 _SHARDS = "shards-"
 
 
@@ -81,8 +84,11 @@ def save_file(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | Non
         checkpoint: The checkpoint.
         path: The file.
         late: Reads the values of tensors that are elsewhere, one after another.
+
+    Raises:
+        OSError: If the file cannot be written, such as on a full disk.
     """
-    with replacing(path) as file:
+    with _naming(path), replacing(path) as file:
         streaming.save(checkpoint, file, late)
         if is_sharded(path):  # a file cannot replace a directory in one step
             file.flush()
@@ -100,6 +106,20 @@ def save_sharded(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 
 @contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Name the checkpoint in an error of the operating system, which torch may turn into one without a reason."""
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and not (isinstance(found, OSError) and found.errno is not None):
+            found = found.__cause__ or found.__context__
+        if found is None:
+            raise
+        raise OSError(found.errno, f"the checkpoint {path} could not be written: {found.strerror}") from error
+
+
+@contextmanager
 def writing_shards(checkpoint: Mapping[str, Any], path: Path, late: LateTensors | None = None) -> Iterator[Path]:
     """Yield an empty directory for the shards of a checkpoint; at the end, make them the checkpoint at ``path``.
 
@@ -110,8 +130,11 @@ def writing_shards(checkpoint: Mapping[str, Any], path: Path, late: LateTensors 
         checkpoint: The checkpoint. Of the tensors in its sharded entries only shapes and dtypes are used.
         path: The directory of the checkpoint. A file or another checkpoint there is replaced.
         late: Reads the values of tensors of its other entries that are elsewhere.
+
+    Raises:
+        OSError: If files cannot be written, such as on a full disk.
     """
-    with _directory_of(path) as directory:
+    with _naming(path), _directory_of(path) as directory:
         shards = directory / f"{_SHARDS}{uuid4().hex}"
         shards.mkdir()
         try:
@@ -141,6 +164,21 @@ def _directory_of(path: Path) -> Iterator[Path]:
 # Reading
 
 
+def check_not_cut_off(path: Path) -> None:
+    """Check that a file which ``torch.save`` has begun has its end, too.
+
+    Raises:
+        RuntimeError: If it is empty or cut off.
+    """
+    with open(path, "rb") as file:
+        start = file.read(len(_ZIP))
+    if _ZIP.startswith(start) and not is_zipfile(path):  # torch's own error would not name the file
+        raise RuntimeError(
+            f"the checkpoint {path} is incomplete, and nothing of it has been loaded: the file is cut off after "
+            f"{path.stat().st_size} bytes. Use an earlier checkpoint, or copy the file again."
+        )
+
+
 def load_sharded(
     path: Path, keys: Sequence[str] = SHARDED_KEYS, weights_only: bool | None = None
 ) -> tuple[dict[str, Any], Path]:
@@ -155,8 +193,10 @@ def load_sharded(
         The checkpoint, and the directory from which :func:`read_tensors` reads the values left out.
 
     Raises:
-        RuntimeError: If a tensor is missing, or if the checkpoint names a directory outside of itself.
+        RuntimeError: If a tensor is missing, if a file is cut off, or if the checkpoint names a directory outside of
+            itself.
     """
+    check_not_cut_off(path / _META)
     checkpoint = torch.load(path / _META, map_location="cpu", weights_only=weights_only)
     name = checkpoint["relay"].pop("shards")
     if not name.startswith(_SHARDS) or Path(name).name != name:
@@ -252,10 +292,16 @@ class ShardReader(dcp.FileSystemReader):
         """The keys, shapes and dtypes of all tensors, and the file and offset of each.
 
         Raises:
-            RuntimeError: If the file holds anything that torch does not write.
+            RuntimeError: If the file is cut off, or holds anything that torch does not write.
         """
         with open(self._directory / ".metadata", "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+            try:
+                metadata = _MetadataUnpickler(file).load()
+            except (EOFError, pickle.UnpicklingError) as error:
+                raise RuntimeError(
+                    f"the checkpoint {self._directory.parent} is incomplete, and nothing of it has been loaded: its "
+                    f"file {self._directory.name}/.metadata is cut off ({error}). Use an earlier checkpoint."
+                ) from error
         if not isinstance(metadata, Metadata):
             raise RuntimeError(f"{self._directory / '.metadata'} holds a {type(metadata).__name__}, not metadata")
         return metadata

@@ -9,7 +9,7 @@ from zipfile import is_zipfile
 
 import torch
 
-from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_file
+from strategies.checkpoint.store import check_not_cut_off, is_sharded, load_sharded, local_path, save_file
 from strategies.checkpoint.writer import Writer
 from strategies.lightning.compat import (
     DoublePrecision,
@@ -56,7 +56,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Read a checkpoint; tensors and plain types only, unless ``weights_only`` is ``False``."""
-        if self._maps_files and (local := local_path(path)) is not None and is_zipfile(local):
+        local = local_path(path)
+        if local is not None and local.is_file():
+            check_not_cut_off(local)
+        if self._maps_files and local is not None and is_zipfile(local):
             return cast(dict[str, Any], torch.load(local, map_location="cpu", weights_only=weights_only, mmap=True))
         return super().load_checkpoint(path, map_location, _weights_only(path, weights_only))
 

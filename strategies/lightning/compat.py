@@ -494,6 +494,11 @@ def forget_saved_step(callback: ModelCheckpoint) -> None:
     callback._last_global_step_saved = 0
 
 
+def forget_validation(loop: EvaluationLoop) -> None:
+    """Make a loop forget that it has run; else an epoch loop that resumes leaves out the validation that is due."""
+    loop._has_run = False
+
+
 def searches_without_training(callback: LearningRateFinder | BatchSizeFinder) -> bool:
     """Return whether a ``Tuner`` uses a callback, which ends the fit when it has searched."""
     return callback._early_exit

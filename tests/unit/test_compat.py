@@ -138,6 +138,7 @@ _IN_LIGHTNING_COMPAT = {
     f"{_LIGHTNING}.LightningModule._trainer": _LEAN,
     f"{_LIGHTNING}.Trainer._data_connector": _LEAN,
     f"{_LIGHTNING}.loops._EvaluationLoop": _LEAN,
+    f"{_LIGHTNING}.loops._EvaluationLoop._has_run": "resume a run",
     f"{_LIGHTNING}.loops.loop._Loop": _LEAN,
     f"{_LIGHTNING}.loops.optimization.automatic.ClosureResult._clone_loss": _LEAN,
     f"{_LIGHTNING}.loops.optimization.automatic._AutomaticOptimization._training_step": _LEAN,

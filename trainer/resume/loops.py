@@ -20,6 +20,7 @@ from strategies.lightning.compat import (
     Trainer,
     TrainerFn,
     combined_mode,
+    forget_validation,
     update_callback_metrics,
 )
 from trainer.lean import LeanEpochLoop, LeanLoggerConnector
@@ -129,6 +130,7 @@ class ResumingFitLoop(FitLoop):
     def _complete_steps(self) -> None:
         batches: Any = self.epoch_loop.batch_progress
         epochs: Any = self.epoch_progress
+        forget_validation(self.epoch_loop.val_loop)  # that of an earlier fit, or of this one before a restart
         if batches.current.ready == batches.current.processed > batches.current.completed:
             batches.increment_completed()
             self.epoch_loop.finishes_batch = True

@@ -89,7 +89,12 @@ class Failures:
             self.raise_cause()
 
     def raise_cause(self) -> NoReturn:
-        """Raise the first failure that is not a consequence; if there is none within 2 s, the first consequence."""
+        """Raise the first failure that is not a consequence; if there is none within 2 s, the first consequence.
+
+        Raises:
+            WorkerLost: Instead of an error of gloo, if a connection was lost although no process has failed.
+            RuntimeError: Instead of ``StopIteration``, at which Lightning's loop would end the epoch without an error.
+        """
         wait([self._cause], _DIAGNOSIS_SECONDS)
         with self._lock:
             self.raised = True
@@ -100,7 +105,14 @@ class Failures:
                 (error for error, _ in self._found),
                 key=lambda e: (not isinstance(e, WorkerLost), isinstance(e, PeerFailed)),
             )
-            raise (causes or consequences)[0]
+            first = (causes or consequences)[0]
+        if isinstance(first, StopIteration):
+            raise RuntimeError(f"a layer or the loss raised {first!r}, an exception that ends iterations") from first
+        if not causes and "gloo/transport" in str(first):
+            raise WorkerLost(
+                f"the data plane between the stages has failed, although every stage's process still runs: {first}"
+            ) from first
+        raise first
 
 
 class InterruptibleWait:
@@ -402,6 +414,11 @@ class RemoteStage(NotCopyable):
         arguments = (self._host, *args)
         reply: Any = unrecorded(rpc.rpc_async, self._name, function, args=arguments, kwargs=kwargs, timeout=0)
         return reply
+
+    def cause_of(self, error: Exception) -> Exception:
+        """Return why a call of :meth:`beside` failed: the end of the process if it has ended, otherwise the error."""
+        ended = self.process.ended()
+        return error if ended is None else WorkerLost(f"{self.description}, {self.process.description}, {ended}")
 
     def ask_for_progress(self) -> Any:
         """Ask what the stage does; the answer is a :class:`~strategies.common.activity.Progress`."""

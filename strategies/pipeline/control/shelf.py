@@ -46,8 +46,16 @@ def in_rescue(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tenso
 
 
 def beside(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
-    """Fetch while the stage runs other commands, from any thread."""
-    return stage.beside(_from_shelf, number, pieces).wait()
+    """Fetch while the stage runs other commands, from any thread.
+
+    Raises:
+        WorkerLost: If the process of the stage has ended.
+    """
+    reply = stage.beside(_from_shelf, number, pieces)
+    try:
+        return reply.wait()
+    except Exception as error:
+        raise stage.cause_of(error) from error
 
 
 def _from_shelf(stage: Any, number: int, pieces: Sequence[Piece]) -> Tensor:

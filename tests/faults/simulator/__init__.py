@@ -7,8 +7,8 @@
     campaign.py   runs cases in the test harness, which finds what they leave behind
     report.py     the outcomes as Markdown; pure
 
-``python -m tests.faults.simulator --seed S --count N`` runs the seeds S to S + N - 1. The tests import this package, and so do
-the processes that it starts; it imports the test harness and the strategies.
+``python -m tests.faults.simulator --seed S --count N`` runs the seeds S to S + N - 1. The tests import this package,
+and so do the processes that it starts; it imports the test harness and the strategies.
 """
 
 import sys

@@ -109,5 +109,5 @@ def _ending(outcome: Outcome | None) -> str:
         return f"the driver ended with status {outcome.status}"
     if outcome.results.error is None:
         return "went on"
-    message = re.sub(r"process \d+ on \S+", "process N", outcome.results.error.message.splitlines()[0][:160])
+    message = re.sub(r"process \d+ on [^ ,]+", "process N", outcome.results.error.message)[:160].partition("\n")[0]
     return f"{outcome.results.error.kind}: {message}"

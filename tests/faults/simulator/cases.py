@@ -99,8 +99,8 @@ class Fault:
         stage: The stage of the process; of a driver, the last one.
         batch: From which batch on.
         skip: How many passes of a layer come first, from that batch on.
-        detail: The name of the exception, the number of bytes that can still be written, or the share of the run's usual
-            time after which the fault strikes at any moment.
+        detail: The name of the exception, the number of bytes that can still be written, or the share of the run's
+            usual time after which the fault strikes at any moment.
     """
 
     kind: str
@@ -252,8 +252,8 @@ def _is_possible(shape: Shape, fault: Fault) -> bool:
         return False  # the driver writes everything
     if fault.role == DRIVER and fault.kind in ("disk full", "cut off") and fault.replica:
         return False  # only the first one writes
+    if fault.role == DRIVER and fault.detail == "StopIteration":
+        return False  # Lightning's loop takes it for the end of the data
     if fault.kind == "connection lost" and shape.stages == 1 and shape.replicas == 1:
         return False  # there is none
-    if shape.replicas > 1 and (not KINDS[fault.kind].ranks or fault.phase == ANY_MOMENT):
-        return False
-    return True
+    return shape.replicas == 1 or (KINDS[fault.kind].ranks and fault.phase != ANY_MOMENT)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def markdown(verdicts: Sequence[Verdict]) -> str:
-    """Counts, one line per kind of fault, how cases ended, and everything that is wrong, with the command to run it again."""
+    """Counts, a line per kind of fault, and everything that is wrong, with the command to run it again."""
     wrong = [verdict for verdict in verdicts if verdict.wrong]
     struck = [verdict for verdict in verdicts if verdict.struck]
     lines = [

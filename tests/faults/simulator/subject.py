@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import time
+import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -127,14 +128,12 @@ def train(
         for rows in (NUM_BATCHES * ROWS * (shape.replicas), 2 * ROWS * shape.replicas)
     ]
     loaders = DataLoader(data[0], ROWS, shuffle=True), DataLoader(data[1], ROWS)
-    striking = (
-        traps.strike_later(strikes_after_seconds) if any(fault.phase == ANY_MOMENT for fault in faults) else None
-    )
+    striking = traps.strike_later(strikes_after_seconds) if any(fault.phase == ANY_MOMENT for fault in faults) else None
     error = None
     try:
         trainer.fit(model, *loaders, ckpt_path=checkpoint, weights_only=True)
     except BaseException as raised:  # Lightning ends the process after a signal, by SystemExit
-        error = Error(type(raised).__name__, str(raised), _causes(raised))
+        error = Error(type(raised).__name__, str(raised), "".join(traceback.format_exception(raised)))
     finally:
         disk_is_free_again()
     ended = time.time()
@@ -181,14 +180,6 @@ def _trainer(shape: Shape, saved: Path, traps: Traps) -> Trainer:
     )
 
 
-def _causes(error: BaseException) -> str:
-    causes = []
-    while (cause := error.__cause__ or error.__context__) is not None and len(causes) < 5:
-        causes.append(f"{type(cause).__name__}: {cause}")
-        error = cause
-    return "\n".join(causes)
-
-
 def undisturbed(shape: Shape) -> Outcome:
     """The reference: what a run comes to that nothing disturbs."""
     folder = _folder()
@@ -232,19 +223,30 @@ def disturbed(case: Case, usual_seconds: float) -> Outcome:
         return outcome
     readable = [name for name, tensors in outcome.checkpoints.items() if not isinstance(tensors, str)]
     last = folder / "saved" / max(readable, key=lambda name: _step(Path(name))) if readable else None
-    (folder / "afterwards").write_text(str(last or ""))
+    (folder / "afterwards.part").write_text(str(last or ""))
+    (folder / "afterwards.part").replace(folder / "afterwards")
     outcome.afterwards = train(case.shape, folder, "saved-afterwards", checkpoint=last)
     outcome.checkpoints_afterwards = _checkpoints(folder / "saved-afterwards")
     return outcome
 
 
 def _other_rank(case: Case, folder: Path, arguments: dict[str, Any]) -> Outcome:
-    """What the other ranks of DDP, ZeRO or several replicas do: Lightning's launcher has started this process."""
-    if (folder / "afterwards").exists():
-        last = (folder / "afterwards").read_text()
-        results = train(case.shape, folder, "saved-afterwards", checkpoint=Path(last) if last else None)
-    else:
+    """What the other ranks of DDP, ZeRO or several replicas do: Lightning's launcher has started this process.
+
+    As any script that catches an error, they catch it on every rank, and each rank continues from the last checkpoint.
+    If rank 0 has not raised an error soon, this one is of this rank only, and ends it.
+    """
+    if not (folder / "afterwards").exists():
         results = train(case.shape, folder, "saved", case.faults, **arguments)
+        if results.error is None:
+            return Outcome(results)
+        deadline = time.monotonic() + 5
+        while not (folder / "afterwards").exists():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{results.error.kind}: {results.error.message}")
+            time.sleep(0.05)
+    last = (folder / "afterwards").read_text()
+    results = train(case.shape, folder, "saved-afterwards", checkpoint=Path(last) if last else None)
     if results.error is not None:
         raise RuntimeError(f"{results.error.kind}: {results.error.message}")
     return Outcome(results)

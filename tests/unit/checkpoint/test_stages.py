@@ -20,6 +20,7 @@ from strategies.checkpoint.stages import StageStates
 from strategies.checkpoint.store import load_sharded, sharded_tensors
 from strategies.checkpoint.writer import snapshot
 from strategies.common.activity import Activity
+from strategies.common.errors import WorkerLost
 from strategies.pipeline.control import shelf
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Piece
@@ -43,10 +44,12 @@ class Remote:
     """Calls the stage at once, in place of RPC."""
 
     description = "stage 0"
+    process = SimpleNamespace(description="process 7")
     version = 0
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
+        self.has_ended = False
         self.fetched: list[list[Piece]] = []
 
     def start(self, command: Any, *arguments: Any) -> Future[Any]:
@@ -63,6 +66,9 @@ class Remote:
         return self.start(command, *arguments).result()
 
     read = rescue = queue = call
+
+    def cause_of(self, error: Exception) -> Exception:
+        return WorkerLost("stage 0 was killed") if self.has_ended else error
 
     def beside(self, function: Any, *arguments: Any) -> Any:
         reference = SimpleNamespace(local_value=lambda: SimpleNamespace(hosted=self.stage))
@@ -239,7 +245,10 @@ def test_a_stage_that_cannot_write(tmp_path: Path) -> None:
     two.states.prepare_sharded(two.checkpoint(), path, needs_copy=False)()
     write = two.states.prepare_sharded({**two.checkpoint(), "epoch": 4}, path, needs_copy=False)
     two.stage.shelf.clear()
-    with pytest.raises(KeyError):
+    with pytest.raises(RuntimeError, match=rf"stage 0, process 7, could not write its part of the checkpoint {path}: "):
+        write()
+    two.remote.has_ended = True
+    with pytest.raises(WorkerLost, match="stage 0 was killed"):
         write()
     assert load_sharded(path)[0]["epoch"] == 3 and len(list(path.iterdir())) == 2
 
