@@ -110,10 +110,11 @@ def _naming(path: Path) -> Iterator[None]:
     """Name the checkpoint in an error of the operating system, which torch may turn into one without a reason."""
     try:
         yield
-    except Exception as error:
+    except (Exception, dcp.CheckpointException) as error:  # a BaseException
         found: BaseException | None = error
         while found is not None and not (isinstance(found, OSError) and found.errno is not None):
-            found = found.__cause__ or found.__context__
+            of_ranks = list(found.failures.values()) if isinstance(found, dcp.CheckpointException) else []
+            found = of_ranks[0][0] if of_ranks else found.__cause__ or found.__context__
         if found is None:
             raise
         raise OSError(found.errno, f"the checkpoint {path} could not be written: {found.strerror}") from error

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,39 @@ def test_a_file_in_its_place(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "other")
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "other"]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_full_disk_is_named_with_the_checkpoint(sharded: bool, tmp_path: Path) -> None:
+    """At whatever byte it is full: what was there before stays, and nothing else is left."""
+    save = store.save_sharded if sharded else store.save_file
+    path, checkpoint = tmp_path / "a.ckpt", {"state_dict": {f"{k}": torch.ones(9, 9) for k in range(9)}}
+    save(checkpoint, path)
+    before = sorted(path.rglob("*"))
+    for size_bytes in (0, 64, 1000, 4000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises(OSError, match=rf"the checkpoint {path} could not be written: File too large"):
+                save(checkpoint, path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert list(tmp_path.iterdir()) == [path] and sorted(path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.99])
+@pytest.mark.parametrize("name", ["", "meta.pt", ".metadata"])
+def test_a_file_that_is_cut_off_is_named(name: str, share: float, tmp_path: Path) -> None:
+    path, checkpoint = tmp_path / "a.ckpt", {"state_dict": {f"{k}": torch.ones(9, 9) for k in range(9)}}
+    (store.save_sharded if name else store.save_file)(checkpoint, path)
+    (file,) = path.rglob(name) if name else [path]
+    os.truncate(file, int(share * file.stat().st_size))
+    with pytest.raises(
+        RuntimeError, match=rf"the checkpoint {path}.* is incomplete, and nothing of it has been loaded"
+    ):
+        if name:
+            store.load_sharded(path)
+        else:
+            AtomicCheckpointIO().load_checkpoint(path)
 
 
 def test_what_is_not_whole_is_not_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,18 @@ def test_no_sample_is_repeated_or_left_out(name: str, tmp_path: Path) -> None:
     assert_resumable(tmp_path, LOADERS[name], ENDS, max_epochs=2 if name != "distributed" else 3)
 
 
+def test_the_same_trainer_resumes_from_the_last_batch_of_an_epoch(tmp_path: Path) -> None:
+    """It has validated before, and validates again."""
+    saves = resume_job.Saves(tmp_path, [("on_train_batch_end", 3)])
+    whole, trainer = fit(shuffled(10), seed=3, callbacks=[saves], max_epochs=2)
+    part = resume_job.Net(plateau=False, dropout=0.3)
+    trainer.fit(
+        part, shuffled(10)(), DataLoader(Rows(8), batch_size=4), ckpt_path=tmp_path / "on_train_batch_end-3.ckpt"
+    )
+    assert part.validated == whole.validated and [step for _, step, _ in part.validated] == [3, 3, 6, 6]
+    assert part.seen == whole.seen[3:]
+
+
 @pytest.mark.parametrize(
     ("arguments", "places"),
     [

@@ -217,6 +217,38 @@ def test_a_killed_worker_whose_exit_status_comes_late_is_lost(wire: Wire, monkey
         raise PeerFailed("rank 1 of the pipeline failed")
 
 
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:48867"
+
+
+def test_a_connection_that_is_lost_between_processes_that_live() -> None:
+    failures = Failures()
+    lost = r"the data plane between the stages has failed, although .* still runs: .* Connection closed by peer"
+    with pytest.raises(WorkerLost, match=lost), failures.explained():
+        raise RuntimeError(GLOO)
+    failures = Failures()
+    own = ConnectionResetError("the user's own: Connection reset by peer")
+    with pytest.raises(ConnectionResetError, match="the user's own"), failures.explained():
+        raise own
+
+
+def test_an_exception_at_which_a_loop_would_end_without_an_error() -> None:
+    failures = Failures()
+    failures.add(StopIteration("of a layer"), consequence=False)
+    with pytest.raises(RuntimeError, match=r"raised StopIteration\('of a layer'\)") as raised:
+        failures.raise_cause()
+    assert isinstance(raised.value.__cause__, StopIteration)
+
+
+@pytest.mark.parametrize("ended", [None, "was killed by signal 9"])
+def test_why_a_call_beside_the_commands_failed(ended: str | None) -> None:
+    remote, error = remote_stage(ended), RuntimeError("EOF: end of file")
+    cause = remote.cause_of(error)
+    if ended is None:
+        assert cause is error
+    else:
+        assert isinstance(cause, WorkerLost) and str(cause) == f"{STAGE}, process 7 on here, {ended}"
+
+
 def test_what_fails_in_a_context_is_explained_by_its_cause() -> None:
     failures = Failures()
     failures.raise_untold()
