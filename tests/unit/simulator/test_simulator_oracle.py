@@ -1,0 +1,231 @@
+"""The simulator of faults draws every kind of fault, the same for a seed, and its oracle sees whatever is wrong."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.faults.simulator.campaign import Verdict
+from tests.faults.simulator.cases import (
+    ANY_MOMENT,
+    DRIVER,
+    KINDS,
+    NUM_BATCHES,
+    OPTIONS,
+    PHASES,
+    RANKS,
+    SERVER,
+    WORKER,
+    Case,
+    Fault,
+    Shape,
+    draw,
+    first_of_each,
+)
+from tests.faults.simulator.oracle import Error, Outcome, Results, judge
+from tests.faults.simulator.report import markdown
+
+DRAWN = [draw(seed) for seed in range(1500)]
+
+
+def test_a_seed_is_a_case() -> None:
+    assert [draw(seed) for seed in range(50)] == DRAWN[:50]
+    assert len({str(case) for case in DRAWN}) > 1450
+
+
+def test_everything_in_the_tables_is_drawn() -> None:
+    faults = [fault for case in DRAWN for fault in case.faults]
+    assert {fault.kind for fault in faults} == set(KINDS)
+    assert {fault.phase for fault in faults} == {*PHASES, ANY_MOMENT, "after"}
+    for kind, known in KINDS.items():
+        assert {fault.role for fault in faults if fault.kind == kind} == set(known.roles), kind
+    shapes = [case.shape for case in DRAWN]
+    assert {shape.strategy for shape in shapes} == {"pipeline", *RANKS}
+    for name, values in OPTIONS.items():
+        drawn = {shape.option(name) for shape in shapes if shape.strategy == "pipeline" and shape.replicas == 1}
+        assert drawn == set(values), name
+    workers = {(case.shape.stages, fault.stage) for case in DRAWN for fault in case.faults if fault.role == WORKER}
+    assert workers == {(2, 0), (3, 0), (3, 1)}
+    assert {len(case.faults) for case in DRAWN} == {1, 2}
+
+
+def test_the_first_seed_of_each_kind() -> None:
+    found = first_of_each(["kill", "hang"])
+    assert [[fault.kind for fault in draw(seed).faults] for seed in found] == [["kill"], ["hang"]]
+    assert all(draw(seed).shape.replicas == 1 for seed in found)
+
+
+SHAPE = Shape("pipeline", 3, 1, "32-true", 1, (("max_restarts", 0),))
+RESTARTS = replace(SHAPE, options=(("max_restarts", 1),))
+KILLED = Fault("kill", "forward", WORKER, 0, 1, batch=2, skip=0)
+LOST = "stage 1 (layers 3 to 5), process 7 on here, was killed by signal 9 in F1"
+
+
+def results(error: Error | None = None, num_batches: int = NUM_BATCHES, weight: float = 1.0) -> Results:
+    tensors = {"a.weight": torch.full((2,), weight), "a.bias": torch.zeros(1)} if error is None else {}
+    return Results(error, 0.0, 12.0, {k: k / 2 for k in range(num_batches)}, tensors, {} if error else {"loss": 2.0})
+
+
+def saved(*steps: int) -> dict[str, Any]:
+    return {f"step={step}.ckpt": {"state_dict.a.weight": torch.full((2,), float(step))} for step in steps}
+
+
+REFERENCE = Outcome(results(), checkpoints=saved(2, 4, 6, 8))
+
+
+def ended(error: Error) -> Outcome:
+    """A run that an error ended in batch 3, and one that continued from step 2."""
+    return Outcome(
+        results(error, 3),
+        checkpoints=saved(2),
+        struck={0: 10.0},
+        afterwards=results(),
+        checkpoints_afterwards=saved(4, 6, 8),
+    )
+
+
+def went_on() -> Outcome:
+    return Outcome(results(), checkpoints=saved(2, 4, 6, 8), struck={0: 10.0})
+
+
+def test_what_is_right() -> None:
+    assert not judge(Case(0, SHAPE, (KILLED,)), ended(Error("WorkerLost", LOST)), REFERENCE)
+    assert not judge(Case(0, RESTARTS, (KILLED,)), went_on(), REFERENCE)
+    assert not judge(Case(0, SHAPE, (replace(KILLED, role=SERVER),)), went_on(), REFERENCE)
+    killed_driver = Case(0, SHAPE, (replace(KILLED, role=DRIVER, stage=2),))
+    outcome = replace(ended(Error("", "")), results=None, status=-9, leftovers=[".relay-0.part"])
+    assert killed_driver.ends_driver and not judge(killed_driver, outcome, REFERENCE)
+
+
+def spoil(change: Callable[[Any], None], outcome: Outcome) -> Outcome:
+    spoiled = deepcopy(outcome)
+    change(spoiled)
+    return spoiled
+
+
+def set_tensor(checkpoints: Any, step: int) -> None:
+    checkpoints[f"step={step}.ckpt"]["state_dict.a.weight"][0] += 1e-6
+
+
+WRONG: dict[str, tuple[Shape, Outcome, Callable[[Any], Any], str]] = {
+    "went on": (SHAPE, went_on(), lambda o: None, "the run went on"),
+    "ended": (RESTARTS, ended(Error("WorkerLost", LOST)), lambda o: None, "raised WorkerLost: stage 1"),
+    "type": (SHAPE, ended(Error("RuntimeError", LOST)), lambda o: None, "raised RuntimeError: stage 1"),
+    "stage": (SHAPE, ended(Error("WorkerLost", LOST.replace("1", "0"))), lambda o: None, "raised WorkerLost: stage 0"),
+    "slow": (SHAPE, ended(Error("WorkerLost", LOST)), lambda o: o.struck.update({0: -30.0}), "it took 42.0 s to end"),
+    "loss": (
+        RESTARTS,
+        went_on(),
+        lambda o: o.results.losses.update({3: 1.5000001}),
+        "the loss of batch 3 is 1.5000001",
+    ),
+    "short": (RESTARTS, went_on(), lambda o: o.results.losses.pop(7), "the last batch was 6"),
+    "weight": (
+        RESTARTS,
+        went_on(),
+        lambda o: o.results.tensors["a.weight"].mul_(2),
+        "at the end, 1 of 2 tensors are not",
+    ),
+    "name": (RESTARTS, went_on(), lambda o: o.results.tensors.pop("a.bias"), "at the end, the names are not the same"),
+    "metric": (RESTARTS, went_on(), lambda o: o.results.metrics.update(loss=3.0), "the metrics are {'loss': 3.0}"),
+    "lost": (RESTARTS, went_on(), lambda o: o.checkpoints.pop("step=6.ckpt"), "there is no checkpoint step=6"),
+    "other": (RESTARTS, went_on(), lambda o: o.checkpoints.update(saved(5)), "there is a checkpoint step=5"),
+    "bits": (
+        RESTARTS,
+        went_on(),
+        lambda o: set_tensor(o.checkpoints, 8),
+        "in the checkpoint step=8.ckpt, 1 of 1 tensors",
+    ),
+    "torn": (
+        SHAPE,
+        ended(Error("WorkerLost", LOST)),
+        lambda o: o.checkpoints.update({"step=4.ckpt": "EOFError: "}),
+        "the checkpoint step=4.ckpt cannot be read: EOFError",
+    ),
+    "leftover": (
+        RESTARTS,
+        went_on(),
+        lambda o: o.leftovers.append(".relay-1.part"),
+        "left in the folder of checkpoints",
+    ),
+    "no rerun": (
+        SHAPE,
+        ended(Error("WorkerLost", LOST)),
+        lambda o: setattr(o, "afterwards", None),
+        "no run afterwards",
+    ),
+    "rerun": (
+        SHAPE,
+        ended(Error("WorkerLost", LOST)),
+        lambda o: setattr(o, "afterwards", results(Error("KeyError", "k"))),
+        "afterwards raised KeyError: k",
+    ),
+    "other rerun": (
+        SHAPE,
+        ended(Error("WorkerLost", LOST)),
+        lambda o: setattr(o, "afterwards", results(weight=2.0)),
+        "afterwards, at the end, 1 of 2 tensors are not equal",
+    ),
+    "saved by the rerun": (
+        SHAPE,
+        ended(Error("WorkerLost", LOST)),
+        lambda o: set_tensor(o.checkpoints_afterwards, 4),
+        "afterwards, in the checkpoint step=4.ckpt",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong(name: str) -> None:
+    shape, outcome, change, message = WRONG[name]
+    if outcome.results is not None and outcome.results.error is None and name != "went on":
+        assert not judge(Case(0, shape, (KILLED,)), outcome, REFERENCE)
+    found = judge(Case(0, shape, (KILLED,)), spoil(change, outcome), REFERENCE)
+    assert any(message in complaint for complaint in found), found
+
+
+def nan(precision: str, is_nan: list[bool], weight: float) -> list[str]:
+    shape, fault = replace(SHAPE, precision=precision), replace(KILLED, kind="nan")
+    outcome = Outcome(results(weight=weight), checkpoints=saved(2, 4, 6, 8), struck={0: 10.0})
+    assert outcome.results is not None
+    losses = {k: torch.nan if is_nan[k] else 1.0 for k in range(NUM_BATCHES)}
+    outcome.results = replace(outcome.results, losses=losses)
+    return judge(Case(0, shape, (fault,)), outcome, REFERENCE)
+
+
+def test_a_value_that_is_not_a_number() -> None:
+    once, from_then_on = [k == 3 for k in range(NUM_BATCHES)], [k >= 3 for k in range(NUM_BATCHES)]
+    assert not nan("32-true", from_then_on, torch.nan) and not nan("16-mixed", once, 1.0)
+    assert "0 of 1 weights are NaN" in nan("32-true", from_then_on, 1.0)[0]
+    assert "1 weights are NaN" in nan("16-mixed", once, torch.nan)[0]
+    assert "the losses of batches [3] are NaN" in nan("32-true", once, torch.nan)[0]
+
+
+def test_a_damaged_checkpoint() -> None:
+    case = Case(0, SHAPE, (replace(KILLED, kind="damaged", phase="after", role=DRIVER, stage=2),))
+    outcome = went_on()
+    outcome.struck, outcome.damaged_name = {}, "step=8.ckpt"
+    outcome.afterwards, outcome.checkpoints_afterwards = results(), saved(8)
+    refused = Error("RuntimeError", "the checkpoint /a/step=8.ckpt is incomplete")
+    expected = [
+        (results(refused, 0), ""),
+        (results(refused, 2), "noticed after 2 batches"),
+        (results(Error("OSError", "Invalid argument"), 0), "is OSError: Invalid argument"),
+        (results(), "was loaded"),
+    ]
+    for of_damaged, message in expected:
+        outcome.of_damaged = of_damaged
+        found = judge(case, outcome, REFERENCE)
+        assert (message in found[0]) if message else not found, found
+
+
+def test_the_report() -> None:
+    right = Verdict(3, "two stages", ["kill"], True, "went on", [])
+    late = Verdict(4, "three stages", ["hang"], True, "WorkerLost: stage 0", ["it took 90.0 s to end"], 90.0)
+    text = markdown([right, late])
+    assert text.startswith("2 cases, in 2 of which a fault struck; 1 ended wrongly.")
+    assert "| kill | 1 | 0 |  |" in text and "| hang | 1 | 1 | 90.0, 90.0 |" in text
+    assert "python -m tests.faults.simulator --seed 4" in text and "--seed 3" not in text
