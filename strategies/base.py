@@ -48,6 +48,7 @@ from strategies.lightning.compat import (
     other_package,
     rank_zero_warn,
     start_method_of,
+    trainer_of,
     unwrapped,
 )
 from strategies.lightning.launch.loopback import LoopbackEnvironment, connect, on_loopback
@@ -193,14 +194,19 @@ class StrategyPlugin(Strategy):
         for undo in self._undo_waiting:
             undo()
         self._undo_waiting = ()
-        model = self.lightning_module
         try:
-            self._end_writer(is_first=model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED)
+            self._end_writer(is_first=not self._has_failed())
         finally:
             if self._on_loopback is not None:
                 self._on_loopback.close()
                 self._on_loopback = None
             super().teardown()
+
+    def _has_failed(self) -> bool:
+        """Whether an error has ended the run, so that errors of its teardown must not take the place of that one."""
+        model = self.lightning_module
+        trainer = None if model is None else trainer_of(model)  # which has not got there if a launcher refuses to run
+        return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
     def _end_writer(self, *, is_first: bool) -> None:
         """Wait for the checkpoint that is being written; its error is a warning unless it is the first one."""

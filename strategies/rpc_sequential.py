@@ -34,7 +34,6 @@ from strategies.lightning.compat import (
     PyTorchProfiler,
     Trainer,
     TrainerFn,
-    TrainerStatus,
     is_stand_in,
     rank_zero_info,
     rank_zero_warn,
@@ -930,7 +929,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 if pipeline is not None:
                     pipeline.finish()
         except Exception as error:
-            if model is None or model.trainer.state.status != TrainerStatus.INTERRUPTED:
+            if not self._has_failed():
                 self._end_writer(is_first=False)
                 raise
             rank_zero_warn(f"The weights of some stages could not be fetched ({error!r}).")

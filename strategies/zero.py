@@ -33,7 +33,6 @@ from strategies.lightning.compat import (
     MisconfigurationException,
     Precision,
     TrainerFn,
-    TrainerStatus,
     is_stand_in,
     optimizers_to_device,
     pl,
@@ -429,9 +428,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             undo()
         self._undo = []
         model, divided = self.lightning_module, self._divided
-        has_failed = (
-            model is None or model.trainer.state.status == TrainerStatus.INTERRUPTED or not dist.is_initialized()
-        )
+        has_failed = model is None or self._has_failed() or not dist.is_initialized()
         if model is not None and divided is not None:
             self.model = model
             if not has_failed and divided.is_from(self._made_before):

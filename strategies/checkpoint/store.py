@@ -111,13 +111,22 @@ def _naming(path: Path) -> Iterator[None]:
     try:
         yield
     except (Exception, dcp.CheckpointException) as error:  # a BaseException
-        found: BaseException | None = error
-        while found is not None and not (isinstance(found, OSError) and found.errno is not None):
-            of_ranks = list(found.failures.values()) if isinstance(found, dcp.CheckpointException) else []
-            found = of_ranks[0][0] if of_ranks else found.__cause__ or found.__context__
-        if found is None:
+        if (found := _system_error(error)) is None:
             raise
         raise OSError(found.errno, f"the checkpoint {path} could not be written: {found.strerror}") from error
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """The error of the operating system that has led to an exception, if any."""
+    found: BaseException | None = error
+    seen: set[int] = set()  # an exception may be its own cause
+    while found is not None and id(found) not in seen:
+        if isinstance(found, OSError) and found.errno is not None:
+            return found
+        seen.add(id(found))
+        of_ranks = list(found.failures.values()) if isinstance(found, dcp.CheckpointException) else []
+        found = of_ranks[0][0] if of_ranks else found.__cause__ or found.__context__
+    return None
 
 
 @contextmanager

@@ -201,7 +201,10 @@ def _lives_as_long_as_this(pid: int) -> bool:
     command = procfs.describe(pid)
     if "-m strategies.launch " in command:
         parent = procfs.parent(pid)
-        return os.getpid() == (procfs.parent(parent) if "strategies.launch successor" in command else parent)
+        if "strategies.launch successor" not in command:
+            return os.getpid() == parent
+        is_orphan = "-m strategies.launch fork_server " not in procfs.describe(parent)  # the test has killed the server
+        return is_orphan or os.getpid() == procfs.parent(parent)
     return "multiprocessing.resource_tracker" in command
 
 

@@ -55,7 +55,9 @@ def beside(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
     try:
         return reply.wait()
     except Exception as error:
-        raise stage.cause_of(error) from error
+        if (cause := stage.cause_of(error)) is error:
+            raise
+        raise cause from error
 
 
 def _from_shelf(stage: Any, number: int, pieces: Sequence[Piece]) -> Tensor:
