@@ -8,7 +8,7 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: help demo unit test slow nightly check coverage mutation bench clean
+.PHONY: faults help demo unit test slow nightly check coverage mutation bench clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
@@ -17,6 +17,7 @@ help:
 	@echo "make slow     run the tests marked slow (about 17 minutes); .ci/run runs these too"
 	@echo "make nightly  run the tests marked nightly, for which .ci/run has no time (about 20 minutes)"
 	@echo "make check    lint, format, types and the layers of imports"
+	@echo "make faults   disturb 1,000 small runs by random faults (hours); it continues where it was interrupted"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
 	@echo "make bench    run the benchmarks (about 25 minutes) and write benchmarks/results.md"
@@ -44,6 +45,10 @@ check: $(INSTALLED)
 	ruff format --check .
 	mypy
 	lint-imports
+
+faults: $(INSTALLED)
+	mkdir -p build/faults
+	OMP_NUM_THREADS=1 python -m tests.faults.simulator --seed 0 --count 1000 --resume build/faults/verdicts.jsonl --report build/faults/report.md
 
 coverage: $(INSTALLED)
 	python -m tests.mutation.measure

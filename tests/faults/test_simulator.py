@@ -3,9 +3,16 @@
 import pytest
 
 from tests.faults.simulator.campaign import Campaign
-from tests.faults.simulator.cases import draw, first_of_each
+from tests.faults.simulator.cases import DRIVER, WORKER, draw, first_seed
 
-QUICK = ("kill", "exception", "disk full", "cut off", "connection lost", "hang")
+QUICK = {
+    "kill": WORKER,
+    "exception": WORKER,
+    "disk full": WORKER,
+    "cut off": DRIVER,
+    "connection lost": WORKER,
+    "hang": WORKER,
+}
 
 
 def check(seed: int) -> None:
@@ -16,8 +23,7 @@ def check(seed: int) -> None:
 
 @pytest.mark.parametrize("kind", QUICK)
 def test_a_fault(kind: str) -> None:
-    (seed,) = first_of_each([kind])
-    check(seed)
+    check(first_seed(kind, QUICK[kind]))
 
 
 @pytest.mark.slow

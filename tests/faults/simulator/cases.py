@@ -7,7 +7,6 @@ The tables at the top of this module are all that a case is drawn from: a new op
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -198,13 +197,12 @@ def draw(seed: int) -> Case:
             return Case(seed, shape, faults)
 
 
-def first_of_each(kinds: Iterable[str], start: int = 0) -> list[int]:
-    """For each kind, the first seed from ``start`` on with such a fault, and no other, in a single pipeline."""
-    found = []
-    for kind in kinds:
-        cases = map(draw, count(start))
-        found.append(next(c.seed for c in cases if [f.kind for f in c.faults] == [kind] and c.shape.replicas == 1))
-    return found
+def first_seed(kind: str, role: str, start: int = 0) -> int:
+    """The first seed from ``start`` on whose only fault is of a kind and befalls a role, in a single pipeline."""
+    cases = map(draw, count(start))
+    return next(
+        c.seed for c in cases if [(f.kind, f.role) for f in c.faults] == [(kind, role)] and c.shape.replicas == 1
+    )
 
 
 def _draw_shape(rnd: random.Random) -> Shape:

@@ -23,7 +23,7 @@ from tests.faults.simulator.cases import (
     Fault,
     Shape,
     draw,
-    first_of_each,
+    first_seed,
 )
 from tests.faults.simulator.oracle import Error, Outcome, Results, judge
 from tests.faults.simulator.report import markdown
@@ -52,10 +52,10 @@ def test_everything_in_the_tables_is_drawn() -> None:
     assert {len(case.faults) for case in DRAWN} == {1, 2}
 
 
-def test_the_first_seed_of_each_kind() -> None:
-    found = first_of_each(["kill", "hang"])
-    assert [[fault.kind for fault in draw(seed).faults] for seed in found] == [["kill"], ["hang"]]
-    assert all(draw(seed).shape.replicas == 1 for seed in found)
+def test_the_first_seed_of_a_kind() -> None:
+    for kind, role in (("kill", SERVER), ("hang", WORKER)):
+        case = draw(first_seed(kind, role))
+        assert [(fault.kind, fault.role) for fault in case.faults] == [(kind, role)] and case.shape.replicas == 1
 
 
 SHAPE = Shape("pipeline", 3, 1, "32-true", 1, (("max_restarts", 0),))
