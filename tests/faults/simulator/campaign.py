@@ -15,6 +15,9 @@ from tests.faults.simulator.subject import disturbed, undisturbed
 LIMIT_SECONDS = 110.0
 """For all runs of a case; far above what the oracle allows, since the harness shows all stacks then."""
 
+SETTLE_SECONDS = 30.0
+"""How long processes may take to end after a run, on a machine that may be busy."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -60,6 +63,7 @@ class Campaign:
                 case,
                 usual_seconds,
                 timeout_seconds=LIMIT_SECONDS,
+                settle_seconds=SETTLE_SECONDS,
                 env=OWN_SERVER if any(fault.role == SERVER for fault in case.faults) else None,
                 allow=_allowed(case),
             )
@@ -79,7 +83,8 @@ class Campaign:
 
     def _reference(self, shape: Shape) -> Outcome:
         if shape not in self._references:
-            found = run(undisturbed, shape, timeout_seconds=LIMIT_SECONDS, allow=_allowed_of(shape))
+            limits = {"timeout_seconds": LIMIT_SECONDS, "settle_seconds": SETTLE_SECONDS}
+            found = run(undisturbed, shape, **limits, allow=_allowed_of(shape))
             if found.results.error is not None:
                 raise AssertionError(f"without faults, it raised {found.results.error}")
             self._references[shape] = found
