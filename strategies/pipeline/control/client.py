@@ -44,6 +44,12 @@ _MESSAGE_BYTES = 512
 _DIAGNOSIS_SECONDS = 2.0
 """How long to wait for the cause of a failure that is only the consequence of another one."""
 
+_NUM_QUESTIONS = 3
+"""How often to ask how a process has ended; each takes up to half a second, all of them less than the time above."""
+
+_RPC_TRANSPORT = "originated at tensorpipe/"
+"""Part of each error of a connection of RPC."""
+
 
 class Failures:
     """Collects the failures of all processes, from whichever thread detects them.
@@ -416,9 +422,12 @@ class RemoteStage(NotCopyable):
         return reply
 
     def cause_of(self, error: Exception) -> Exception:
-        """Return why a call of :meth:`beside` failed: the end of the process if it has ended, otherwise the error."""
-        ended = self.process.ended()
-        return error if ended is None else WorkerLost(f"{self.description}, {self.process.description}, {ended}")
+        """Return why a call of :meth:`beside` failed: the process cannot be reached, or what the function raised."""
+        ended = _how_it_ended(self.process)
+        if ended is None and _RPC_TRANSPORT not in str(error):
+            return error
+        how = ended or f"did not answer: {error}"
+        return WorkerLost(f"{self.description}, {self.process.description}, {how}")
 
     def ask_for_progress(self) -> Any:
         """Ask what the stage does; the answer is a :class:`~strategies.common.activity.Progress`."""
@@ -497,7 +506,7 @@ class RemoteStage(NotCopyable):
         try:
             value = reply.value()
         except Exception as error:
-            ended = process.ended()
+            ended = _how_it_ended(process)
             what = f"{self.description}, {process.description}"
             lost = WorkerLost(f"{what}, {ended or f'did not answer: {error}'}")
             killed_by_us = called.lost.done() or (ended is None and is_consequence(error))
@@ -510,6 +519,11 @@ class RemoteStage(NotCopyable):
             done.set_exception(failed)
         else:
             done.set_result(value)
+
+
+def _how_it_ended(process: StageProcess) -> str | None:
+    """Return how a process has ended, which a busy machine tells some time after the connections have closed."""
+    return next(filter(None, (process.ended() for _ in range(_NUM_QUESTIONS))), None)
 
 
 def _wait_for_any(*futures: Future[Any]) -> None:

@@ -263,6 +263,8 @@ def _is_possible(shape: Shape, fault: Fault) -> bool:
         return False  # only the first one writes
     if fault.role == DRIVER and fault.detail == "StopIteration":
         return False  # Lightning's loop takes it for the end of the data
+    if fault.kind == "terminate" and shape.replicas > 1:
+        return False  # Lightning's handler broadcasts the signal: launchers send it to all ranks
     if fault.kind == "connection lost" and shape.stages == 1 and shape.replicas == 1:
         return False  # there is none
     return shape.replicas == 1 or (KINDS[fault.kind].ranks and fault.phase != ANY_MOMENT)

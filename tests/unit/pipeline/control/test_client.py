@@ -239,6 +239,23 @@ def test_an_exception_at_which_a_loop_would_end_without_an_error() -> None:
     assert isinstance(raised.value.__cause__, StopIteration)
 
 
+def test_a_process_whose_end_is_known_late(wire: Wire) -> None:
+    """It is the cause, not the closed connections that show it first."""
+    answers = iter([None, None, "was killed by signal 9"])
+    process = StageProcess("process 7 on here", ended=lambda: next(answers), doing=lambda: "", kill=lambda: None)
+    remote = RemoteStage("worker", None, STAGE, process, Failures())
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[-1].set_exception(RuntimeError("EOF: end of file"))
+    with pytest.raises(WorkerLost, match="was killed by signal 9"):
+        started.result()
+
+
+def test_a_process_that_cannot_be_reached() -> None:
+    error = RuntimeError("EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)")
+    cause = remote_stage().cause_of(error)
+    assert isinstance(cause, WorkerLost) and str(cause).startswith(f"{STAGE}, process 7 on here, did not answer: EOF")
+
+
 @pytest.mark.parametrize("ended", [None, "was killed by signal 9"])
 def test_why_a_call_beside_the_commands_failed(ended: str | None) -> None:
     remote, error = remote_stage(ended), RuntimeError("EOF: end of file")
