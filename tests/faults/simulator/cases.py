@@ -259,8 +259,12 @@ def _is_possible(shape: Shape, fault: Fault) -> bool:
         return False
     if fault.role == WORKER and fault.kind in ("disk full", "cut off") and shape.option("state_dict_type") != "sharded":
         return False  # the driver writes everything
-    if fault.role == DRIVER and fault.kind in ("disk full", "cut off") and fault.replica:
-        return False  # only the first one writes
+    if (
+        fault.replica
+        and fault.phase == "checkpoint"
+        and (fault.role == WORKER or fault.kind in ("disk full", "cut off"))
+    ):
+        return False  # only the first replica writes
     if fault.role == DRIVER and fault.detail == "StopIteration":
         return False  # Lightning's loop takes it for the end of the data
     if fault.kind == "terminate" and shape.replicas > 1:

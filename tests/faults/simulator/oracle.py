@@ -131,7 +131,7 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
 
 def _raising(fault: Fault) -> list[Ending]:
     """The ways in which a fault may end a run."""
-    stage, error = f"stage {fault.stage} .*", fault.detail
+    stage, error = rf"stage {fault.stage}\b.*", fault.detail
     if fault.role == WORKER:
         if fault.kind == "exception" and error in ("TwoArguments", "Unpicklable"):
             found = [Ending(("RuntimeError",), f"{stage}{error}: {FAULT}")]
