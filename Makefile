@@ -8,19 +8,19 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: faults help demo unit test slow nightly check coverage mutation bench clean
+.PHONY: faults help demo unit test slow check coverage mutation bench bench-tiny clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
-	@echo "make unit     run the tests that start no process (about 75 seconds)"
-	@echo "make test     run all tests except those marked slow or nightly (about four minutes)"
-	@echo "make slow     run the tests marked slow (about 17 minutes); .ci/run runs these too"
-	@echo "make nightly  run the tests marked nightly, for which .ci/run has no time (about 20 minutes)"
+	@echo "make unit     run the tests that start no process (less than a minute)"
+	@echo "make test     run all tests except those marked slow (about four minutes)"
+	@echo "make slow     run the tests marked slow (about 22 minutes); .ci/run runs these too"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make faults   disturb 1,000 small runs by random faults (hours); it continues where it was interrupted"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
 	@echo "make bench    run the benchmarks (about 25 minutes) and write benchmarks/results.md"
+	@echo "make bench-tiny run every section of the benchmarks at its smallest, into build/bench-tiny (some minutes)"
 	@echo "make clean    remove .venv"
 
 demo: $(INSTALLED)
@@ -29,16 +29,13 @@ demo: $(INSTALLED)
 # The tests of a file stay in one process, since many share what one launch of processes has computed. tests/conftest.py
 # puts the longest files first.
 unit: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest tests/unit -m "not slow and not nightly" $(SPREAD)
+	OMP_NUM_THREADS=1 python -m pytest tests/unit -m "not slow" $(SPREAD)
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m "not slow and not nightly" $(SPREAD)
+	OMP_NUM_THREADS=1 python -m pytest -m "not slow" $(SPREAD)
 
 slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m "slow and not nightly" $(SPREAD) --durations 40
-
-nightly: $(INSTALLED)
-	python -m pytest -m nightly
+	OMP_NUM_THREADS=1 python -m pytest -m slow $(SPREAD) --durations 40
 
 check: $(INSTALLED)
 	ruff check .
@@ -58,6 +55,9 @@ mutation: $(INSTALLED)-mutation
 
 bench: $(INSTALLED)-bench
 	python -m benchmarks
+
+bench-tiny: $(INSTALLED)
+	python -m benchmarks --tiny --rounds=1 --into=build/bench-tiny
 
 # The stamp is written last, so that an interrupted installation is taken up again. `compat` puts the checkout itself on
 # the path, not only the two packages: the scripts in examples/ import their model from there, wherever they are run.

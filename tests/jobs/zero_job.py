@@ -101,9 +101,7 @@ SOME["modes"] = ["stage 2, overlap"]
 SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
-FEWER = {name: sorted({options[k % len(options)], options[-1]}) for k, (name, options) in enumerate(ALL.items())}
-"""Two options for each case, so that each option has several cases."""
-WANTED = {"some": SOME, "fewer": FEWER, "all": ALL}
+WANTED = {"some": SOME, "all": ALL}
 
 
 def fit(case: Case, strategy: Any, ranks: int, ckpt_path: Path | None = None, **more: Any) -> tuple[Any, Trainer]:
@@ -311,9 +309,11 @@ if __name__ == "__main__":
         seen = unsaved(ranks, results.parent)
     elif what == "doomed":
         fit(Case(odd.Doomed), "zero", ranks)
-    else:  # a strategy: resumes RESULTS up to so many epochs, into another file
-        made = DDPStrategy() if what == "ddp" else ZeROStrategy(**{**OPTIONS, **IN_PARTS}[what])
-        resumed(ranks, made, int(sys.argv[4]), results if results.exists() else None, Path(sys.argv[5]))
+    else:  # strategies, separated by slashes: each trains for an epoch, from where the one before has saved
+        for k, name in enumerate(what.split("/"), int(sys.argv[4])):
+            made = DDPStrategy() if name == "ddp" else ZeROStrategy(**{**OPTIONS, **IN_PARTS}[name])
+            start, end = (results.with_name(f"{number}.ckpt") for number in (k, k + 1))
+            resumed(ranks, made, k + 1, start if start.exists() else None, end)
     if torch.distributed.get_rank() == 0 and seen is not None:
         torch.save(seen, results)
     torch.distributed.destroy_process_group()

@@ -73,7 +73,7 @@ def lines_with_contexts() -> dict[str, dict[int, list[str]]]:
 def main() -> None:
     """Measures the files whose results are not there yet, combines all, and prints the coverage of each module."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation.measure", description=__doc__)
-    parser.add_argument("--marks", default="not nightly", help="pytest's -m; by default what .ci/run runs")
+    parser.add_argument("--marks", default="", help="pytest's -m; by default all tests")
     parser.add_argument("--jobs", type=int, default=1, help="how many test files to run at once")
     parser.add_argument("--again", action="store_true", help="forget earlier measurements")
     parser.add_argument("files", nargs="*", help="test files; by default all")

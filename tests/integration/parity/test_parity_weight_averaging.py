@@ -168,18 +168,13 @@ def contents_of(path: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize(
-    "names",
-    [("zero 2", "replicas"), pytest.param(("ddp", "sharded"), marks=pytest.mark.nightly)],
-    ids=["divided", "others"],
-)
-def test_averages_over_ranks_and_replicas(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_averages_over_ranks_and_replicas(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    for name in ("single", *names):
+    for name in weight_averaging_job.STRATEGIES:
         job = [sys.executable, "-W", "ignore", weight_averaging_job.__file__, str(tmp_path), name]
         subprocess.run(job, env=environment, check=True, timeout=200, capture_output=True)
     single = torch.load(tmp_path / "single.pt", weights_only=False)
-    for name in names:
+    for name in weight_averaging_job.STRATEGIES.keys() - {"single"}:
         found = torch.load(tmp_path / f"{name}.pt", weights_only=False)
         alike(found, single)
         for path in ("mean/step=4.ckpt", "resumed/step=8.ckpt", "ema/step=8.ckpt", "swa/step=8.ckpt"):

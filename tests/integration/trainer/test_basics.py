@@ -23,13 +23,7 @@ PROGRAMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("collectives", "ddp_split_model") else pytest.mark.nightly)
-        for name in PROGRAMS
-    ],
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs_by_one_command_and_prints_what_its_page_says(name: str) -> None:
     lines = run(basics_job.command, f"examples.distributed_basics.{name}", timeout_seconds=120)
     assert lines[-1] == PROGRAMS[name]

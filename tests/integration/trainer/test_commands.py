@@ -72,7 +72,6 @@ def test_the_hugging_face_model(tmp_path: Path) -> None:
     assert checkpoint and Path(checkpoint[1]).exists()
 
 
-@pytest.mark.nightly
 def test_the_script_of_the_hugging_face_model(tmp_path: Path) -> None:
     (script,), unigram = losses(command(ROOT / "examples/hf_finetune.py", cwd=tmp_path))
     assert script < unigram - 0.5

@@ -30,15 +30,12 @@ EVERYWHERE = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("places", [EVERYWHERE[::4], pytest.param(EVERYWHERE, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize(
     "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
 )
 @pytest.mark.parametrize("name", LOADERS)
-def test_from_wherever_it_was_saved(
-    name: str, arguments: dict[str, Any], places: list[tuple[str, int]], tmp_path: Path
-) -> None:
-    assert_resumable(tmp_path, LOADERS[name], places, **arguments)
+def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
+    assert_resumable(tmp_path, LOADERS[name], EVERYWHERE, **arguments)
 
 
 @pytest.mark.slow
