@@ -64,6 +64,7 @@ from strategies.lightning.planning import (
 )
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
+from strategies.lightning.recovery.steps import StepRecovery
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -183,6 +184,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
             died or hung. Only for one pipeline, on one host. Default: 0.
+        snapshot_every_n_steps: After so many optimizer steps, every process copies its part of the model and of the
+            optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
+            and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
+            losses that cannot be repaired in this way. Only for one pipeline whose workers the strategy starts, on
+            CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
             other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
             such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
@@ -225,6 +231,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         state_dict_type: str = "full",
         async_save: bool = False,
         max_restarts: int = 0,
+        snapshot_every_n_steps: int = 0,
         rebalance: Literal["auto"] | None = None,
         rebalance_every_n_steps: int | None = None,
         rebalance_threshold: float | None = None,
@@ -253,6 +260,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checks.check_loss_weight(loss_weight, self._settings)
         check_rebalance(rebalance, rebalance_every_n_steps, rebalance_threshold, self._settings)
         checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
+        checks.check_snapshot_setting(snapshot_every_n_steps, data_parallel_size)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -270,6 +278,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._per_microbatch: TrainingStepPerMicrobatch | None = None
         self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
         self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
+        self._snapshot_every_n_steps = snapshot_every_n_steps
+        self._recovery: StepRecovery | None = None
         self._rebalancing: Rebalancing | None = None
         if rebalance is not None:
             gathers = gather_on_end is not False
@@ -374,6 +384,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if fitting and self._rebalancing is not None:
             self._check_can_rebalance("rebalance='auto'")
             self._rebalancing.begin()
+        if fitting and self._snapshot_every_n_steps:
+            checks.check_snapshot_run(self._snapshot_every_n_steps, model, self.world is not None, self.devices)
         balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()
         optimizers = self._prepare_optimizers(trainer, fitting)
@@ -593,6 +605,34 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo += follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers))
         self._undo += self._stage_states.check_before_loading()
         self._undo += average_on_stages(trainer, pipeline.reading_late)
+        if trainer.state.fn == TrainerFn.FITTING and self._snapshot_every_n_steps and len(self.devices) > 1:
+            self._recovery = self._following_steps(trainer, pipeline, model)
+
+    def _following_steps(self, trainer: Trainer, pipeline: Pipeline, model: LightningModule) -> StepRecovery:
+        """Make snapshots from now on, and recover from the loss of a worker within a step, until ``teardown``."""
+        assert self._seeds is not None
+        steps = self._per_microbatch
+        weights = steps.loss_weights if steps is not None else None
+        recovery = StepRecovery(
+            self._snapshot_every_n_steps,
+            trainer,
+            model,
+            pipeline,
+            seeds=self._seeds,
+            others={} if weights is None else {"loss_weights": weights},
+            is_collecting=(lambda: False) if steps is None else (lambda: steps.collector() is not None),
+            finish_saving=lambda: self._writer.wait(),
+            recovered=self._forget_step,
+        )
+        self._undo += recovery.follow()
+        return recovery
+
+    def _forget_step(self) -> None:
+        """All stages have gone back to a snapshot: forget what was read or recorded of them."""
+        if self._stage_states is not None:
+            self._stage_states.forget()
+        if self._rebalancing is not None:
+            self._rebalancing.begin()
 
     def _recompute_once(self, module: Pipelined) -> list[Undo]:
         """Switch off gradient checkpointing of a Hugging Face model's blocks if the stages recompute them."""
@@ -645,6 +685,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             before = pipeline.balance
             if numbers == before:
                 return
+            self.replace_lost_workers()
             self._writer.settle()  # stages may be writing
             if self._stage_states is not None:
                 self._stage_states.forget()
@@ -663,6 +704,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if rebalancing is None or model is None or len(self.devices) < 2:
             return
         pipeline = self._running()
+        if rebalancing.has_recorded:
+            self.replace_lost_workers()  # a worker may be lost that has not handed its records over
         found = rebalancing.before_batch(pipeline, model.current_epoch)
         if found is not None:
             names = [*(f"stage {i}" for i in range(len(self.devices) - 1)), "the driver"]
@@ -676,14 +719,28 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         rebalancing.begin_batch(pipeline, model.trainer.num_training_batches)
 
     def on_validation_start(self) -> None:
-        """Stop to record the last batch."""
+        """Stop to record the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
+        self.replace_lost_workers()
 
     def on_train_end(self) -> None:
-        """Stop to record the last batch."""
+        """Stop to record the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
+        self.replace_lost_workers()
+
+    def replace_lost_workers(self) -> None:
+        """With ``snapshot_every_n_steps``, wait until every stage has done all steps, and replace lost workers.
+
+        For code that is about to read something of the workers between two steps; without that setting, nothing
+        happens.
+
+        Raises:
+            WorkerLost: If a worker is lost and cannot be replaced.
+        """
+        if self._recovery is not None and not self._has_failed():
+            self._recovery.settle()
 
     def model_to_device(self) -> None:
         """Move the part of the model that is on the driver to the driver's device."""
@@ -701,11 +758,20 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._batch_norms and not self._has_warned_of_batch_norm:
             self._has_warned_of_batch_norm = checks.warn_of_batch_norm(model, self._batch_norms, self._settings)
         if self._per_microbatch is None:
-            return super().training_step(*args, **kwargs)
-        if not model.automatic_optimization:  # switched off since the start
-            checks.check_automatic_optimization(model, self._settings.schedule)
-        batch, *rest = (*args, *kwargs.values())
-        return self._per_microbatch(batch, rest)
+            output = super().training_step(*args, **kwargs)
+        else:
+            if not model.automatic_optimization:  # switched off since the start
+                checks.check_automatic_optimization(model, self._settings.schedule)
+            batch, *rest = (*args, *kwargs.values())
+            output = self._per_microbatch(batch, rest)
+        if self._recovery is not None:
+            self._recovery.note()
+        return output
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``validation_step``, within ``fit`` again if a worker is lost and can be replaced."""
+        step = partial(super().validation_step, **kwargs)
+        return step(*args) if self._recovery is None else self._recovery.evaluate(step, *args)
 
     def _sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
         summed = self.reduce(torch.tensor(numbers, dtype=torch.float64), reduce_op="sum")
@@ -746,6 +812,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """
         if not self.is_global_zero:
             return {}
+        self.replace_lost_workers()
         return super().lightning_module_state_dict() if self._stage_states is None else self._stage_states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -914,7 +981,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._writer.settle()  # stages may be writing
         if self._rebalancing is not None:
             self._rebalancing.begin()  # an error may have ended a batch that is recorded
-        self._stage_states = self._per_microbatch = None
+        self._stage_states = self._per_microbatch = self._recovery = None
         undo, self._undo, self._batch_norms = self._undo, [], {}
         pipeline, self._pipeline = self._pipeline, None
         model = self.lightning_module
@@ -942,7 +1009,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _abandon(self) -> None:
         self._writer.settle()
-        self._stage_states = None
+        self._stage_states = self._recovery = None
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.abandon()

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from strategies.lightning.compat import (
     Callback,
@@ -223,6 +223,7 @@ class PipelineMonitor(Callback):
         step, self._waiting = self._waiting, None
         assert step is not None
         pipeline = _pipeline_of(trainer)
+        cast(RPCSequentialStrategy, trainer.strategy).replace_lost_workers()  # which may have the records
         recorded = step.recording.take()
         rows = self._on_one_clock(pipeline, recorded)
         names = [*(f"stage {i}" for i in range(len(rows) - 1)), "driver"]

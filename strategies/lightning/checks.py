@@ -1,10 +1,11 @@
 """Checks of settings, models and callbacks, each made before any process starts and reported in one message."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from strategies.checkpoint.store import STATE_DICT_TYPES
@@ -18,6 +19,7 @@ from strategies.lightning.compat import (
     LightningModule,
     MisconfigurationException,
     ModelPruning,
+    PyTorchProfiler,
     StochasticWeightAveraging,
     TensorBoardLogger,
     WeightAveraging,
@@ -25,9 +27,11 @@ from strategies.lightning.compat import (
     rank_zero_warn,
     searches_without_training,
     sized_len,
+    takes_iterator,
     training_loaders,
 )
 from strategies.pipeline.executor.settings import ScheduleChoice, Settings
+from strategies.pipeline.snapshots import check_snapshots
 
 _RESTART_OUTSIDE = (
     "Leave it out, start the run with torchrun --max-restarts, have ModelCheckpoint(dirpath=..., save_last=True) keep "
@@ -72,8 +76,7 @@ def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
         MisconfigurationException: If a number is too small, or if these settings exclude each other.
     """
     for name, value, least in (("data_parallel_size", number, 1), ("max_restarts", max_restarts, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
+        _check_whole_number(name, value, least)
     if divides_states and number == 1:
         raise MisconfigurationException(
             "shard_optimizer_states=True divides the states of a stage among its replicas, but there is only one: "
@@ -82,6 +85,61 @@ def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
     if max_restarts and number > 1:
         raise MisconfigurationException(
             f"max_restarts={max_restarts} is for one pipeline, but data_parallel_size={number}. {_RESTART_OUTSIDE}"
+        )
+
+
+def _check_whole_number(name: str, value: object, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
+
+
+def check_snapshot_setting(every_n_steps: int, num_replicas: int) -> None:
+    """Check how often snapshots are made.
+
+    Args:
+        every_n_steps: ``snapshot_every_n_steps``.
+        num_replicas: ``data_parallel_size``.
+
+    Raises:
+        MisconfigurationException: If the number is wrong, or if there are several pipelines.
+    """
+    _check_whole_number("snapshot_every_n_steps", every_n_steps, 0)
+    if every_n_steps:
+        _check_snapshots(every_n_steps, num_replicas, is_external=False, devices=[])
+
+
+def _check_snapshots(every_n_steps: int, replicas: int, *, is_external: bool, devices: Sequence[torch.device]) -> None:
+    try:
+        check_snapshots(replicas=replicas, is_external=is_external, devices=devices)
+    except ValueError as error:
+        raise MisconfigurationException(f"snapshot_every_n_steps={every_n_steps}: {error}") from error
+
+
+def check_snapshot_run(
+    every_n_steps: int, model: LightningModule, is_external: bool, devices: Sequence[torch.device]
+) -> None:
+    """Check that steps of a run can be run again from a snapshot.
+
+    Args:
+        every_n_steps: ``snapshot_every_n_steps``.
+        model: The model, with its Trainer.
+        is_external: Whether torchrun, SLURM or the like have started the workers.
+        devices: The device of each stage.
+
+    Raises:
+        MisconfigurationException: If they cannot.
+    """
+    what = f"snapshot_every_n_steps={every_n_steps}"
+    _check_snapshots(every_n_steps, 1, is_external=is_external, devices=devices)
+    if isinstance(cast(Any, model.trainer).profiler, PyTorchProfiler):
+        raise MisconfigurationException(
+            f"{what} replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them out."
+        )
+    if takes_iterator(model):
+        raise MisconfigurationException(
+            f"{what} runs steps again with the same batches, but training_step(dataloader_iter) of "
+            f"{type(model).__name__} fetches its batches itself. Give training_step the argument batch, or leave "
+            "snapshot_every_n_steps out."
         )
 
 

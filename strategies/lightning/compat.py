@@ -117,6 +117,7 @@ LightningDataModule = pl.LightningDataModule
 LightningEnvironment = fabric.plugins.environments.LightningEnvironment
 LightningModule = pl.LightningModule
 LightningOptimizer = pl.core.optimizer.LightningOptimizer
+Logger = pl.loggers.logger.Logger
 MisconfigurationException = pl.utilities.exceptions.MisconfigurationException
 ModelCheckpoint = pl.callbacks.ModelCheckpoint
 ModelPruning = pl.callbacks.ModelPruning
@@ -381,6 +382,11 @@ def connect(trainer: Trainer, model: LightningModule) -> None:
 def takes_batch_idx(model: LightningModule) -> bool:
     """Return whether Lightning gives ``training_step`` of a model the number of the batch."""
     return bool(is_param_in_hook_signature(model.training_step, "batch_idx", min_args=2))
+
+
+def takes_iterator(model: LightningModule) -> bool:
+    """Return whether Lightning gives ``training_step`` of a model the iterator over the batches."""
+    return bool(is_param_in_hook_signature(model.training_step, "dataloader_iter", explicit=True))
 
 
 def transferred(trainer: Trainer, model: LightningModule, batch: Any, device: torch.device) -> Any:

@@ -212,6 +212,46 @@ def collect_logs(model: LightningModule, collector: Callable[[], Collect | None]
     return replaced(model, "log", MethodType(log, model))
 
 
+def around_log(model: LightningModule, around: Callable[[Callable[[], None]], None]) -> Undo:
+    """Call ``around(log)`` in place of ``self.log`` of a model, where ``log()`` does what it would have done.
+
+    As with :func:`collect_logs`, the model can still be copied and pickled.
+    """
+    before: Any = getattr(model.log, "__func__", None) or type(model).log
+
+    def log(self: LightningModule, *args: Any, **kwargs: Any) -> None:
+        around(partial(before, self, *args, **kwargs))
+
+    return replaced(model, "log", MethodType(log, model))
+
+
+# Training steps
+
+
+def around_steps(trainer: Trainer, run: Callable[..., Any]) -> list[Undo]:
+    """Call ``run(original, *args)`` in place of what Lightning's loop does between the hooks of a training batch.
+
+    That is ``training_step`` with the backward pass and the step of the optimizer.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    own: tuple[Any, ...] = (loop.automatic_optimization, loop.manual_optimization)
+    return [replaced(each, "run", partial(run, each.run)) for each in own]
+
+
+_HOOKS_OF_STEPS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
+"""The hooks of a callback that are called within a training step."""
+
+
+def around_hooks_of_steps(callback: Callback, call: Callable[..., None]) -> list[Undo]:
+    """Call ``call(name, original, *args)`` in place of the hooks of a callback that are called within a step."""
+    undo = []
+    for name in _HOOKS_OF_STEPS:
+        hook: Any = getattr(callback, name)
+        if getattr(hook, "__func__", None) is not getattr(Callback, name):
+            undo.append(replaced(callback, name, partial(call, f"{type(callback).__name__}.{name}", hook)))
+    return undo
+
+
 # Hooks of the user
 
 _GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")

@@ -172,8 +172,9 @@ class Recording:
 
     def lose(self, empty: Sequence[Recorded]) -> None:
         """The workers have ended: take these records, which are empty, if those of the workers have not been taken."""
-        if self.is_over and self._records is None:
+        if self._records is None:
             self._records = list(empty)
+            self._answers = lambda: list(empty)
 
 
 class Pipeline(NotCopyable):
@@ -243,6 +244,8 @@ class Pipeline(NotCopyable):
         self._running: _Running | None = None
         self._snapshots: Snapshots | None = None
         self._recordings: list[Recording] = []
+        self.on_call: Callable[[], None] = _nothing
+        """Called when the module is called, for the whole batch or for a micro-batch."""
 
     def _divide(self, balance: Sequence[int]) -> None:
         """Divide the layers of the model and of its copies into stages.
@@ -262,6 +265,7 @@ class Pipeline(NotCopyable):
 
     def _forward(self, input: Any) -> Any:
         """The module's forward function while the pipeline runs."""
+        self.on_call()
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(input)
@@ -269,6 +273,7 @@ class Pipeline(NotCopyable):
 
     def _run_blocks(self, value: Value, find_rows: FindRows) -> Any:
         """Run recorded calls of blocks: those of one micro-batch, or those of a batch, which is split if possible."""
+        self.on_call()
         running = self._usable()
         steps = running.per_microbatch.steps if running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
@@ -368,6 +373,11 @@ class Pipeline(NotCopyable):
     def workers(self) -> Workers | Ranks | None:
         """The processes of the other stages; ``None`` if there are none."""
         return self._running.workers if self._running is not None else None
+
+    @property
+    def num_updates(self) -> int:
+        """How often parameters or buffers on workers may have been changed by optimizers or by user code."""
+        return self.optimizers.num_steps + sum(h.num_writes for h in self._running.holders) if self._running else 0
 
     def average_grads(self, share: float | None = None) -> None:
         """Average the gradients of every stage over the replicas, if there are several.
@@ -585,8 +595,7 @@ class Pipeline(NotCopyable):
         )
         for recording in self._recordings:
             recording.lose([Recorder(device).recorded() for device in self._devices])
-        if any(not recording.is_over for recording in self._recordings):
-            self._record()
+        executor.stage.recorder = self.optimizers.recorder = None
         return whole.number
 
     def _drop_snapshots(self) -> None:
@@ -935,6 +944,10 @@ class Pipeline(NotCopyable):
         running, self._running = self._running, None
         if running is not None:
             running.ending.close()
+
+
+def _nothing() -> None:
+    pass
 
 
 def _rescued_tensors(remote: RemoteStage, module: int) -> dict[str, Tensor]:

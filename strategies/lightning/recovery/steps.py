@@ -1,0 +1,461 @@
+"""Training steps that are run again after a worker is lost.
+
+    step           4       5       6       7
+    snapshot       ▲               ▲
+                                           ✗ a worker is lost
+                                   6'      7'
+
+Every process goes back to the last snapshot (here, that before step 6). The steps since then run again, each with the
+batch, the random numbers and the attributes of the model that it began with. Callbacks and loggers hear nothing of
+steps that are over, and of the lost one what they have not heard before. A step gives the same values each time, which
+is checked by the loss.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from strategies.common.errors import WorkerLost
+from strategies.common.patching import replaced
+from strategies.common.torch_compat import num_changes
+from strategies.lightning.checks import as_misconfiguration
+from strategies.lightning.compat import (
+    DummyLogger,
+    LightningModule,
+    MisconfigurationException,
+    PassThroughProfiler,
+    Trainer,
+    is_overridden,
+    rank_zero_warn,
+)
+from strategies.lightning.hooks import Undo, around_hooks_of_steps, around_log, around_steps
+from strategies.lightning.recovery.events import Events
+from strategies.lightning.recovery.moment import Moment, Moments
+from strategies.lightning.recovery.values import Remembered
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.stage.layers import Seeds
+
+R = TypeVar("R")
+
+_PLAIN = (bool, int, float, str)
+
+_MAX_LOSSES = 3
+"""A step in which workers are lost so often ends the run: the step itself may be the reason."""
+
+
+class _Unrecoverable(WorkerLost):
+    """A worker is lost, and steps cannot be run again."""
+
+
+@dataclass
+class _Step:
+    """A training step: one batch.
+
+    Attributes:
+        run: Runs it.
+        name: Epoch and number of the batch, for messages.
+        follows: Whether the steps before it and ``begin`` give what it begins with.
+        begin: What it begins with.
+        batch: The values of the batch.
+        snapshot: The number of the snapshot made just before it, if there is one.
+        loss: The loss that it returned.
+    """
+
+    run: Callable[[], Any]
+    name: str
+    follows: bool
+    begin: Moment
+    batch: Remembered
+    snapshot: int | None = None
+    loss: Tensor | None = None
+
+
+class StepRecovery:
+    """Runs the training steps of one ``fit``, makes snapshots, and goes back to the last one when a worker is lost.
+
+    Args:
+        every_n_steps: Make a snapshot after so many steps of an optimizer.
+        trainer: The Trainer.
+        model: The model.
+        pipeline: The running pipeline.
+        seeds: Source of the layers' random numbers.
+        others: Other objects that change in a step, by their names.
+        is_collecting: Whether what is logged now is collected, and logged later for the whole batch.
+        finish_saving: Waits for a checkpoint that is being written in the background, and raises its error.
+        recovered: Called after all stages have gone back to a snapshot.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int,
+        trainer: Trainer,
+        model: LightningModule,
+        pipeline: Pipeline,
+        *,
+        seeds: Seeds,
+        others: Mapping[str, Any],
+        is_collecting: Callable[[], bool],
+        finish_saving: Callable[[], None],
+        recovered: Callable[[], None],
+    ) -> None:
+        self._every_n_steps = every_n_steps
+        self._trainer, self._model, self._pipeline = trainer, model, pipeline
+        self._moments = Moments(trainer, model, pipeline, seeds, others)
+        self._is_collecting, self._finish_saving, self._recovered = is_collecting, finish_saving, recovered
+        self._events = Events()
+        self._steps: list[_Step] = []
+        self._is_running, self._copies_batches = False, True
+        self._last_number = -1
+        self._last_global_step = 0
+        self._epoch: int | None = None
+        self._marks_after: Any = None
+        self._is_meddled_with = False
+        self._has_warned = False
+        self._undo_hooks: list[Undo] = []
+        self._followed: set[int] = set()
+
+    def follow(self) -> Iterator[Undo]:
+        """Run the steps of Lightning's loops from now on; return what ends that."""
+        yield from around_steps(self._trainer, self._run)
+        yield replaced(self._pipeline, "on_call", self._events.note)
+        yield self._unfollow_callbacks
+
+    def _unfollow_callbacks(self) -> None:
+        for undo in reversed(self._undo_hooks):
+            undo()
+        self._undo_hooks.clear()
+        self._followed.clear()
+
+    def note(self) -> None:
+        """``training_step`` has returned."""
+        self._events.note()
+
+    # A step
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a training step, again if need be."""
+        follows = bool(self._steps) and self._marks() == self._marks_after
+        is_due = self._is_due(args) or not follows
+        self._is_meddled_with = bool(self._steps) and not follows
+        step = self._step(function, args, follows)
+        changes_batch = self._moments.batch(args, copies=False).changed
+        self._events.begin_step()
+        self._steps.append(step)
+
+        def attempt(lost: str) -> Any:
+            if lost:
+                self._stop_profiling()
+                self._go_back(step.begin, self._steps[:-1], lost)
+                step.batch.restore()
+            if is_due and step.snapshot is None:
+                self._snapshot(step)
+                if self._is_meddled_with:
+                    self._pipeline.wait()  # going back to the snapshot before would lose what has been changed since
+            result = self._run_once(step.run)
+            if self._is_meddled_with or self._ends_interval():
+                self._pipeline.wait()
+            return result
+
+        self._is_running = True
+        try:
+            result = self._repeated(attempt, f"{step.name} has lost workers")
+        finally:
+            self._is_running = False
+        step.loss = _loss_of(result)
+        self._copies_batches = bool(changes_batch())
+        self._marks_after = self._marks()
+        return result
+
+    def _repeated(self, attempt: Callable[[str], R], what: str) -> R:
+        """Call ``attempt`` with what was lost, at first with ``""``, until no worker is lost; return its result."""
+        lost, num_losses = "", 0
+        while True:
+            try:
+                return attempt(lost)
+            except _Unrecoverable:
+                raise
+            except WorkerLost as error:
+                num_losses += 1
+                if self._trainer.received_sigterm:
+                    raise
+                if num_losses == _MAX_LOSSES:
+                    raise WorkerLost(f"{error}\n{what} {num_losses} times.") from error
+                lost = str(error)
+
+    def _step(self, function: Callable[..., Any], args: Sequence[Any], follows: bool) -> _Step:
+        trainer: Any = self._trainer
+        name = f"Batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
+        batch = self._moments.batch(args, copies=self._copies_batches)
+        return _Step(partial(function, *args), name, follows, self._moments.now(), batch)
+
+    def _stop_profiling(self) -> None:
+        """Tell the profiler that a step of an optimizer under manual optimization has ended, by an error."""
+        progress = self._trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        if progress.ready > progress.completed:
+            cast(Any, self._trainer).profiler.stop("optimizer_step")
+
+    def _run_once(self, run: Callable[[], Any], *, is_repeated: bool = False) -> Any:
+        self._follow_callbacks()
+        trainer: Any = self._trainer
+        with ExitStack() as within:
+            loggers, silence_ends = trainer.loggers, None
+            if loggers and (is_repeated or self._events.has_heard):
+                trainer.loggers = [DummyLogger() for _ in loggers]
+                silence_ends = partial(setattr, trainer, "loggers", loggers)
+                within.callback(silence_ends)
+            if is_repeated:
+                within.callback(setattr, trainer, "profiler", trainer.profiler)
+                trainer.profiler = PassThroughProfiler()
+            within.callback(self._events.end_run)
+            self._events.begin_run(is_repeated=is_repeated, on_end_of_silence=silence_ends)
+            within.callback(around_log(self._model, self._log))
+            return run()
+
+    def _log(self, log: Callable[[], None]) -> None:
+        """``self.log`` of the model within a step."""
+        if self._is_collecting():
+            log()
+        else:
+            self._events(log)
+
+    def _follow_callbacks(self) -> None:
+        for callback in cast(Any, self._trainer).callbacks:
+            if id(callback) not in self._followed:
+                self._followed.add(id(callback))
+                self._undo_hooks += around_hooks_of_steps(callback, self._call_hook)
+
+    def _call_hook(self, name: str, hook: Callable[..., None], *args: Any) -> None:
+        """Call a hook of a callback between the training step and the step of the optimizer."""
+
+        def call() -> None:
+            before = self._gradients()
+            hook(*args)
+            if self._gradients() != before:
+                raise MisconfigurationException(
+                    f"{name} changes gradients or weights, but snapshot_every_n_steps={self._every_n_steps}: when a "
+                    "worker is lost, steps run again without callbacks that have already been called. Do this in the "
+                    "hook of the same name of the LightningModule, or leave snapshot_every_n_steps out."
+                )
+
+        self._events(call)
+
+    # Snapshots
+
+    def _is_due(self, args: Sequence[Any]) -> bool:
+        """Return whether a snapshot is to be made before the step that begins."""
+        trainer: Any = self._trainer
+        epoch, before = trainer.current_epoch, self._epoch
+        self._epoch = epoch
+        if epoch != before:
+            self._moments.look_again()
+        if epoch != before or not self._steps or self._pipeline.last_snapshot is None:
+            return True
+        return trainer.global_step - self._last_global_step >= self._every_n_steps and self._begins_gradients(args)
+
+    def _begins_gradients(self, args: Sequence[Any]) -> bool:
+        """Return whether the step that begins clears the gradients, or takes care of them itself."""
+        if not self._model.automatic_optimization:
+            return True
+        _, batch_idx, *_ = args
+        return bool(batch_idx % self._trainer.accumulate_grad_batches == 0)
+
+    def _snapshot(self, step: _Step) -> None:
+        model, trainer = self._model, cast(Any, self._trainer)
+        loop = trainer.fit_loop.epoch_loop
+        is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
+        clears = model.automatic_optimization and is_first and not is_overridden("optimizer_zero_grad", model)
+        self._last_number += 1
+        with as_misconfiguration():
+            self._pipeline.snapshot(self._last_number, with_grads=not clears)
+        step.snapshot, self._last_global_step = self._last_number, trainer.global_step
+        numbered = [place for place, each in enumerate(self._steps) if each.snapshot is not None]
+        del self._steps[: numbered[-2] if len(numbered) > 1 else numbered[0]]
+        if not self._has_warned:
+            self._has_warned = True
+            self._warn()
+
+    def _warn(self) -> None:
+        unknown = [f"{name} {why}" for name, why in self._moments.taken_as_unchanged.items()]
+        if unknown:
+            rank_zero_warn(
+                f"snapshot_every_n_steps={self._every_n_steps}: when a worker is lost, training steps run again. "
+                f"Attributes that are taken as unchanged by training steps then: {'; '.join(unknown)}."
+            )
+
+    def _marks(self, *, with_gradients: bool | None = None) -> Any:
+        """Return something that is another one if somebody changes what steps do not begin with.
+
+        These are weights, buffers, attributes of layers and the numbers of groups of the optimizers; under manual
+        optimization, which decides itself when to clear them, also gradients.
+        """
+        pipeline, model = self._pipeline, self._model
+        here = [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
+        attributes = [
+            value
+            for module in pipeline.module.modules()
+            for name, value in vars(module).items()
+            if type(value) in _PLAIN and name != "training"
+        ]
+        marks = (
+            sum(map(num_changes, here)),
+            pipeline.num_updates,
+            list(pipeline.balance),
+            [len(optimizer.param_groups) for optimizer in pipeline.optimizers.optimizers],
+            attributes,
+        )
+        if with_gradients is None:
+            with_gradients = not model.automatic_optimization
+        return marks, self._gradients() if with_gradients else None
+
+    def _gradients(self) -> Any:
+        here = [p for p in self._model.parameters() if not p.is_meta]
+        grads = [None if p.grad is None else (id(p.grad), num_changes(p.grad)) for p in here]
+        return grads, [num_changes(p) for p in here], [remote.version for remote in self._pipeline.remotes]
+
+    def _ends_interval(self) -> bool:
+        """Return whether something looks at the weights before another step, or the run ends."""
+        trainer = self._trainer
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        return bool(is_last or 0 <= trainer.max_steps <= trainer.global_step)
+
+    # Recovery
+
+    def settle(self) -> None:
+        """Wait until every stage has done all steps; if a worker was lost, go back and run steps again.
+
+        Called before something looks at the weights: a validation, a checkpoint, the end of the run.
+        """
+        if self._can_settle():
+            self._between_steps(lambda: None, self._pipeline.wait)
+
+    def evaluate(self, function: Callable[..., R], *args: Any) -> R:
+        """Run ``validation_step``, again if a worker is lost."""
+        if not self._can_settle():
+            return function(*args)
+        now, batch = self._moments.now(), self._moments.batch(args, copies=False)
+        self._events.begin_step()
+
+        def check() -> Moment:
+            if batch.changed():
+                raise _Unrecoverable("validation_step changes its batch in place, so it cannot run again.")
+            return now
+
+        def run() -> R:
+            batch.restore()
+            return cast(R, self._run_once(partial(function, *args)))
+
+        self._is_running = True
+        try:
+            return self._between_steps(check, run)
+        finally:
+            self._is_running = False
+
+    def _can_settle(self) -> bool:
+        return bool(self._steps) and not self._is_running and not torch.is_inference_mode_enabled()
+
+    def _between_steps(self, moment: Callable[[], Moment | None], run: Callable[[], R]) -> R:
+        """Run something that does not train, and go back to what training has come to if a worker is lost meanwhile.
+
+        Args:
+            moment: Returns the moment to go back to, or ``None`` if that is now; raises an error if nobody can.
+            run: What to run.
+        """
+        now: Moment | None = None
+
+        def attempt(lost: str) -> R:
+            nonlocal now
+            if lost:
+                if now is None:
+                    self._check_unchanged(lost)
+                    now = moment() or self._moments.now()
+                has_gradients = self._has_gradients()
+                self._go_back(now, self._steps, lost)
+                if not has_gradients:  # Lightning clears them before a validation
+                    for optimizer in self._pipeline.optimizers.optimizers:
+                        optimizer.zero_grad()
+                self._marks_after = self._marks()
+            return run()
+
+        return self._repeated(attempt, "What followed the last training step has lost workers")
+
+    def _check_unchanged(self, lost: str) -> None:
+        weights, _ = self._marks_after
+        if self._marks(with_gradients=False)[0] != weights:
+            raise _Unrecoverable(f"{lost}\nSomething else than training steps has changed weights since the last one.")
+
+    def _has_gradients(self) -> bool:
+        here = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
+        return not here or any(p.grad is not None for p in here)
+
+    def _go_back(self, until: Moment, steps: Sequence[_Step], lost: str) -> None:
+        """Go back to the last snapshot, and run steps again.
+
+        Args:
+            until: The moment at which training goes on.
+            steps: The steps before it, as far as they are known: all of them, or all but the last.
+            lost: Which worker was lost.
+
+        Raises:
+            WorkerLost: If that cannot be done, or another worker is lost.
+        """
+        begin = time.perf_counter()
+        try:
+            self._finish_saving()
+        except Exception as error:
+            raise _Unrecoverable(f"{lost}\nThe checkpoint that was being written is incomplete ({error}).") from error
+        try:
+            number = self._pipeline.recover()
+        except RuntimeError as error:
+            raise _Unrecoverable(f"{lost}\n{error}") from error
+        (place,) = [place for place, step in enumerate(self._steps) if step.snapshot == number]
+        first, *later = self._steps[place:]
+        for step in later:
+            step.snapshot = None
+        repeated = steps[place:]
+        self._check([first, *later], lost)
+        self._recovered()
+        for step in repeated:
+            step.begin.restore()
+            step.batch.restore()
+            with torch.enable_grad():
+                found = _loss_of(self._run_once(step.run, is_repeated=True))
+            if not _same(found, step.loss):
+                raise _Unrecoverable(
+                    f"{lost}\n{step.name} was run again from the last snapshot, and gave the loss {found} instead of "
+                    f"{step.loss}, so training cannot go on from there: training_step depends on something that is "
+                    "neither the model, the batch nor a random state of torch, Python or NumPy, or something other "
+                    "than training steps has changed weights."
+                )
+        until.restore()
+        again = f"{len(repeated)} steps run again" if len(repeated) != 1 else "one step run again"
+        rank_zero_warn(f"{lost}\nTraining goes on from a snapshot ({again}, {time.perf_counter() - begin:.1f} s).")
+
+    def _check(self, steps: Sequence[_Step], lost: str) -> None:
+        """Raise an error if something has changed since the beginning of these steps that cannot be restored."""
+        changed = [*steps[0].begin.changed(), *(name for step in steps for name in step.batch.changed())]
+        changed += [
+            f"weights, before {step.name}, by something else than a step" for step in steps[1:] if not step.follows
+        ]
+        if changed:
+            raise _Unrecoverable(
+                f"{lost}\nTraining cannot go on from the last snapshot, because these have changed since, or may have, "
+                f"and cannot be restored: {', '.join(dict.fromkeys(changed))}. Keep such values in tensors, numbers, "
+                "strings, lists, sets, dicts or objects of these."
+            )
+
+
+def _loss_of(result: Any) -> Tensor | None:
+    loss = result.get("loss") if isinstance(result, Mapping) else None
+    return loss.detach().clone() if isinstance(loss, Tensor) else None
+
+
+def _same(found: Tensor | None, expected: Tensor | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return torch.equal(found, expected) or bool((found.isnan() & expected.isnan()).all())

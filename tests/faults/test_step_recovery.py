@@ -1,0 +1,259 @@
+"""``snapshot_every_n_steps``: a fit that loses workers ends as one that loses none, to the last bit.
+
+Compared are losses, weights, buffers, optimizer states, schedules, metrics, the CSV log, every call of every hook of a
+callback, the counters of the loops, the checkpoints, and the random numbers that come next.
+"""
+
+import itertools
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import recovery_job
+from harness import run
+from pytorch_lightning.callbacks import Callback, EMAWeightAveraging
+from pytorch_lightning.profilers import PyTorchProfiler
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from recovery_job import BlockNet, Kills, ManualNet, Meddler, Net
+from torch import Tensor
+
+from strategies import RPCSequentialStrategy
+from strategies.common.errors import WorkerLost
+from trainer import PipelineMonitor, Trainer
+
+EVERY_STEP: Kills = {
+    0: ["forward-0"],
+    3: ["backward-1"],
+    6: ["step-0"],
+    8: ["snapshot-1"],
+    12: ["forward-0", "forward-1"],
+}
+EVERY_THIRD: Kills = {1: ["step-1"], 5: ["backward-0"], 13: ["forward-1"]}
+BETWEEN: Kills = {
+    1: ["on_train_batch_end-0"],
+    2: ["on_train_batch_end-1"],
+    6: ["on_validation_start-1"],
+    10: ["on_validation_batch_start-0"],
+    13: ["on_validation_batch_start-0", "on_train_epoch_end-1", "on_train_end-0"],
+}
+SPARED: Kills = {2: ["forward-0"], 5: ["backward-1"], 11: ["forward-0", "forward-1"]}
+"""While no checkpoint is being written in the background."""
+
+Case = tuple[dict[str, Any], Sequence[tuple[Kills, int]]]
+
+BOTH = [(EVERY_STEP, 1), (EVERY_THIRD, 3)]
+CASES: dict[str, Case] = {
+    "gpipe": ({}, [({}, 1), *BOTH]),
+    "between_steps": ({}, [(BETWEEN, 1), (BETWEEN, 4)]),
+    "1f1b": ({"schedule": "1f1b", "precision": "bf16-mixed"}, BOTH),
+    "zbv": ({"schedule": "zbv", "accumulate_grad_batches": 1}, BOTH),
+    "scaler": ({"scaler": True, "gradient_clip_val": 0.1}, BOTH),
+    "manual": ({"net": ManualNet, "accumulate_grad_batches": 1, "gradient_clip_val": None}, BOTH),
+    "manual_between": (
+        {"net": ManualNet, "accumulate_grad_batches": 1, "gradient_clip_val": None, "profiler": "simple"},
+        [(BETWEEN, 1), (BETWEEN, 4)],
+    ),
+    "plain_trainer": ({"trainer_class": pl.Trainer}, BOTH),
+    "blocks": ({"net": BlockNet, "schedule": "1f1b", "options": {"module": "blocks"}}, BOTH),
+    "sharded": (
+        {"options": {"state_dict_type": "sharded", "async_save": True}, "accumulate_grad_batches": 1},
+        [(SPARED, 1), (SPARED, 3)],
+    ),
+    "meddler": ({"callbacks": lambda: [Meddler()], "accumulate_grad_batches": 1}, BOTH),
+    "averages": (
+        {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)], "accumulate_grad_batches": 1},
+        [({0: ["forward-0"], 3: ["backward-1"], 4: ["step-0"], 12: ["forward-0", "forward-1"]}, 1)],
+    ),
+}
+
+
+def disturbed(name: str) -> Any:
+    options, cases = CASES[name]
+    return recovery_job.disturbed(cases, **options)
+
+
+def check(name: str) -> None:
+    for (differing, recovered, restarts), (kills, _) in zip(
+        run(disturbed, name, timeout_seconds=280), CASES[name][1], strict=True
+    ):
+        assert differing == []
+        assert bool(recovered) == bool(kills) and restarts == []
+
+
+def one_lost_worker() -> Any:
+    return recovery_job.disturbed([({4: ["backward-0"]}, 2)], accumulate_grad_batches=1)
+
+
+def test_one_lost_worker() -> None:
+    ((differing, (recovered,), restarts),) = run(one_lost_worker)
+    assert differing == [] and restarts == []
+    assert recovered.startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
+    assert "was killed by signal 9 in " in recovered and "\nTraining goes on from a snapshot (0 steps" in recovered
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_workers_are_killed_at_any_time(name: str) -> None:
+    check(name)
+
+
+# Where it ends
+
+
+class Streaming(Net):
+    """Has an iterator, of which nobody can tell how far it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stream = itertools.count()
+
+
+class Clocked(Net):
+    """Has another loss each time."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 1e-3 * time.perf_counter()
+
+
+class Deadly(Net):
+    """Has a batch in which the first worker always dies."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            Path("kill-forward-0").touch()
+        return super().training_step(batch, batch_idx)
+
+
+class Scaling(Callback):
+    def on_after_backward(self, trainer: Any, model: Any) -> None:
+        model.scale.grad.mul_(2)
+
+
+def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as raised:
+        function()
+    Path("kill-forward-0").unlink(missing_ok=True)
+    return str(raised.value)
+
+
+def messages() -> list[str]:
+    fit = recovery_job.fit
+    return [
+        message_of(WorkerLost, lambda: fit({3: ["forward-0"]}, 1, net=Streaming)),
+        message_of(WorkerLost, lambda: fit({3: ["forward-0"]}, 4, net=Clocked)),
+        message_of(WorkerLost, lambda: fit({}, 1, net=Deadly)),
+        message_of(MisconfigurationException, lambda: fit({}, 1, callbacks=lambda: [Scaling()])),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_what_cannot_be_run_again_ends_the_run() -> None:
+    streaming, clocked, deadly, scaling = run(messages, timeout_seconds=180)
+    assert streaming.startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
+    assert (
+        "these have changed since, or may have, and cannot be restored: self.stream. Keep such values in" in streaming
+    )
+    assert "Batch 0 of epoch 0 was run again from the last snapshot, and gave the loss " in clocked
+    assert deadly.endswith("\nBatch 2 of epoch 0 has lost workers 3 times.")
+    assert scaling.startswith("Scaling.on_after_backward changes gradients or weights, but snapshot_every_n_steps=1: ")
+
+
+def with_restarts() -> Any:
+    """A loss that cannot be repaired falls back to the last checkpoint, and later ones are repaired again."""
+    kills: Kills = {3: ["forward-0"], 9: ["forward-1"]}
+    options: dict[str, Any] = {"net": Streaming, "accumulate_grad_batches": 1}
+    found = recovery_job.fit(kills, 1, options={"max_restarts": 2}, **options)
+    expected = recovery_job.fit({}, 0, **options)
+    averaged = {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)], "accumulate_grad_batches": 1}
+    both: Kills = {4: ["forward-0"], 6: ["on_validation_batch_start-1"], 12: ["backward-0"]}
+    mixed = recovery_job.fit(both, 1, options={"max_restarts": 1}, **averaged)
+    return [
+        (each["restarts"], len(each["recovered"]), recovery_job.differences(each["weights"], whole["weights"]))
+        for each, whole in ((found, expected), (mixed, recovery_job.fit({}, 0, **averaged)))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(250)
+def test_max_restarts_is_for_what_cannot_be_repaired() -> None:
+    (restarts, recovered, differing), (mixed_restarts, mixed_recovered, mixed_differing) = run(
+        with_restarts, timeout_seconds=240
+    )
+    assert len(restarts) == 2 and "cannot be restored: self.stream" in restarts[0] and recovered == 0
+    assert differing == []
+    assert len(mixed_restarts) == 1 and "Something else than training steps has changed weights" in mixed_restarts[0]
+    assert mixed_recovered == 2 and mixed_differing == []
+
+
+def monitored() -> Any:
+    found = recovery_job.fit(
+        {2: ["forward-0"], 9: ["step-1"]},
+        1,
+        accumulate_grad_batches=1,
+        callbacks=lambda: [PipelineMonitor(2, dirpath=".")],
+        options={"rebalance": "auto", "rebalance_every_n_steps": 4},
+    )
+    return len(found["recovered"]), found["restarts"], len(list(Path("pipeline").glob("step-*.svg")))
+
+
+@pytest.mark.slow
+def test_recorded_steps() -> None:
+    """A recording that the lost worker has not handed over is empty; others go on."""
+    recovered, restarts, pictures = run(monitored)
+    assert recovered == 2 and restarts == [] and pictures >= 4
+
+
+def taken_as_unchanged() -> list[str]:
+    class Holding(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.view = memoryview(b"abc")
+
+    return recovery_job.fit({}, 1, net=Holding)["warnings"]
+
+
+@pytest.mark.slow
+def test_what_is_taken_as_unchanged_is_told() -> None:
+    said = [line for line in run(taken_as_unchanged) if "taken as unchanged" in line]
+    assert len(said) == 1 and said[0].endswith("then: self.view is or holds a builtins.memoryview.")
+
+
+class Unused(PyTorchProfiler):
+    def __del__(self) -> None:
+        """Lightning's raises an error if the profiler has not been started."""
+
+
+class IteratorNet(Net):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        raise AssertionError
+
+
+def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in (-1, 1.0, True, "1", None):
+        message = "snapshot_every_n_steps must be a whole number of at least 0, got "
+        with pytest.raises(MisconfigurationException, match=message):
+            RPCSequentialStrategy(snapshot_every_n_steps=wrong)
+    with pytest.raises(MisconfigurationException, match=r"snapshot_every_n_steps=2: .*data_parallel_size is larger"):
+        RPCSequentialStrategy(snapshot_every_n_steps=2, data_parallel_size=2)
+
+    def fit(net: type[Net], **options: Any) -> None:
+        strategy = RPCSequentialStrategy(snapshot_every_n_steps=1)
+        trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, logger=False, **options)
+        with warnings.catch_warnings(action="ignore"):
+            trainer.fit(net(), [[0]])
+
+    with pytest.raises(MisconfigurationException, match=r"training_step\(dataloader_iter\) of IteratorNet fetches"):
+        fit(IteratorNet)
+    with pytest.raises(
+        MisconfigurationException, match=r"snapshot_every_n_steps=1 replaces workers .* PyTorchProfiler"
+    ):
+        fit(Net, profiler=Unused())
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(MisconfigurationException, match=r"snapshot_every_n_steps=1: .* only Linux has"):
+        RPCSequentialStrategy(snapshot_every_n_steps=1)

@@ -1,0 +1,356 @@
+"""Fits whose workers are killed in chosen batches and phases, and what such a fit comes to."""
+
+import os
+import random
+import shutil
+import signal
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback, EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+from strategies import RPCSequentialStrategy
+from strategies.consolidate import consolidate
+from strategies.lightning.compat import unwrapped
+from trainer import Trainer
+
+STAGES, EPOCHS, BATCHES, ROWS = 3, 2, 7, 6
+
+Kills = Mapping[int, Sequence[str]]
+"""For batches, counted over all epochs: phase and rank of workers that are killed in it, such as ``forward-1``."""
+
+
+def strike(phase: str) -> None:
+    """Ends this process if it is a worker that is to end here, once."""
+    name, _, rank = Path("/proc/self/comm").read_text().strip().rpartition("-")
+    order = Path(f"kill-{phase}-{rank}")
+    if name == "relay-worker" and order.exists():
+        order.unlink()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Killable(nn.Linear):
+    """Ends its process where a test says so; counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.calls = 0
+
+    def forward(self, rows: Tensor) -> Tensor:
+        strike("forward" if self.training else "validation")
+        self.calls += self.training
+        if rows.requires_grad:
+            rows.register_hook(lambda grad: strike("backward"))
+        return super().forward(rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        strike("snapshot")
+        return self.__dict__
+
+
+class KillableAdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        strike("step")
+        return super().step(closure)
+
+
+class Recorder(Callback):
+    """Writes down every call of every hook."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+
+def _recording(name: str) -> Any:
+    def hook(self: Recorder, trainer: Any, model: Any, *args: Any) -> None:
+        told = [arg if isinstance(arg, int) else plain(arg) for arg in args]
+        self.calls.append((name, trainer.current_epoch, trainer.global_step, told))
+
+    return hook
+
+
+_UNUSED = ("on_save_checkpoint", "on_load_checkpoint", "on_exception")
+for _name in [name for name in vars(Callback) if name.startswith("on_") and name not in _UNUSED]:
+    setattr(Recorder, _name, _recording(_name))
+
+
+def plain(value: Any) -> Any:
+    """What can be compared by ``==``, to the last bit."""
+    if isinstance(value, Tensor):
+        return [str(value.dtype), value.detach().double().tolist()]
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value if isinstance(value, int | float | str | None) else type(value).__name__
+
+
+class Net(pl.LightningModule):
+    """Keeps what would be wrong if something were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        last = [nn.Linear(6, 6), Killable(), nn.BatchNorm1d(6), nn.Dropout(0.1), nn.Linear(6, 6), nn.Linear(6, 1)]
+        self.sequential_module = nn.Sequential(
+            *(nn.Linear(4, 6), Killable(), nn.Dropout(0.2), Killable(), nn.BatchNorm1d(6), nn.Tanh()), *last
+        )
+        self.scale = nn.Parameter(torch.ones(()))
+        self.error = MeanSquaredError()
+        self.seen: list[tuple[int, float]] = []
+        self.norms: dict[int, list[float]] = {}
+        self.total = torch.zeros(())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        rows, targets = batch
+        noisy = rows + 0.01 * torch.randn_like(rows)
+        if self.logger is not None and self.trainer.strategy.rows_at_once:
+            self.logger.log_metrics({"direct": float(noisy.sum())}, step=1000 + self.global_step)
+        outputs = self.sequential_module(noisy) * self.scale
+        loss = (outputs - targets).square().mean()
+        self.error(outputs.detach().float(), targets.float())
+        self.total += loss.detach()
+        self.seen.append((self.global_step, float(loss)))
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.log("largest", loss, reduce_fx="max", on_step=False, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        norm = float(torch.stack([p.grad.norm() for p in self.parameters() if p.grad is not None]).norm())
+        self.norms.setdefault(self.current_epoch, []).append(norm)
+        self.log("norm", norm)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", (self.sequential_module(batch[0]) * self.scale - batch[1]).square().mean())
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        others = [p for p in self.parameters() if p.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = KillableAdamW(groups, lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, EPOCHS * BATCHES)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class ManualNet(Net):
+    """Two optimizers, one of which steps every other batch, with gradients that stay meanwhile; steps its schedule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        first, second = self.optimizers()
+        loss = super().training_step(batch, batch_idx)
+        first.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(first, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+        first.step()
+        if batch_idx % 2:
+            second.step()
+            second.zero_grad()
+        self.lr_schedulers().step()
+        self.log("rate", first.param_groups[0]["lr"])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        second = [*self.sequential_module[0].parameters(), self.scale]
+        others = [p for p in self.parameters() if all(p is not own for own in second)]
+        first = KillableAdamW(others, lr=0.01)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(first, 0.1, EPOCHS * BATCHES)
+        return [first, torch.optim.SGD(second, lr=0.01, momentum=0.9)], [schedule]
+
+
+class BlockNet(Net):
+    """Loops over its layers itself, and changes its batch in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self._modules.pop("sequential_module"))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        batch[0].mul_(1.5)
+        batch.append(batch[0])
+        loss = super().training_step(batch[:2], batch_idx)
+        batch[1].zero_()
+        return loss
+
+    def sequential_module(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Meddler(Callback):
+    """Changes weights, a rate, a mode and the balance between steps."""
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            model.sequential_module[2].p = 0.4
+        if batch_idx == 3:
+            model.load_state_dict(
+                {
+                    name: value * 0.9 if value.is_floating_point() else value
+                    for name, value in model.state_dict().items()
+                }
+            )
+            model.sequential_module[4].eval()
+        if batch_idx == 4:
+            trainer.strategy.rebalance([3, 3, 6] if trainer.current_epoch == 0 else [2, 4, 6])
+
+
+class Strategy(RPCSequentialStrategy):
+    rows_at_once = True
+    """Whether ``training_step`` runs once for the whole batch."""
+
+
+class Executioner(Callback):
+    """Tells workers to end, or ends them in a hook."""
+
+    def __init__(self, kills: Kills) -> None:
+        self.kills = {number: list(orders) for number, orders in kills.items()}
+
+    def take(self, trainer: Any, name: str) -> list[str]:
+        """Orders for this batch that begin with a name, each once."""
+        orders = self.kills.get(trainer.fit_loop.epoch_loop.total_batch_idx, [])
+        taken = [order for order in orders if order.startswith("on_") == bool(name) and order.startswith(name)]
+        orders[:] = [order for order in orders if order not in taken]
+        return taken
+
+    def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
+        for order in self.take(trainer, ""):
+            Path(f"kill-{order}").touch()
+
+
+def _killing(name: str) -> Any:
+    def hook(self: Executioner, trainer: Any, model: Any, *args: Any) -> None:
+        if trainer.sanity_checking:
+            return
+        for order in self.take(trainer, f"{name}-"):
+            trainer.strategy.pipeline.workers.kill(int(order[-1]))
+
+    return hook
+
+
+for _name in ("batch_end", "epoch_end", "end"):
+    setattr(Executioner, f"on_train_{_name}", _killing(f"on_train_{_name}"))
+for _name in ("start", "batch_start", "batch_end", "end"):
+    setattr(Executioner, f"on_validation_{_name}", _killing(f"on_validation_{_name}"))
+
+
+def fit(
+    kills: Kills,
+    every_n_steps: int,
+    *,
+    net: type[Net] = Net,
+    trainer_class: Any = Trainer,
+    schedule: str = "gpipe",
+    callbacks: Callable[[], Sequence[Callback]] = tuple,
+    scaler: bool = False,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> dict[str, Any]:
+    """What a fit of two epochs of seven batches comes to."""
+    for name in ("logs", "saved"):
+        shutil.rmtree(name, ignore_errors=True)
+    pl.seed_everything(1, verbose=False)
+    model = net()
+    balance = [2] * 6 if schedule == "zbv" else [2, 4, 6]
+    strategy = Strategy(
+        balance, microbatches=2, schedule=schedule, snapshot_every_n_steps=every_n_steps, **(options or {})
+    )
+    strategy.rows_at_once = schedule == "gpipe"
+    if scaler:
+        settings["plugins"] = [
+            MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**20))
+        ]
+    recorder = Recorder()
+    trainer = trainer_class(
+        accelerator="cpu",
+        devices=STAGES,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        callbacks=[
+            Executioner(kills),
+            recorder,
+            LearningRateMonitor("step"),
+            EarlyStopping("val_loss", patience=5),
+            ModelCheckpoint("saved", "{step}", every_n_train_steps=3, save_top_k=-1, save_last=True),
+            ModelCheckpoint("saved", "best-{epoch}", monitor="val_loss"),
+            *callbacks(),
+        ],
+        logger=CSVLogger("logs", name="", version=0),
+        log_every_n_steps=1,
+        num_sanity_val_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **{"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **settings},
+    )
+    generator = torch.Generator().manual_seed(2)
+    rows, targets = (torch.randn(BATCHES * ROWS - 1, width, generator=generator) for width in (4, 1))
+    data = TensorDataset(rows, targets)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer.fit(model, DataLoader(data, ROWS, shuffle=True), DataLoader(data, ROWS))
+    told = [str(warning.message) for warning in said]
+    return {
+        "losses": model.seen,
+        "norms": model.norms,
+        "total": float(model.total),
+        "weights": plain(model.state_dict()),
+        "calls": [layer.calls for layer in model.modules() if isinstance(layer, Killable)],
+        "optimizers": [plain(unwrapped(optimizer).state_dict()) for optimizer in trainer.optimizers],
+        "schedules": [plain(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
+        "metrics": plain(trainer.callback_metrics),
+        "csv": Path("logs", "version_0", "metrics.csv").read_text(),
+        "hooks": recorder.calls,
+        "counters": plain(trainer.fit_loop.state_dict()),
+        "checkpoints": {path.name: read(path) for path in sorted(Path("saved").iterdir())},
+        "random": [plain(torch.rand(2)), random.random()],
+        "recovered": [line for line in told if "goes on from a snapshot" in line],
+        "restarts": [line for line in told if "Restart " in line],
+        "warnings": told,
+        "left": [str(path) for path in Path().glob("kill-*")],
+    }
+
+
+def read(path: Path) -> Any:
+    """What a checkpoint holds."""
+    if not path.is_file():
+        consolidate(path, path, weights_only=False)
+    return plain(torch.load(path, weights_only=False))
+
+
+_SAID = ("recovered", "restarts", "warnings")
+
+
+def differences(found: Any, expected: Any, where: str = "") -> list[str]:
+    """Where two fits, or parts of them, differ."""
+    if isinstance(expected, dict) and isinstance(found, dict) and found.keys() == expected.keys():
+        names = [name for name in expected if where or name not in _SAID]
+        return [line for name in names for line in differences(found[name], expected[name], f"{where}/{name}")]
+    if isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        pairs = enumerate(zip(found, expected, strict=True))
+        return [line for place, (a, b) in pairs for line in differences(a, b, f"{where}/{place}")]
+    same = found == expected or (found != found and expected != expected)  # not a number
+    return [] if same else [f"{where}: {found!r:.400} instead of {expected!r:.400}"]
+
+
+def disturbed(cases: Sequence[tuple[Kills, int]], **options: Any) -> list[tuple[list[str], list[str], list[str]]]:
+    """For each case, in what it differs from an undisturbed fit, and what was said of recoveries and restarts."""
+    expected = fit({}, 0, **options)
+    answers = []
+    for kills, every_n_steps in cases:
+        found = fit(kills, every_n_steps, **options)
+        answers.append((differences(found, expected), found["recovered"], found["restarts"]))
+    return answers
