@@ -114,7 +114,8 @@ def endings(case: Case) -> list[Ending]:
 
 def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
     if fault.kind == "terminate" and fault.role == DRIVER:
-        return [Ending(("SIGTERMException", "SystemExit"))]
+        is_early = fault.phase == ANY_MOMENT  # perhaps before Lightning handles the signal
+        return [Ending(("SIGTERMException", "SystemExit"), statuses=(-15,) if is_early else ())]
     if fault.role == SERVER or fault.kind in ("terminate", "pause", "slow", "busy", "nan", "damaged"):
         return [GOES_ON]
     raising = _raising(fault)
