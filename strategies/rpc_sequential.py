@@ -155,6 +155,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         chunks_per_stage: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2)
             and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
             number that may be chosen (default: 2).
+        data_plane: How stages exchange activations and gradients. ``"auto"`` (default): ``"nccl"`` if each stage has a
+            GPU of its own, otherwise ``"gloo"``. ``"gloo"``: through the memory of the hosts. ``"nccl"``: from GPU to
+            GPU; see ``docs/gpu.md``, which also says what has never been run. For tests on CPUs, ``"simulated"`` runs
+            the code of the latter by the rules of NCCL and reports tensors that are changed while they are being sent;
+            ``"simulated-serial"`` does so on devices that run one operation at a time.
         max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
         memory_limit_bytes: With ``schedule="auto"``, what each process may take for activations and for parameters,
             which count four times, as with Adam and its gradients, or five times where a run holds two sets of
@@ -221,6 +226,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         *,
         schedule: str | Path | Callable[[int, int], Any] = "gpipe",
         chunks_per_stage: int | None = None,
+        data_plane: str = "auto",
         max_microbatches: int | None = None,
         memory_limit_bytes: int | None = None,
         deferred_batch_norm: bool = False,
@@ -252,6 +258,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 pipelined_backward=pipelined_backward,
                 deferred_batch_norm=deferred_batch_norm,
                 rpc_timeout_sec=rpc_timeout_sec,
+                data_plane=data_plane,
             )
         if balance_mode not in BALANCE_MODES:
             raise MisconfigurationException(

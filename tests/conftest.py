@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness_child import DATA_PLANE
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--data-plane",
+        choices=["simulated", "simulated-serial", "nccl"],
+        help="what data_plane='auto' means in processes of the harness, where stages can use it; see tests/README.md",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if plane := config.getoption("--data-plane"):
+        os.environ[DATA_PLANE] = plane
 
 
 @pytest.hookimpl(wrapper=True)

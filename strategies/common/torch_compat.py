@@ -341,6 +341,16 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
     return options
 
 
+def nccl_backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """Return a connected NCCL communicator of its own, which is registered nowhere."""
+    nccl = cast(Any, dist).ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    backend = nccl(store, rank, size, options)
+    backend.eager_connect_single_device(device)
+    return backend
+
+
 def group_without_backend(store: dist.Store, rank: int, size: int) -> ProcessGroup:
     """Return a process group that is registered nowhere and has no connections yet."""
     group = ProcessGroup(store, rank, size)

@@ -86,6 +86,11 @@ class World:
         return self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     @property
+    def hosts(self) -> list[int]:
+        """The number of the host of each stage; the driver has the last one."""
+        return [rank // self.num_local for rank in (*self.workers, self.driver)]
+
+    @property
     def num_threads(self) -> int:
         """The number of threads of each rank. ``OMP_NUM_THREADS`` takes precedence (torchrun sets it to 1)."""
         return torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else share_of_threads(self.num_local)

@@ -17,6 +17,7 @@ from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from strategies.common.stage_layers import StageLayers, describe, kind_of, locat
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.ranks import Ranks, World
+from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, join_data_plane
 from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
@@ -60,6 +62,9 @@ from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
+from strategies.pipeline.transport.device import routes_of
+from strategies.pipeline.transport.interface import Transport
+from strategies.pipeline.transport.planes import GLOO, open_transport
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
 from strategies.pipeline.worker.payload import Parcel, Payload, pickled
@@ -220,7 +225,9 @@ class Pipeline(NotCopyable):
         gathers_on_end: bool = True,
     ) -> None:
         self.module, self._is_reversed = module, is_reversed
-        self.timetables = settings.timetables(len(devices))
+        hosts = [None] * len(devices) if world is None else world.hosts
+        self._plane = settings.plane(devices, hosts)
+        self.timetables = settings.timetables(len(devices), ordered=self._plane != GLOO)
         self._model, self._given_copies = model, copies
         self.stages: list[StageLayers] = []
         """The layers of each stage: one list, whose items change if layers move to other stages."""
@@ -745,7 +752,8 @@ class Pipeline(NotCopyable):
                 deferred_batch_norm=self.settings.deferred_batch_norm,
                 call=call_in_turn if self._blocks is None else self._blocks.call,
                 side_outputs=SideOutputs.of(last, self.stages[last]),
-            )
+            ),
+            posting=workers.connections.posting,
         )
         session.callback(stage.close)
         executor = Executor(
@@ -825,6 +833,7 @@ class Pipeline(NotCopyable):
             reports_side_outputs=True,
             copies=[stages[i] for _, stages in self._copies],
             placement=self.timetables.placement,
+            plane=self._plane,
         )
 
     def _launch(
@@ -885,7 +894,13 @@ class Pipeline(NotCopyable):
             group = join_data_plane(session, len(stages), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         rank_of = self.timetables.rank_of
-        connections = Connections.to_workers(group, rank_of, self.device, self._ties, named, wait)
+        store = partial(store_at, f"{session.rendezvous}/devices", session.size)
+        routes = routes_of(rank_of, self._ties)
+        with self.failures.explained():
+            transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
+        ending.callback(transport.close)
+        self.failures.first.add_done_callback(partial(_abort, ref(transport)))
+        connections = Connections.to_workers(transport, rank_of, self._ties, named)
         return _Workers(connections, processes, wait, group, unpacked)
 
     # End
@@ -954,6 +969,12 @@ def _rescued_tensors(remote: RemoteStage, module: int) -> dict[str, Tensor]:
     """Fetch the parameters and buffers of a module of a stage, even if another stage has failed."""
     tensors: dict[str, Tensor] = ShelvedPart.rescued(remote, Part(PartKind.TENSORS, module)).values(in_rescue)
     return tensors
+
+
+def _abort(transport: "ref[Transport]", _: Any) -> None:
+    """End waits for devices after a failure. The failures outlive the transport, which keeps a port open."""
+    if (known := transport()) is not None:
+        known.abort()
 
 
 def _close(remotes: Sequence[RemoteStage]) -> None:

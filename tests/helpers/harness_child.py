@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import procfs
 
@@ -57,6 +58,10 @@ LIBRARY_VARIABLES = {
     "PL_SEED_WORKERS",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # Lightning's look for GPUs
 }
+
+
+DATA_PLANE = "RELAY_TESTS_DATA_PLANE"
+"""The environment variable in which pytest's option ``--data-plane`` reaches the child."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +119,8 @@ def main(scratch: Path) -> int:
     try:
         _import_module(order)
         fn, args = pickle.loads(order.call)
+        if plane := os.environ.get(DATA_PLANE):
+            _use_data_plane(plane)
         before = _Surroundings.now()
         result = fn(*args)
         if not reports:
@@ -130,6 +137,20 @@ def main(scratch: Path) -> int:
         sys.stdout.flush()
         os._exit(0)  # the verdict is known; a forgotten thread must not keep the process until the time-out
     return 0
+
+
+def _use_data_plane(plane: str) -> None:
+    """Has pipelines use a data plane if the test leaves the choice to them and the stages can use it."""
+    from strategies.pipeline.executor import settings
+
+    choose = settings.chosen_plane
+
+    def chosen(asked_for: str, devices: Any, hosts: Any, *, is_ordered: bool) -> str:
+        can_use = is_ordered and (devices[0].type == "cpu") == plane.startswith("simulated")
+        wanted = plane if asked_for == "auto" and can_use else asked_for
+        return choose(wanted, devices, hosts, is_ordered=is_ordered)
+
+    settings.chosen_plane = chosen
 
 
 def _end_with_parent() -> None:

@@ -17,7 +17,7 @@ from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, Piece
 from strategies.pipeline.schedule.measured import Recorded
-from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.stage import Pass
 from strategies.pipeline.transport.slots import SlotAddress
@@ -36,15 +36,18 @@ class StageCommands(Protocol):
     # Passes
 
     @command()
-    def forward(self, this: Pass, actions: list[Action], later: list[Action]) -> None:
-        """Run the forward actions of a pass, and keep ``later`` for :meth:`backward`."""
+    def forward(self, this: Pass, actions: Sequence[Posted], later: Sequence[Posted]) -> None:
+        """Run the forward actions of a pass, and keep ``later`` for :meth:`backward`.
+
+        Under a transport with one order of posting, sends and receives stand among the actions.
+        """
 
     @command()
     def backward(self, number: int) -> None:
         """Run the backward actions of a pass."""
 
     @command()
-    def interleave(self, this: Pass, actions: list[Action]) -> None:
+    def interleave(self, this: Pass, actions: Sequence[Posted]) -> None:
         """Run all actions of a pass. Its gradients stay apart from ``.grad`` until :meth:`release`."""
 
     @command()

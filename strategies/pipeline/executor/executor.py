@@ -14,26 +14,24 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from strategies.common.stage_layers import StageLayers
-from strategies.common.waiting import Wait
 from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, leading
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
-from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.operations import Operation
 from strategies.pipeline.schedule.timetable import Timetables
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, num_recomputed
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
 from strategies.pipeline.stage.stage import Mailbox, Pass, Stage
 from strategies.pipeline.state.mirror import Mirror
-from strategies.pipeline.transport.channel import Receiver, Sender
+from strategies.pipeline.transport.channel import Sender
+from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.ties import Tie, TiedParameters
 
 
@@ -42,6 +40,7 @@ class Connections:
 
     Args:
         edges: The ends of edges between chunks, and between chunks and the driver's code.
+        transport: What carries values to other processes; ``None`` if there are none.
         ties: Tied parameters; ``None`` if no two processes share a parameter.
 
     Attributes:
@@ -49,12 +48,14 @@ class Connections:
         fed_back: Gradients of those inputs, from the first chunk.
         outputs: Outputs of the last chunk.
         output_grads: Gradients of those outputs.
+        posting: Posts sends and receives in the order of a row; ``None`` if those of an action run with it.
         starts_of_passes: Channels on which passes without a backward part can be announced to workers.
         senders: Channels that carry values of every pass.
     """
 
-    def __init__(self, edges: Edges, ties: TiedParameters | None = None) -> None:
-        self.ties = ties
+    def __init__(self, edges: Edges, transport: Transport | None = None, ties: TiedParameters | None = None) -> None:
+        self.transport, self.ties = transport, ties
+        self.posting = edges if transport is not None and transport.is_ordered else None
         code, last = edges.sources[0], edges.targets[len(edges.rank_of)]
         assert isinstance(code.values, Mailbox | Sender)
         assert isinstance(last.values, Mailbox) and isinstance(last.grads, Mailbox)
@@ -64,42 +65,27 @@ class Connections:
     @classmethod
     def of_one_process(cls, num_chunks: int) -> "Connections":
         """Connections of a driver without workers."""
-        return cls(Edges(0, [0] * num_chunks, _no_channel, _no_channel))
+        return cls(Edges(0, [0] * num_chunks, None))
 
     @classmethod
     def to_workers(
         cls,
-        group: ProcessGroup,
+        transport: Transport,
         rank_of: Sequence[int],
-        device: torch.device,
         ties: Sequence[Tie],
         parameters: Mapping[str, nn.Parameter],
-        wait: Wait,
     ) -> "Connections":
         """Connections of a driver with workers.
 
         Args:
-            group: The data plane; ranks are numbers of stages.
+            transport: What carries the values.
             rank_of: The stage of each chunk.
-            device: Where received tensors are put.
             ties: All ties of the pipeline.
             parameters: Those of the whole module, by name.
-            wait: Calls a function that waits for a message.
         """
-        last = group.size() - 1
-
-        def sender(peer: int, tag: int) -> Sender:
-            return Sender(group, peer, tag=tag, wait=wait)
-
-        def receiver(peer: int, tag: int) -> Receiver:
-            return Receiver(group, peer, device=device, tag=tag, wait=wait)
-
-        tied = TiedParameters(last, ties, parameters, sender, receiver) if ties else None
-        return cls(Edges(last, rank_of, sender, receiver), tied)
-
-
-def _no_channel(peer: int, tag: int) -> NoReturn:
-    raise AssertionError(f"a channel to rank {peer} in a pipeline of one process")
+        driver = rank_of[-1]
+        tied = TiedParameters(driver, ties, parameters, transport) if ties else None
+        return cls(Edges(driver, rank_of, transport), transport, tied)
 
 
 @dataclass(frozen=True)
@@ -219,10 +205,10 @@ class Executor(NotCopyable):
             recorder.end("feed", m, number=this.number)
         return num_fed
 
-    def run(self, actions: Iterable[Action], this: Pass) -> None:
-        """Run actions of the driver's stage."""
+    def run(self, operations: Iterable[Operation], this: Pass) -> None:
+        """Run actions of the driver's stage, with the sends and receives between them if they have an order."""
         with self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext():
-            self.stage.run(actions, this)
+            self.stage.run(operations, this)
 
     def output(self, this: Pass, m: int) -> Any:
         """Return the output of the last layer for a micro-batch, with packed objects. Every skip has been popped."""
@@ -248,7 +234,10 @@ class Executor(NotCopyable):
         before, self._shared = self._shared, self._state_of_ties()
         if self._shared != before:
             for remote in self.remotes:
-                remote.queue(StageCommands.share_values, number)
+                if self.connections.posting is None:
+                    remote.queue(StageCommands.share_values, number)
+                else:  # at once: sends to it may wait for their receives
+                    remote.tell(StageCommands.share_values, number)
             self.connections.ties.share_values(number)
 
     def forget_shared_values(self) -> None:
@@ -293,9 +282,8 @@ class Executor(NotCopyable):
 
     def _fail(self) -> None:
         self.has_failed = True
-        ties = self.connections.ties
-        for sender in (*self.connections.senders, *(ties.senders if ties is not None else ())):
-            sender.fail()
+        if self.connections.transport is not None:
+            self.connections.transport.fail()
 
 
 class Leader(Protocol):

@@ -27,6 +27,8 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
 from strategies.pipeline.microbatch.split import pack_objects, plain, unpack_objects
+from strategies.pipeline.schedule.operations import Operation
+from strategies.pipeline.schedule.simulator import UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
@@ -90,7 +92,7 @@ class PerMicrobatch:
             timetable = executor.timetables.training[len(codes)]
             this = executor.begin(len(codes), grad=True, context=context, limit=timetable.limit)
             run = Run(this, executor)
-            for remote, row in zip(executor.remotes, timetable.rows, strict=False):
+            for remote, row in zip(executor.remotes, timetable.operations, strict=False):
                 remote.tell(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
             pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
@@ -146,10 +148,10 @@ class _Pass:
         """Return the loss of each micro-batch, detached."""
         executor, last = self._executor, self._executor.last_chunk
         losses: list[Tensor | None] = []
-        ahead: list[Action] = []
+        ahead: list[Operation] = []
         try:
-            for step in timetable.driver:
-                if isinstance(step, Action) and (step.stage != last or step.kind != "F"):
+            for step in timetable.operations[-1]:
+                if not isinstance(step, UserCode) and not _gives_output(step, last):
                     ahead.append(step)
                     continue
                 if ahead:
@@ -159,10 +161,8 @@ class _Pass:
                     losses.append(self._forward_and_loss(step))
                     for sender in executor.connections.senders:
                         sender.release(keep=timetable.limit)
-                elif step.part == "b":
-                    self._begin(step.microbatch)
-                else:
-                    self._answer(step.microbatch)
+                elif isinstance(step, UserCode):
+                    (self._begin if step.part == "b" else self._answer)(step.microbatch)
             executor.run(ahead, self._this)
             return losses
         except BaseException:
@@ -249,3 +249,8 @@ class _Pass:
             torch.autograd.backward([t for t, _ in known], [grad for _, grad in known])
             if recorder is not None:
                 recorder.end("a", m, number=self._this.number)
+
+
+def _gives_output(operation: Operation, last: int) -> bool:
+    """Whether an operation is a forward action of the last chunk, whose output goes to the user's code."""
+    return isinstance(operation, Action) and operation.stage == last and operation.kind == "F"

@@ -1,17 +1,21 @@
 """The settings of a pipeline, validated."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from strategies.common.names import did_you_mean
 from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.schedule.custom import CustomTable, custom_table
-from strategies.pipeline.schedule.planned import AUTO
+from strategies.pipeline.schedule.planned import AUTO as AUTO_SCHEDULE
+from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.schedule.timetable import Timetables
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
+from strategies.pipeline.transport.planes import AUTO, GLOO, PLANES, chosen_plane
 
 ScheduleChoice = str | Path | Callable[[int, int], CustomTable]
 """The name of a schedule, the file of a table, or a function of processes and micro-batches that returns a table."""
@@ -32,6 +36,7 @@ class Settings:
     pipelined_backward: bool = True
     deferred_batch_norm: bool = False
     rpc_timeout_sec: float = 60.0
+    data_plane: str = AUTO
 
     @property
     def patience_seconds(self) -> float:
@@ -46,25 +51,38 @@ class Settings:
     @property
     def is_auto(self) -> bool:
         """Whether the schedule is yet to be found."""
-        return self.schedule == AUTO
+        return self.schedule == AUTO_SCHEDULE
 
-    def timetables(self, processes: int) -> Timetables:
+    def plane(self, devices: Sequence[torch.device], hosts: Sequence[Hashable]) -> str:
+        """Return the data plane for stages on these devices of these hosts.
+
+        Raises:
+            ValueError: If they cannot use the one that was chosen.
+        """
+        return chosen_plane(self.data_plane, devices, hosts, is_ordered=self.pipelined_backward)
+
+    def timetables(self, processes: int, *, ordered: bool = False) -> Timetables:
         """Return what each process does in a pass; under ``"auto"``, what it does where nothing is trained.
+
+        Args:
+            processes: The number of stages.
+            ordered: Whether the rows contain sends and receives, in one order of all processes.
 
         Raises:
             ValueError: If the file of a table cannot be read, or a table of one's own cannot run on this number of
                 processes.
         """
+        order = posting_order if ordered else None
         schedule = "1f1b" if self.is_auto else self.schedule
         if isinstance(schedule, str) and schedule in SCHEDULES:
             named = SCHEDULES[schedule]
             chunks = 1 if self.is_auto else self.chunks_per_stage or named.chunks[1]
-            return Timetables(lambda m: named.table(processes, m, chunks), named.placement(processes, chunks))
+            return Timetables(lambda m: named.table(processes, m, chunks), named.placement(processes, chunks), order)
         try:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))
         except OSError as error:
             raise ValueError(f"schedule={str(schedule)!r} is the path of a table, but: {error}.") from error
-        tables = Timetables(lambda m: custom_table(schedule, processes, m), placement)
+        tables = Timetables(lambda m: custom_table(schedule, processes, m), placement, order)
         tables.training[self.microbatches]  # raises an error if it cannot run
         return tables
 
@@ -84,9 +102,16 @@ class Settings:
                 f"pipelined_backward=False waits for all forward passes, which schedule={self.schedule!r} does not do; "
                 "leave it out, or use schedule='gpipe'."
             )
+        if self.data_plane not in PLANES:
+            raise ValueError(f"Unknown data_plane {self.data_plane!r}{did_you_mean(str(self.data_plane), PLANES)}")
+        if self.data_plane not in (AUTO, GLOO) and not self.pipelined_backward:
+            raise ValueError(
+                f"data_plane={self.data_plane!r} sends values in the order of a schedule, but pipelined_backward=False "
+                "runs all backward passes of a stage at once. Leave pipelined_backward out, or use data_plane='gloo'."
+            )
 
     def _check_schedule(self) -> None:
-        schedule, chunks = self.schedule, self.chunks_per_stage
+        schedule, chunks, names = self.schedule, self.chunks_per_stage, (*SCHEDULES, AUTO_SCHEDULE)
         if chunks is not None and (not isinstance(chunks, int) or isinstance(chunks, bool) or chunks < 1):
             raise ValueError(f"chunks_per_stage must be a whole number of at least 1, got {chunks!r}.")
         if isinstance(schedule, str) and schedule in SCHEDULES:
@@ -105,13 +130,13 @@ class Settings:
             pass
         elif not isinstance(schedule, str):
             raise ValueError(
-                f"schedule must be a name ({', '.join(map(repr, (*SCHEDULES, AUTO)))}), the path of a CSV file with a "
-                f"table, or a function (processes, microbatches) -> table, got {schedule!r}."
+                f"schedule must be a name ({', '.join(map(repr, names))}), the path of a CSV file with a table, or a "
+                f"function (processes, microbatches) -> table, got {schedule!r}."
             )
         elif not schedule.endswith(".csv"):
             raise ValueError(
-                f"Unknown schedule {schedule!r}{did_you_mean(schedule, (*SCHEDULES, AUTO))} (The name of a file with a "
-                "table of one's own ends with .csv.)"
+                f"Unknown schedule {schedule!r}{did_you_mean(schedule, names)} (The name of a file with a table of "
+                "one's own ends with .csv.)"
             )
         if chunks is not None:
             raise ValueError(

@@ -30,6 +30,7 @@ from strategies.pipeline.microbatch.split import (
     split,
     unpack_objects,
 )
+from strategies.pipeline.schedule.operations import Operation
 from strategies.pipeline.schedule.simulator import UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
@@ -111,16 +112,16 @@ class WholeBatch:
         results: list[Any] = []
         feed = executor.connections.feed
 
-        def fed() -> Iterator[Action]:
+        def fed() -> Iterator[Operation]:
             """The forward actions of the driver; the first chunk gets its inputs a bounded number ahead of them."""
             num_fed = 0
-            for step in timetable.driver:
+            for step in timetable.operations[-1]:
                 if isinstance(step, UserCode):
                     if step.microbatch == num_fed:  # else it has been sent with an earlier one
                         num_fed += executor.feed(parts[num_fed:], this, num_fed, requires_grad)
                     continue
                 yield step
-                if step.stage == executor.last_chunk:
+                if isinstance(step, Action) and step.stage == executor.last_chunk:
                     results.append(executor.output(this, step.microbatch))
 
         executor.run(fed(), this)
@@ -142,8 +143,9 @@ class WholeBatch:
         remotes = self._executor.remotes
         follows_another, self._evaluates = self._evaluates, not this.grad
         if this.grad or not follows_another or not remotes:
-            later = self._executor.timetables.backward[this.microbatches].rows if this.grad else timetable.rows
-            for remote, forward, backward in zip(remotes, timetable.rows, later, strict=False):
+            rows = timetable.operations
+            later = self._executor.timetables.backward[this.microbatches].operations if this.grad else rows
+            for remote, forward, backward in zip(remotes, rows, later, strict=False):
                 remote.tell(StageCommands.forward, this, forward, backward)
             return
         if self._announcing != this.context or any(remote.has_queued for remote in remotes):
@@ -193,12 +195,10 @@ class WholeBatch:
             for remote in executor.remotes:
                 remote.tell(StageCommands.backward, this.number)
             timetable = executor.timetables.backward[this.microbatches]
-            executor.run(timetable.rows[-1], this)
-            executor.move_tied_gradients(this)
-            if not inputs:
-                return []
-            order = [step.microbatch for step in timetable.driver if isinstance(step, UserCode)]
+            executor.run([step for step in timetable.operations[-1] if not isinstance(step, UserCode)], this)
+            order = [step.microbatch for step in timetable.driver if isinstance(step, UserCode)] if inputs else []
             received = {m: connections.fed_back.receive(this.number, m) for m in order}
+            executor.move_tied_gradients(this)  # stage 0 does so when it has sent these
         return [
             merge_gradients([received[m][k] for m in range(this.microbatches)], original, is_split=is_split)
             for k, (original, is_split) in enumerate(zip(inputs, gradients.inputs_split, strict=True))

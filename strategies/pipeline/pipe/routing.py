@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,8 +154,6 @@ class Router:
             ports={number: Ports(_Input(self.receive), outputs, _Input(self.receive_grads), input_grads)},
             outputs=[outputs],
             input_grads=[input_grads],
-            sender=_no_ties,
-            receiver=_no_ties,
             settle=self.settle,
             forget=self.forget,
         )
@@ -237,10 +235,3 @@ class _Output:
 
     def flush(self, keep: int = 0) -> None:
         self._post.flush(keep)
-
-    def fail(self) -> None:
-        """Do nothing: the user's process receives every failure, and tells the other partitions."""
-
-
-def _no_ties(peer: int, tag: int) -> NoReturn:
-    raise AssertionError(f"partitions share no parameters, yet one wants a channel to {peer} with tag {tag}")

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from strategies.pipeline.schedule.posting import Group, Meeting, Operation, Post, edge_from, edge_to
+from strategies.pipeline.schedule.operations import Group, Meeting, Operation, Post, edge_from, edge_to
 from strategies.pipeline.schedule.simulator import Step
 
 Communicator: TypeAlias = Callable[[int, Post], Hashable]

@@ -8,9 +8,10 @@ Legend: m micro-batch, i stage of a table (a chunk of layers), r rank.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from strategies.pipeline.schedule.operations import Operation
 from strategies.pipeline.schedule.simulator import Step, UserCode, driver_row
 from strategies.pipeline.schedule.tables import Action, Placement, Schedule, needs_of
 
@@ -29,12 +30,19 @@ class Timetable:
         limit: How many values may be under way on one channel. A process that has sent more waits for the arrival of
             the oldest, which bounds memory and, with this limit, causes no deadlock.
         splits: Whether some backward passes have two parts.
+        operations: What each rank does, with the user's code in the driver's row, and with the sends and receives
+            between processes if their order matters.
     """
 
     rows: list[list[Action]]
     driver: list[Step]
     limit: int
-    splits: bool = False
+    splits: bool
+    operations: Sequence[Sequence[Operation]]
+
+
+Order = Callable[[Timetable, int], Sequence[Sequence[Operation]]]
+"""Returns the rows of a timetable, which has a number of stages, with the sends and receives between processes."""
 
 
 class _Computed(dict[int, Timetable]):
@@ -58,6 +66,7 @@ class Timetables:
     Args:
         schedule: Returns the table for a number of micro-batches.
         placement: Which row of the table has which stages.
+        order: Adds sends and receives; ``None`` if their order does not matter.
 
     Attributes:
         training: Forward and backward passes in turn.
@@ -66,11 +75,11 @@ class Timetables:
         rank_of: The rank of each stage.
     """
 
-    def __init__(self, schedule: Callable[[int], Schedule], placement: Placement) -> None:
-        self._schedule, self.placement = schedule, placement
+    def __init__(self, schedule: Callable[[int], Schedule], placement: Placement, order: Order | None = None) -> None:
+        self._schedule, self.placement, self._order = schedule, placement, order
         self.rank_of = ranks_of(placement)
         self.training: Mapping[int, Timetable] = _Computed(self._training)
-        self.forward: Mapping[int, Timetable] = _Computed(partial(forward_timetable, placement))
+        self.forward: Mapping[int, Timetable] = _Computed(partial(forward_timetable, placement, order=order))
         self.backward: Mapping[int, Timetable] = _Computed(self._backward)
 
     def _training(self, microbatches: int) -> Timetable:
@@ -84,14 +93,16 @@ class Timetables:
         splits = any(action.kind == "W" for row in table for action in row)
         with_code: list[list[Step]] = [list(row) for row in table]
         with_code[driver] = driver_row(table)
-        return Timetable(_by_rank(table, driver), with_code[driver], _limit(with_code, self.placement), splits)
+        limit = _limit(with_code, self.placement)
+        return _timetable(table, with_code[driver], limit, self.placement, self._order, splits=splits)
 
     def _backward(self, microbatches: int) -> Timetable:
         table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
         driver, last = self.placement.driver, self.placement.num_stages - 1
         answered = [action.microbatch for action in table[driver] if action.stage == last and action.kind != "W"]
         code = [UserCode("a", m) for m in answered]
-        return Timetable(_by_rank(table, driver), [*table[driver], *code], _limit(table, self.placement))
+        limit = _limit(table, self.placement)
+        return _timetable(table, [*table[driver], *code], limit, self.placement, self._order)
 
 
 def ranks_of(placement: Placement) -> tuple[int, ...]:
@@ -101,10 +112,15 @@ def ranks_of(placement: Placement) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def forward_timetable(placement: Placement, microbatches: int) -> Timetable:
+def forward_timetable(placement: Placement, microbatches: int, order: Order | None = None) -> Timetable:
     """Return a timetable of forward passes only, in which each process prefers the last of its stages that can run.
 
     The driver sends inputs at most two micro-batches per process ahead of its own actions.
+
+    Args:
+        placement: Which row of a table has which stages.
+        microbatches: The number of micro-batches.
+        order: As for :class:`Timetables`.
     """
     num, processes = placement.num_stages, 1 + max(placement.process_of)
     table: Schedule = [[] for _ in range(processes)]
@@ -127,7 +143,21 @@ def forward_timetable(placement: Placement, microbatches: int) -> Timetable:
             with_code.append(UserCode("b", m))
             num_fed = m + 1
         with_code.append(action)
-    return Timetable(_by_rank(table, driver), with_code, _limit(table, placement))
+    return _timetable(table, with_code, _limit(table, placement), placement, order)
+
+
+def _timetable(
+    table: Schedule,
+    driver: list[Step],
+    limit: int,
+    placement: Placement,
+    order: Order | None,
+    *,
+    splits: bool = False,
+) -> Timetable:
+    rows = _by_rank(table, placement.driver)
+    unordered = Timetable(rows, driver, limit, splits, [*rows[:-1], driver])
+    return unordered if order is None else replace(unordered, operations=order(unordered, placement.num_stages))
 
 
 def _by_rank(table: Schedule, driver: int) -> list[list[Action]]:

@@ -8,15 +8,15 @@ Values travel in the direction of the arrows, gradients against it. An edge betw
 each; within a process, values go through a :class:`~strategies.pipeline.stage.stage.Mailbox`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.stage import Input, Mailbox, Output, Ports
-from strategies.pipeline.transport.channel import Inputs, Receiver, Sender
-
-EDGE_TAG = 16
-"""The channels of edge e have this tag plus 2e."""
+from strategies.pipeline.transport.channel import EDGE_TAG, Inputs, Receiver, Sender
+from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender
+from strategies.pipeline.transport.interface import Transport
 
 
 class Source(NamedTuple):
@@ -39,21 +39,14 @@ class Edges:
     Args:
         rank: This process. The driver's rank is the last.
         rank_of: The process of each chunk.
-        sender: Opens a channel to a rank with a tag.
-        receiver: Opens a channel from a rank with a tag.
+        transport: Opens channels to other processes; ``None`` if there are none.
 
     Attributes:
         sources: The ends of edges that come from this process, by number.
         targets: The ends of edges that go to this process, by number.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        rank_of: Sequence[int],
-        sender: Callable[[int, int], Sender],
-        receiver: Callable[[int, int], Receiver],
-    ) -> None:
+    def __init__(self, rank: int, rank_of: Sequence[int], transport: Transport | None) -> None:
         driver = rank_of[-1]
         ends = [driver, *rank_of, driver]
         self.rank, self.rank_of = rank, tuple(rank_of)
@@ -64,11 +57,43 @@ class Edges:
             if source == target == rank:
                 values, grads = Mailbox(copies=e == 0), Mailbox()  # layers may change the user's tensors in place
                 self.sources[e], self.targets[e] = Source(values, grads), Target(values, grads)
-            elif source == rank:
-                self.sources[e] = Source(sender(target, tag), receiver(target, tag))
-            elif target == rank:
-                received = receiver(source, tag)
-                self.targets[e] = Target(Inputs(received) if e == 0 else received, sender(source, tag))
+            elif rank in (source, target):
+                assert transport is not None, f"edge {e} leads to another process"
+                other = target if source == rank else source
+                sender, receiver = transport.sender(other, tag), transport.receiver(other, tag)
+                if source == rank:
+                    self.sources[e] = Source(sender, receiver)
+                else:
+                    self.targets[e] = Target(Inputs(receiver) if e == 0 else receiver, sender)
+
+    def post(self, post: Post, pass_number: int) -> None:
+        """Post a send or receive of a pass, under a transport whose processes have one order of posting.
+
+        What does not travel is left out: both ends know from the value whether there will be a gradient.
+        """
+        number, m, e = pass_number, post.microbatch, post.edge
+        source, target = self.sources.get(e), self.targets.get(e)
+        if post.way == "SEND":
+            assert source is not None or target is not None
+            sender = source.values if post.kind == "F" and source is not None else target and target.grads
+            assert isinstance(sender, DeviceSender)
+            sender.post(number, m)
+        elif post.kind == "F":
+            assert target is not None
+            receiver = target.values.receiver if isinstance(target.values, Inputs) else target.values
+            assert isinstance(receiver, DeviceReceiver)
+            receiver.begin(number, m)
+        else:
+            assert source is not None
+            assert isinstance(source.values, DeviceSender) and isinstance(source.grads, DeviceReceiver)
+            if source.values.takes_answer(number, m):
+                source.grads.begin(number, m)
+
+    def discard(self, pass_number: int) -> None:
+        """Forget a pass that will have no backward part. The garbage collector may call this at any time."""
+        for source in self.sources.values():
+            if isinstance(source.values, DeviceSender):
+                source.values.discard(pass_number)
 
     def ports(self) -> dict[int, Ports]:
         """Return the ports of each chunk of this process."""

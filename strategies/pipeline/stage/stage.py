@@ -11,9 +11,9 @@ Under most schedules a stage has one chunk. In tables of actions each chunk coun
 Index letters: ``m`` micro-batch, ``i`` chunk.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from strategies.common.activity import Activity
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten, version_of
 from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
+from strategies.pipeline.schedule.operations import Operation, Post
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, PassContext, RandomStateKeeper
 from strategies.pipeline.stage.recorder import Recorder
@@ -66,6 +67,14 @@ class Output(Protocol):
     def send(
         self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None
     ) -> None: ...
+
+
+class Posting(Protocol):
+    """What posts sends and receives in the order of a row; see :class:`~strategies.pipeline.stage.edges.Edges`."""
+
+    def post(self, post: Post, pass_number: int) -> None: ...
+
+    def discard(self, pass_number: int) -> None: ...
 
 
 class Input(Protocol):
@@ -206,10 +215,13 @@ class Stage:
     Args:
         chunks: The chunks by their numbers, which are those of stages in tables of actions.
         activity: Records what the stage does; ``None`` on the driver.
+        posting: Posts sends and receives; ``None`` if those of an action run when the action does.
     """
 
-    def __init__(self, chunks: "Mapping[int, Chunk]", *, activity: Activity | None = None) -> None:
-        self.chunks, self._activity = chunks, activity
+    def __init__(
+        self, chunks: "Mapping[int, Chunk]", *, activity: Activity | None = None, posting: Posting | None = None
+    ) -> None:
+        self.chunks, self._activity, self._posting = chunks, activity, posting
         first = next(iter(chunks.values()))
         self.device = first.device
         self._random_state = first.random_state
@@ -228,6 +240,8 @@ class Stage:
 
     def discard(self, pass_number: int) -> None:
         """Discard a pass that will have no backward part. The garbage collector may call this at any time."""
+        if self._posting is not None:
+            self._posting.discard(pass_number)
         for chunk in self.chunks.values():
             chunk.discard(pass_number)
 
@@ -236,11 +250,12 @@ class Stage:
         if self._activity is not None:
             self._activity.doing = what
 
-    def run(self, actions: Iterable[Action], this: Pass) -> None:
+    def run(self, operations: Iterable[Operation], this: Pass) -> None:
         """Run actions of one pass in the given order.
 
         Args:
-            actions: The actions. An iterator may do other work of the pass between two actions.
+            operations: The actions, with sends and receives in between if there is one order of these. An iterator may
+                do other work of the pass between two of them.
             this: The pass.
 
         Raises:
@@ -249,7 +264,7 @@ class Stage:
         """
         chunks, note, recorder, at_once = self.chunks, self.note, self.recorder, []
         with self._random_state.preserving():
-            for kind, m, i in actions:
+            for kind, m, i in self._actions(operations, this):
                 if this.at_once and kind != "F":
                     at_once.append((i, m))
                     continue
@@ -270,6 +285,21 @@ class Stage:
                 chunks[i].backward(this, microbatches, note, recorder)
                 if recorder is not None:
                     recorder.end("B", microbatches[0], i, this.number)
+
+    def _actions(self, operations: Iterable[Operation], this: Pass) -> Iterable[Action]:
+        """Return the actions; between two of them, sends and receives are posted."""
+        if self._posting is None:
+            return cast(Iterable[Action], operations)
+        return self._in_turn(operations, self._posting, this)
+
+    def _in_turn(self, operations: Iterable[Operation], posting: Posting, this: Pass) -> Iterator[Action]:
+        for operation in operations:
+            if isinstance(operation, Post):
+                self.note(f"{operation}, waiting for process {operation.peer}")
+                posting.post(operation, this.number)
+            else:
+                assert isinstance(operation, Action)
+                yield operation
 
 
 class Chunk:

@@ -55,6 +55,9 @@ Result = TypeVar("Result")
 COMMANDS_TAG = 10
 """Tag of the channels from the driver to each worker for commands without a result."""
 
+EDGE_TAG = 16
+"""The channels of edge e have this tag plus 2e."""
+
 _FAILED, _END = -1, -2
 """Kinds of headers without a value: the sender's process has failed and sends nothing more; the sender announces no
 more passes. Any other kind is the number of a layout."""
@@ -83,13 +86,13 @@ longer than the operating system takes to wake a thread that sleeps."""
 _FREE_BYTES = 2**21
 """Values under way of this total size need no other bound; also the size of sent messages that are kept for reuse."""
 
-_MAX_UNDER_WAY = 64
+MAX_UNDER_WAY = 64
 """Maximum number of values under way whose tensors have been copied, and for whose arrival nobody has to wait."""
 
 NO_LIMIT = timedelta(days=365)
 """Time-out of a stage that waits for its next pass or for its values; gloo cannot wait without a time-out."""
 
-_NOTHING_ANNOUNCED = 0, 0
+NOTHING_ANNOUNCED = 0, 0
 
 _MAX_LAYOUTS = 1024
 
@@ -186,19 +189,20 @@ def unrecorded(function: Callable[Arguments, Result], *args: Arguments.args, **k
         record_functions(True)
 
 
-class _Layout:
+class Layout:
     """A layout, and where its tensors stand in the message of the header.
 
     Args:
         tree: A value with a :class:`TensorLayout` in place of each tensor.
+        small_bytes: Maximum size of all tensors that are in the message of the header.
     """
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: Any, small_bytes: int) -> None:
         self.tree, self._is_plain = tree, _is_plain(tree)
         self.tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, TensorLayout)]
         self._sizes = [math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors]
         self._starts, end = _places(self._sizes)
-        self.is_small = end <= _HEADER.size + SMALL_BYTES
+        self.is_small = end <= _HEADER.size + small_bytes
         """Whether the tensors are in the message of the header."""
         self.message_bytes = end if self.is_small else _HEADER.size
         """Size of the message of the header."""
@@ -253,7 +257,7 @@ class _Message:
         with torch.inference_mode(False):  # it is used again, perhaps in another mode
             self.tensor = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self._bytes = self.tensor.numpy().data
-        self.views: dict[_Layout, list[Tensor]] = {}
+        self.views: dict[Layout, list[Tensor]] = {}
         """For layouts of values that have been in this memory, the tensors as views."""
 
     def write_header(self, kind: int, *rest: int) -> None:
@@ -274,7 +278,7 @@ class _Message:
         kind: int = _KIND.unpack_from(self._bytes)[0]
         return kind != _NOTHING
 
-    def places(self, layout: _Layout) -> list[Tensor]:
+    def places(self, layout: Layout) -> list[Tensor]:
         """Return the places of the tensors of a value, as views of this memory."""
         places = self.views.get(layout)
         if places is None:
@@ -290,12 +294,12 @@ class _Numbered:
     """A layout that the receiver knows by a number, and memory of messages that have arrived, for the next ones."""
 
     number: int
-    layout: _Layout
+    layout: Layout
     free: list[_Message]
 
 
 @dataclass(frozen=True)
-class _Sent:
+class Sent:
     """A value under way: its sends, the memory that gloo reads, and its layout if its message may be used again."""
 
     works: list[Work]
@@ -317,6 +321,9 @@ class Sender:
         wait: Runs a function that blocks until values have arrived.
     """
 
+    small_bytes = SMALL_BYTES
+    """Maximum size of all tensors of a value that are sent in the message of its header."""
+
     def __init__(
         self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = wait_here
     ) -> None:
@@ -325,8 +332,8 @@ class Sender:
         self._timeout = timeout_of(group)
         self._known: dict[Any, _Numbered] = {}
         self._free_bytes = self._bytes_under_way = self._num_not_copied = 0
-        self._under_way: deque[_Sent] = deque()
-        self._announced = _NOTHING_ANNOUNCED
+        self._under_way: deque[Sent] = deque()
+        self._announced = NOTHING_ANNOUNCED
         self._has_failed = False
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
@@ -343,15 +350,15 @@ class Sender:
         layout, post, peer, tag = known.layout, self._post, self._peer, self._tag
         message = self._message(known)
         message.write_header(known.number, pass_number, microbatch, len(description), *self._announced)
-        self._announced = _NOTHING_ANNOUNCED
+        self._announced = NOTHING_ANNOUNCED
         for place, tensor in zip(message.places(layout), tensors, strict=layout.is_small):
             place.copy_(tensor.detach() if tensor.requires_grad else tensor)
         works = [unrecorded(post, [message.tensor], peer, tag)]
-        others = [torch.frombuffer(bytearray(description), dtype=torch.uint8)] if description else []
+        others = [as_message(description)] if description else []
         if not layout.is_small:
             others += [_in_order(tensor) for tensor in tensors if tensor.numel()]
         works += [unrecorded(post, [tensor], peer, tag + 1) for tensor in others]
-        self._under_way.append(_Sent(works, message, others, known))
+        self._under_way.append(Sent(works, message, others, known))
         self._bytes_under_way += layout.total_bytes
         self._num_not_copied += not layout.is_small
         if self.limit is not None:
@@ -397,7 +404,7 @@ class Sender:
         message = _Message(_HEADER.size)
         message.write_header(kind, 0, 0, 0, 0, 0)
         with suppress(RuntimeError):
-            self._under_way.append(_Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
+            self._under_way.append(Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
 
     def release(self, keep: int = 0) -> None:
         """Drop references to sent values but the last ``keep``, when a later message has shown that they arrived."""
@@ -412,7 +419,7 @@ class Sender:
         if len(self._under_way) <= keep or self._has_failed:
             return
         must_wait = self._num_not_copied > 0 and not keep
-        if must_wait or len(self._under_way) > _MAX_UNDER_WAY or self._bytes_under_way > _FREE_BYTES:
+        if must_wait or len(self._under_way) > MAX_UNDER_WAY or self._bytes_under_way > _FREE_BYTES:
             self._wait(partial(self._wait_until, keep))
 
     def _wait_until(self, num_under_way: int) -> None:
@@ -459,13 +466,24 @@ class Sender:
             self._known.clear()  # the receiver overwrites its layouts as new ones arrive
             self._free_bytes = 0
         tree = _described(value, requires_grad or [tensor.requires_grad for tensor in tensors])
-        known = self._known[key] = _Numbered(len(self._known), _Layout(tree), [])
+        known = self._known[key] = _Numbered(len(self._known), Layout(tree, self.small_bytes), [])
         return known, tensors, cloudpickle.dumps(tree)
 
 
+def as_message(description: bytes) -> Tensor:
+    """Return the tensor as which a layout is sent."""
+    return torch.frombuffer(bytearray(description), dtype=torch.uint8)
+
+
 def _in_order(tensor: Tensor) -> Tensor:
-    """Return the elements of a tensor as gloo sends them: one after another, on the CPU."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    """Return the elements of a tensor as gloo sends them: one after another, on the CPU.
+
+    A GPU copies to pinned memory at full speed, and torch keeps such memory for the next value.
+    """
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
 
 
 class Receiver:
@@ -480,6 +498,9 @@ class Receiver:
         timeout: How long to wait for a header; by default the group's time-out.
     """
 
+    small_bytes = SMALL_BYTES
+    """As for the sender."""
+
     def __init__(
         self,
         group: ProcessGroup,
@@ -493,7 +514,7 @@ class Receiver:
         self._recv, self._peer, self._device, self._tag, self._wait = cpu_backend(group).recv, peer, device, tag, wait
         self._timeout = timeout_of(group)
         self._header_timeout = self._timeout if timeout is None else timeout
-        self._layouts: dict[int, _Layout] = {}
+        self._layouts: dict[int, Layout] = {}
         self._posted: deque[tuple[_Message, Work]] = deque()
         self._free: list[_Message] = []
         self._header: tuple[int, ...] | None = None
@@ -502,7 +523,7 @@ class Receiver:
     def post(self) -> None:
         """Post the receives of the next headers that have not been posted yet."""
         while len(self._posted) < _NUM_POSTED:
-            message = self._free.pop() if self._free else _Message(_HEADER.size + SMALL_BYTES)
+            message = self._free.pop() if self._free else _Message(_HEADER.size + self.small_bytes)
             message.clear()
             try:
                 work = unrecorded(self._recv, [message.tensor], self._peer, self._tag)
@@ -524,6 +545,16 @@ class Receiver:
             PeerSilent: If nothing arrived within the group's time-out.
             RuntimeError: If the sender's process has ended.
         """
+        layout = self._next_layout(pass_number, microbatch)
+        tensors = self._arrived(layout) if layout.is_small else self._received(layout)
+        for tensor, described in zip(tensors, layout.tensors, strict=True):
+            if described.requires_grad:
+                tensor.requires_grad_()
+        self._end_message()
+        return layout.filled(tensors)
+
+    def _next_layout(self, pass_number: int, microbatch: int) -> Layout:
+        """Wait for the header of the next value, and return the value's layout. For the errors see :meth:`receive`."""
         kind, *place, size_bytes, _, _ = self._next_header(self._header_timeout, self._wait)
         assert kind != _END, "expected a value, but got the header that ends the announcements of passes"
         assert place == [pass_number, microbatch], (
@@ -531,13 +562,12 @@ class Receiver:
         )
         if size_bytes:
             self._receive_layout(kind, size_bytes)
-        layout = self._layouts[kind]
-        tensors = self._arrived(layout) if layout.is_small else self._received(layout)
-        for tensor, described in zip(tensors, layout.tensors, strict=True):
-            if described.requires_grad:
-                tensor.requires_grad_()
-        self._end_message()
-        return layout.filled(tensors)
+        return self._layouts[kind]
+
+    @property
+    def has_failed_peer(self) -> bool:
+        """Whether the sender has failed, as far as is known without waiting."""
+        return any(message.has_begun and message.header()[0] == _FAILED for message, _ in list(self._posted))
 
     def announcement(self) -> Announcement | None:
         """Wait for the next announced pass, on the calling thread and without a time-out.
@@ -593,20 +623,24 @@ class Receiver:
     def _receive_layout(self, number: int, size_bytes: int) -> None:
         description = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
         self._post_other(description).wait(self._timeout)
-        self._layouts[number] = _Layout(pickle.loads(description.numpy().tobytes()))
+        self._layouts[number] = Layout(pickle.loads(description.numpy().tobytes()), self.small_bytes)
 
-    def _arrived(self, layout: _Layout) -> list[Tensor]:
+    def _arrived(self, layout: Layout) -> list[Tensor]:
         """Copy the tensors out of the message with the current header."""
         places = self._posted[0][0].places(layout)
         return [place.clone() if self._device.type == "cpu" else place.to(self._device) for place in places]
 
-    def _received(self, layout: _Layout) -> list[Tensor]:
+    def _received(self, layout: Layout) -> list[Tensor]:
         """Receive the tensors, each of which has a message of its own."""
-        tensors = [torch.empty(described.shape, dtype=described.dtype, device="cpu") for described in layout.tensors]
+        pins = self._device.type == "cuda"
+        tensors = [
+            torch.empty(described.shape, dtype=described.dtype, device="cpu", pin_memory=pins)
+            for described in layout.tensors
+        ]
         works = [self._post_other(tensor) for tensor in tensors if tensor.numel()]
         for work in works:
             work.wait(self._timeout)
-        return [tensor.to(self._device) for tensor in tensors]
+        return [tensor.to(self._device, non_blocking=pins) for tensor in tensors]
 
     def _post_other(self, memory: Tensor) -> Work:
         return unrecorded(self._recv, [memory], self._peer, self._tag + 1)

@@ -10,7 +10,7 @@ A copy that has sent its gradient sets it to ``None``. So no gradient is counted
 accumulated, and a norm of gradients includes the parameter once.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import NormBase, version_of
-from strategies.pipeline.transport.channel import Receiver, Sender
+from strategies.pipeline.transport.interface import Transport
 
 GRADIENT_TAG, VALUE_TAG = 4, 6
 """Tags of the channels from copies to owners and back."""
@@ -107,8 +107,7 @@ class TiedParameters:
         rank: This process's rank.
         ties: All ties of the pipeline.
         parameters: Parameters by name: on a worker those of its stage, on the driver those of the pipelined module.
-        sender: Opens a channel to a rank with a tag.
-        receiver: Opens a channel from a rank with a tag.
+        transport: Opens channels to other processes.
     """
 
     def __init__(
@@ -116,30 +115,22 @@ class TiedParameters:
         rank: int,
         ties: Sequence[Tie],
         parameters: Mapping[str, nn.Parameter],
-        sender: Callable[[int, int], Sender],
-        receiver: Callable[[int, int], Receiver],
+        transport: Transport,
     ) -> None:
-        self.any = bool(ties)
-        """Whether the pipeline has ties, of this process or of others."""
-        copied = [tie for tie in ties if rank in tie.copies]
-        owned = [tie for tie in ties if rank == tie.owner]
+        self._rank, self._pairs = rank, pairs_of(ties, rank)
+        """The owner and a holder of copies, for all exchanges of this process."""
         self._copied: dict[int, list[nn.Parameter]] = {}
         self._owned: dict[int, list[nn.Parameter]] = {}
-        for tie in copied:
-            self._copied.setdefault(tie.owner, []).append(parameters[tie.names[rank][0]])
-        for tie in owned:
-            for copy in tie.copies:
-                name = tie.names.get(rank, tie.names[copy])[0]
-                self._owned.setdefault(copy, []).append(parameters[name])
-        self._gradients_to = {peer: sender(peer, GRADIENT_TAG) for peer in self._copied}
-        self._gradients_from = {peer: receiver(peer, GRADIENT_TAG) for peer in self._owned}
-        self._values_to = {peer: sender(peer, VALUE_TAG) for peer in self._owned}
-        self._values_from = {peer: receiver(peer, VALUE_TAG) for peer in self._copied}
-
-    @property
-    def senders(self) -> list[Sender]:
-        """All channels on which another process may wait for this one."""
-        return [*self._gradients_to.values(), *self._values_to.values()]
+        for owner, copy in self._pairs:
+            for tie in ties:
+                if tie.owner == owner and copy in tie.names:
+                    name = tie.names.get(rank, tie.names[copy])[0]
+                    peers, peer = (self._owned, copy) if owner == rank else (self._copied, owner)
+                    peers.setdefault(peer, []).append(parameters[name])
+        self._gradients_to = {peer: transport.sender(peer, GRADIENT_TAG) for peer in self._copied}
+        self._gradients_from = {peer: transport.receiver(peer, GRADIENT_TAG) for peer in self._owned}
+        self._values_to = {peer: transport.sender(peer, VALUE_TAG) for peer in self._owned}
+        self._values_from = {peer: transport.receiver(peer, VALUE_TAG) for peer in self._copied}
 
     @property
     def versions(self) -> list[int]:
@@ -149,25 +140,40 @@ class TiedParameters:
     def move_gradients(self, number: int) -> None:
         """After backward pass ``number``, send gradients of copies to owners; add received ones to owned parameters.
 
-        Each process sends all gradients before it waits for any, so no order of owners and copies can deadlock.
+        All processes go through the exchanges in one order, so that they cannot deadlock where a send waits for its
+        receive. Since each holder of copies has a lower rank than a driver that owns, and a higher one than others that
+        own, each process sends its gradients before it waits for any.
         """
-        for peer, parameters in self._copied.items():
-            self._gradients_to[peer].send([parameter.grad for parameter in parameters], number, 0)
-            for parameter in parameters:
+        for owner, copy in sorted(self._pairs, key=lambda pair: (pair[1], pair[0])):
+            if owner == self._rank:
+                received = self._gradients_from[copy].receive(number, 0)
+                for parameter, grad in zip(self._owned[copy], received, strict=True):
+                    if grad is not None:
+                        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+                continue
+            self._gradients_to[owner].send([parameter.grad for parameter in self._copied[owner]], number, 0)
+            for parameter in self._copied[owner]:
                 parameter.grad = None
-        for peer, parameters in self._owned.items():
-            for parameter, grad in zip(parameters, self._gradients_from[peer].receive(number, 0), strict=True):
-                if grad is not None:
-                    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        for sender in self._gradients_to.values():
-            sender.flush()
+        for sender in (*self._gradients_to.values(), *self._values_to.values()):
+            sender.flush()  # the values have arrived, since the gradients are here
 
     @torch.no_grad()
     def share_values(self, number: int) -> None:
-        """Before forward pass ``number``, send the values of owned parameters, and receive those of copies."""
-        for peer, parameters in self._owned.items():
-            self._values_to[peer].flush()
-            self._values_to[peer].send([p.detach() for p in parameters], number, 0)
-        for peer, parameters in self._copied.items():
-            for parameter, value in zip(parameters, self._values_from[peer].receive(number, 0), strict=True):
+        """Before forward pass ``number``, send the values of owned parameters, and receive those of copies.
+
+        All processes go through the exchanges in one order, as in :meth:`move_gradients`.
+        """
+        for owner, copy in self._pairs:
+            if owner == self._rank:
+                self._values_to[copy].flush()
+                self._values_to[copy].send([p.detach() for p in self._owned[copy]], number, 0)
+                continue
+            values = self._values_from[owner].receive(number, 0)
+            for parameter, value in zip(self._copied[owner], values, strict=True):
                 parameter.copy_(value)
+
+
+def pairs_of(ties: Iterable[Tie], rank: int | None = None) -> list[tuple[int, int]]:
+    """Return the owner and a holder of copies for all exchanges, or for those of one rank, in order."""
+    pairs = {(tie.owner, copy) for tie in ties for copy in tie.copies}
+    return sorted(pair for pair in pairs if rank is None or rank in pair)

@@ -33,7 +33,8 @@ from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.measured import Recorded
-from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.operations import Operation as Posted
+from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.timetable import forward_timetable
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.recorder import Recorder
@@ -83,6 +84,7 @@ class HostedStage(StageCommands):
         self._modules: list[nn.Sequential] = [self._layers, *self._copies]
         self._values = HeldValues(self._modules)
         self._placement = payload.placement
+        self._order = None if wiring.posting is None else posting_order
         self._stage = Stage(
             chunks_of(
                 self._layers,
@@ -93,9 +95,12 @@ class HostedStage(StageCommands):
                 side_outputs=SideOutputs.of(payload.index, self._layers) if payload.reports_side_outputs else None,
             ),
             activity=activity,
+            posting=wiring.posting,
         )
         named = dict(self._layers.named_parameters(remove_duplicate=False))
-        self._ties = TiedParameters(payload.index, payload.ties, named, wiring.sender, wiring.receiver)
+        self._ties: TiedParameters | None = None
+        if payload.ties and wiring.transport is not None:
+            self._ties = TiedParameters(payload.index, payload.ties, named, wiring.transport)
         self._optimizers = [put_together(*parts) for parts in payload.optimizers]
         self._numbers = payload.numbers
         """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
@@ -103,7 +108,7 @@ class HostedStage(StageCommands):
         self._shared_steps: SharedSteps | None = None
         if self._averaging is not None and payload.replicas is not None and payload.replicas.divide_states:
             self._shared_steps = SharedSteps(self._optimizers, self._averaging)
-        self._passes: dict[int, tuple[Pass, list[Action]]] = {}
+        self._passes: dict[int, tuple[Pass, Sequence[Posted]]] = {}
         """Passes that wait for their backward part, by number, with its actions."""
         self._gathered: dict[int, GatheredGradients] = {}
         """Gradients of interleaved passes that have not been released, by the number of the pass."""
@@ -132,12 +137,12 @@ class HostedStage(StageCommands):
         return describe(self._index, self._layers)
 
     def announce_failure(self) -> None:
-        for sender in (*self._wiring.outputs, *self._wiring.input_grads, *self._ties.senders):
-            sender.fail()
+        if self._wiring.transport is not None:  # over RPC, the user's process tells the other partitions
+            self._wiring.transport.fail()
 
     # Passes
 
-    def forward(self, this: Pass, actions: list[Action], later: list[Action]) -> None:
+    def forward(self, this: Pass, actions: Sequence[Posted], later: Sequence[Posted]) -> None:
         if this.number and self._wiring.fed_back is not None:
             self._wiring.fed_back.flush()  # the driver has received those of earlier passes
         self._set_limit(this.limit)
@@ -153,10 +158,10 @@ class HostedStage(StageCommands):
         self._stage.run(actions, this)
         for sender in self._wiring.outputs:
             sender.flush()  # they have arrived, since their gradients are here
-        self._ties.move_gradients(number)
+        self._move_tied_gradients(number)
         self._wiring.settle()
 
-    def interleave(self, this: Pass, actions: list[Action]) -> None:
+    def interleave(self, this: Pass, actions: Sequence[Posted]) -> None:
         self._set_limit(this.limit)
         if self._wiring.fed_back is not None:
             self._wiring.fed_back.limit = this.limit  # the driver receives them in between
@@ -164,7 +169,11 @@ class HostedStage(StageCommands):
         gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
         with gathered.gathering():
             self._stage.run(actions, this)
-            self._ties.move_gradients(this.number)
+            self._move_tied_gradients(this.number)
+
+    def _move_tied_gradients(self, number: int) -> None:
+        if self._ties is not None:
+            self._ties.move_gradients(number)
 
     def release(self, number: int, factor: float, kept: float) -> None:
         self._gathered.pop(number).release(factor, kept)
@@ -175,7 +184,7 @@ class HostedStage(StageCommands):
         context.apply()
         while (announced := self._activity.idle(next_pass)) is not None:
             pass_on(announced)
-            timetable = forward_timetable(self._placement, announced.microbatches)
+            timetable = forward_timetable(self._placement, announced.microbatches, self._order)
             self._set_limit(timetable.limit)
             this = Pass(
                 number=announced.number,
@@ -186,7 +195,7 @@ class HostedStage(StageCommands):
                 seed=announced.seed,
                 context=context,
             )
-            self._stage.run(timetable.rows[self._index], this)
+            self._stage.run(timetable.operations[self._index], this)
         pass_on(None)
 
     def _set_limit(self, limit: int | None) -> None:
@@ -207,6 +216,7 @@ class HostedStage(StageCommands):
                 calls = []
 
     def share_values(self, number: int) -> None:
+        assert self._ties is not None
         self._ties.share_values(number)
 
     def discard(self, number: int) -> None:
@@ -482,8 +492,9 @@ def unpack(
     activity.doing = "unpacking its layers"
     payload, storages = unpickled(blob)
     assert isinstance(payload, Payload)
+    wiring = wire(payload)  # with all other stages at once, whereas the driver sends values to one after another
     receive(storages)
-    return HostedStage(payload, wire(payload), activity)
+    return HostedStage(payload, wiring, activity)
 
 
 def take_over(address: SlotAddress, number: int, wire: Callable[[Payload], Wiring], activity: Activity) -> HostedStage:

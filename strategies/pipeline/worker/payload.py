@@ -29,6 +29,7 @@ from strategies.pipeline.construction.recording import SMALL_BYTES, Construction
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.schedule.tables import Placement
 from strategies.pipeline.stage.layers import CallLayers, call_in_turn
+from strategies.pipeline.transport.planes import GLOO
 from strategies.pipeline.transport.ties import Tie
 
 
@@ -49,6 +50,7 @@ class Payload:
         reports_side_outputs: Whether the stage reports which layers have side outputs.
         copies: The same layers of copies of the model, such as averages, with values of their own.
         placement: Which process has which chunks.
+        plane: The data plane; see :mod:`strategies.pipeline.transport.planes`.
     """
 
     index: int
@@ -63,6 +65,7 @@ class Payload:
     reports_side_outputs: bool = False
     copies: list[StageLayers] = field(default_factory=list)
     placement: Placement = field(default_factory=lambda: Placement((0,)))
+    plane: str = GLOO
 
 
 @dataclass

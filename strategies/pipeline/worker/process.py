@@ -8,15 +8,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from strategies.commands.host import Host
 from strategies.common.activity import Activity
+from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, join_data_plane, join_rpc
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.pipeline.transport.device import routes_of
+from strategies.pipeline.transport.planes import GLOO, open_transport
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.storages import receive_storages
 from strategies.pipeline.worker.hosted import HostedStage, take_over, unpack
-from strategies.pipeline.worker.wiring import to_neighbours
+from strategies.pipeline.worker.payload import Payload
+from strategies.pipeline.worker.wiring import Wiring, to_neighbours
 
 
 def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
@@ -29,7 +35,7 @@ def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
     """
     activity = Activity(session.note(rank))
     group = join_data_plane(session, rank)
-    wire = partial(to_neighbours, group=group, wait=activity.wait, idle=activity.idle)
+    wire = partial(_wire, group=group, session=session, activity=activity)
     receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
     create = partial(unpack, blob, wire, activity, receive)
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
@@ -46,9 +52,25 @@ def host_snapshot(address: SlotAddress, number: int, rank: int, session: Session
     """
     activity = Activity(session.note(rank))
     group = join_data_plane(session, rank)
-    wire = partial(to_neighbours, group=group, wait=activity.wait, idle=activity.idle)
+    wire = partial(_wire, group=group, session=session, activity=activity)
     create = partial(take_over, address, number, wire, activity)
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
+
+
+def _wire(payload: Payload, group: ProcessGroup, session: Session, activity: Activity) -> Wiring:
+    """Connect a stage to the others, each process at the same time."""
+    if payload.plane != GLOO:
+        activity.doing = "connecting to the devices of other stages"
+    transport = open_transport(
+        payload.plane,
+        group,
+        payload.index,
+        torch.device(payload.device),
+        routes_of(ranks_of(payload.placement), payload.ties),
+        activity.wait,
+        partial(store_at, f"{session.rendezvous}/devices", session.size),
+    )
+    return to_neighbours(payload, group, transport, activity.idle)
 
 
 def join(directory: str, rank: int) -> None:

@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 from strategies.common.waiting import Wait
 from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.stage.stage import Output, Ports
+from strategies.pipeline.stage.stage import Output, Ports, Posting
 from strategies.pipeline.transport.channel import COMMANDS_TAG, NO_LIMIT, Announcement, Receiver, Sender
+from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.worker.payload import Payload
 
 
@@ -22,8 +23,6 @@ class Flushed(Output, Protocol):
 
     def flush(self, keep: int = 0) -> None: ...
 
-    def fail(self) -> None: ...
-
 
 @dataclass(frozen=True)
 class Wiring:
@@ -33,9 +32,10 @@ class Wiring:
         ports: The ports of each chunk.
         outputs: Those of them that bring values to other processes.
         input_grads: Those of them that bring gradients to other processes.
+        posting: Posts sends and receives in the order of a row; ``None`` if those of an action run with it.
         fed_back: That of them which brings the gradients of the pipeline's inputs to the driver; ``None`` if it is not
             here.
-        sender, receiver: Open a channel to a peer with a tag, for tied parameters.
+        transport: What carries the values; ``None`` if these are calls of RPC.
         settle: Waits at the end of each part of a pass until all values sent have arrived, where that is needed.
         forget: Drops messages of a pass by its number.
         commands: Brings commands without a result from the driver; ``None`` if all come over RPC.
@@ -46,34 +46,27 @@ class Wiring:
     ports: Mapping[int, Ports]
     outputs: Sequence[Flushed]
     input_grads: Sequence[Flushed]
-    sender: Callable[[int, int], Sender]
-    receiver: Callable[[int, int], Receiver]
     settle: Callable[[], None]
     forget: Callable[[int], None]
+    transport: Transport | None = None
+    posting: Posting | None = None
     fed_back: Flushed | None = None
     commands: Receiver | None = None
     next_pass: Callable[[], Announcement | None] | None = None
     pass_on: Callable[[Announcement | None], None] | None = None
 
 
-def to_neighbours(payload: Payload, group: ProcessGroup, wait: Wait, idle: Wait) -> Wiring:
+def to_neighbours(payload: Payload, group: ProcessGroup, transport: Transport, idle: Wait) -> Wiring:
     """Connect the chunks of a stage to those before and after them, and to the driver's code before chunk 0.
 
     Args:
         payload: The stage.
         group: The data plane; ranks are numbers of stages, and the last one is the driver's.
-        wait: Calls a function that waits for a message.
+        transport: What carries the values.
         idle: Calls a function that waits for a command.
     """
-    device, driver = torch.device(payload.device), group.size() - 1
-
-    def sender(peer: int, tag: int) -> Sender:
-        return Sender(group, peer, tag=tag, wait=wait)
-
-    def receiver(peer: int, tag: int) -> Receiver:
-        return Receiver(group, peer, device=device, tag=tag, wait=wait)
-
-    edges = Edges(payload.index, ranks_of(payload.placement), sender, receiver)
+    driver = group.size() - 1
+    edges = Edges(payload.index, ranks_of(payload.placement), transport)
     fed_back = edges.targets[0].grads if 0 in edges.targets else None
     assert fed_back is None or isinstance(fed_back, Sender)
 
@@ -89,8 +82,8 @@ def to_neighbours(payload: Payload, group: ProcessGroup, wait: Wait, idle: Wait)
         outputs=[source.values for source in edges.sources.values() if isinstance(source.values, Sender)],
         input_grads=[target.grads for target in edges.targets.values() if isinstance(target.grads, Sender)],
         fed_back=fed_back,
-        sender=sender,
-        receiver=receiver,
+        transport=transport,
+        posting=edges if transport.is_ordered else None,
         settle=lambda: None,  # a neighbour that fails announces it on the data plane
         forget=lambda number: None,
         commands=Receiver(group, driver, device=torch.device("cpu"), tag=COMMANDS_TAG, wait=idle, timeout=NO_LIMIT),

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 
 from strategies.pipeline.schedule.devices import Deadlock, check_runs, for_all, per_edge, per_pair
-from strategies.pipeline.schedule.posting import Group, Meeting, Operation, Post, edge_to, posting_order
+from strategies.pipeline.schedule.operations import Group, Meeting, Operation, Post, edge_to
+from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import (
     Action,
@@ -20,7 +22,7 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
-from strategies.pipeline.schedule.timetable import Timetable, Timetables, sources_of
+from strategies.pipeline.schedule.timetable import Timetables, sources_of
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
@@ -82,7 +84,7 @@ def ours(table: Schedule) -> list[list[Operation]]:
     """The posting order of a table whose last process is the driver, without the driver's code."""
     tables = Timetables(lambda m: table, Placement.of(table))
     whole = tables.training[1 + max(action.microbatch for action in table[0])]
-    return posting_order(Timetable(whole.rows, list(whole.rows[-1]), whole.limit), len(tables.rank_of))
+    return posting_order(replace(whole, driver=list(whole.rows[-1])), len(tables.rank_of))
 
 
 CROSSING = rows_of(

@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import TypeAlias
@@ -12,15 +13,8 @@ from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.devices import check_runs, for_all, per_pair
-from strategies.pipeline.schedule.posting import (
-    Meeting,
-    Operation,
-    Post,
-    edge_from,
-    edge_to,
-    posting_order,
-    with_meetings,
-)
+from strategies.pipeline.schedule.operations import Meeting, Operation, Post, edge_from, edge_to
+from strategies.pipeline.schedule.posting import posting_order, with_meetings
 from strategies.pipeline.schedule.search import LayerCosts, ModelCosts, search
 from strategies.pipeline.schedule.simulator import Costs, Step, UserCode, simulate
 from strategies.pipeline.schedule.tables import Action, Placement, Schedule, loop, needs_of
@@ -137,7 +131,7 @@ def early(rows: Sequence[Sequence[Operation]]) -> list[tuple[int, int, int]]:
 
 def test_the_order_of_1f1b() -> None:
     timetable = Settings(schedule="1f1b").timetables(2).training[3]
-    without_code = Timetable(timetable.rows, list(timetable.rows[-1]), timetable.limit)
+    without_code = replace(timetable, driver=list(timetable.rows[-1]))
     assert [" ".join(map(repr, row)) for row in posting_order(without_code, 2)] == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2",
         "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
@@ -235,7 +229,7 @@ def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name
 def test_forward_passes_of_a_line_need_no_early_receive() -> None:
     """If the driver's inputs do not travel: a stage sends, then receives, and so on."""
     timetable = Settings(schedule="1f1b").timetables(4).forward[9]
-    timetable = Timetable(timetable.rows, list(timetable.rows[-1]), timetable.limit)
+    timetable = replace(timetable, driver=list(timetable.rows[-1]))
     assert not early(posting_order(timetable, 4))
 
 

@@ -233,7 +233,7 @@ def test_small_values_are_under_way_in_a_bounded_number(ends: tuple[Sender, Rece
         for m in range(200):
             sender.send(torch.tensor([m]), 0, m)
             sender.flush(keep=2)
-            assert len(sender._under_way) <= channel._MAX_UNDER_WAY
+            assert len(sender._under_way) <= channel.MAX_UNDER_WAY
         assert received.result(10) == list(range(200))
 
 

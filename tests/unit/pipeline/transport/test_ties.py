@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from strategies.pipeline.partition.sequential import cut
-from strategies.pipeline.transport.ties import Tie, find_ties
+from strategies.pipeline.transport.ties import Tie, find_ties, pairs_of
 
 
 def linears(number: int) -> nn.Sequential:
@@ -60,3 +60,9 @@ def test_an_embedding_that_changes_its_weight_cannot_be_tied() -> None:
     module[2].weight = module[0].weight
     with pytest.raises(ValueError, match=r"parameter 0\.weight of stage 0 is tied .*max_norm=1\.0 .*Leave max_norm"):
         find_ties(cut(module, [1, 2]))
+
+
+def test_exchanges_have_one_order() -> None:
+    ties = [Tie(3, {1: ("a",), 2: ("b",), 3: ("c",)}), Tie(0, {0: ("d",), 2: ("e",)}), Tie(0, {0: ("f",), 1: ("g",)})]
+    assert pairs_of(ties) == [(0, 1), (0, 2), (3, 1), (3, 2)]
+    assert pairs_of(ties, 2) == [(0, 2), (3, 2)]

@@ -16,6 +16,7 @@ from strategies.optim.restricted import numbers_of, taken_apart
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import loop
 from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
+from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.payload import Payload
 from strategies.pipeline.worker.wiring import to_neighbours
@@ -27,7 +28,8 @@ def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: Proce
     (own,) = cut(layers, [len(layers)])
     parts = [taken_apart(optimizer)]
     payload = Payload(0, own, "cpu", False, optimizers=parts, numbers=numbers, placement=loop(2))
-    return HostedStage(payload, to_neighbours(payload, group, wait_here, wait_here), Activity())
+    transport = HostTransport(group, torch.device("cpu"), wait_here)
+    return HostedStage(payload, to_neighbours(payload, group, transport, wait_here), Activity())
 
 
 def test_what_a_gradient_scaler_sets_applies_to_one_step(groups: tuple[ProcessGroup, ProcessGroup]) -> None:

@@ -1,0 +1,326 @@
+"""The device plane: payloads travel from device to device, headers and layouts over gloo.
+
+    compute stream of stage 0     ── F0 ──┬── F1 ──┬──
+                                       event    event             a send waits for the action that computes its value
+    link, stage 0 to stage 1              └▶ F0    └▶ F1          one communicator and stream per direction of an edge
+                                             ├event  ├event       an action waits for the receive of its input
+    compute stream of stage 1                └▶ F0 ──└▶ F1 ──
+
+What is here is the same for all kinds of devices: which values travel, when they are posted, and what waits for what.
+The primitive operations are those of a :class:`Link`, over NCCL (:mod:`.nccl`) or simulated (:mod:`.simulated`).
+
+A link buffers nothing: a send may wait until its receive runs. So the values of a pass are posted in the order of
+:func:`~strategies.pipeline.schedule.posting.posting_order`, and tied parameters in one order of all processes.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from strategies.common.trees import TensorLayout
+from strategies.common.waiting import Wait
+from strategies.pipeline.transport.channel import (
+    EDGE_TAG,
+    MAX_UNDER_WAY,
+    NOTHING_ANNOUNCED,
+    Layout,
+    Receiver,
+    Sender,
+    Sent,
+    as_message,
+    unrecorded,
+)
+from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, pairs_of
+
+
+class Transfer(Protocol):
+    """Tensors on their way between two devices. As long as it exists, so does their memory."""
+
+    def wait(self) -> None:
+        """Let what this thread computes from now on wait until the transfer has run."""
+
+    def synchronize(self) -> None:
+        """Block until the transfer has run."""
+
+
+class Link(Protocol):
+    """One direction between the devices of two processes. Transfers run in the order in which they are posted."""
+
+    def send(self, tensors: Sequence[Tensor]) -> Transfer:
+        """Post tensors, which are contiguous and on the device; what computes them may still run."""
+
+    def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
+        """Post the receives of new tensors, which may be used after :meth:`Transfer.wait`."""
+
+
+class Route(NamedTuple):
+    """The ranks of two processes and the tag of a channel between them."""
+
+    source: int
+    target: int
+    tag: int
+
+
+class Links(Protocol):
+    """The links of one process.
+
+    Attributes:
+        links: The links by their routes.
+        has_failed_peer: Returns whether a process that sends to this one has failed; a wait for a transfer ends then.
+    """
+
+    has_failed_peer: Callable[[], bool]
+
+    @property
+    def links(self) -> Mapping[Route, Link]: ...
+
+    def abort(self) -> None:
+        """End transfers that have not run, and all waits for them; called on any thread."""
+
+    def close(self) -> None:
+        """Give back communicators and threads."""
+
+
+def routes_of(rank_of: Sequence[int], ties: Iterable[Tie]) -> list[Route]:
+    """Return the routes of all payloads, in the order in which all processes create their communicators.
+
+    Args:
+        rank_of: The process of each chunk; the last one is the driver's.
+        ties: All ties of the pipeline.
+    """
+    driver = rank_of[-1]
+    ends = [driver, *rank_of, driver]
+    routes = []
+    for e, (source, target) in enumerate(pairwise(ends)):
+        if source != target:
+            tag = EDGE_TAG + 2 * e
+            routes += [Route(source, target, tag), Route(target, source, tag)]
+    for owner, copy in pairs_of(ties):
+        routes += [Route(copy, owner, GRADIENT_TAG), Route(owner, copy, VALUE_TAG)]
+    return routes
+
+
+@dataclass(frozen=True)
+class _SentByDevice(Sent):
+    """A value under way whose tensors have a transfer of their own."""
+
+    transfer: Transfer | None = None
+
+
+class DeviceSender(Sender):
+    """Sends values to one peer over a link; :class:`DeviceReceiver` receives them.
+
+    Args:
+        group: A process group for headers and layouts.
+        route: From this process to the peer.
+        link: Carries the payloads.
+        device: The device of this process.
+        wait: Runs a function that blocks until values have arrived.
+    """
+
+    small_bytes = 0
+
+    def __init__(self, group: ProcessGroup, route: Route, link: Link, device: torch.device, wait: Wait) -> None:
+        super().__init__(group, route.target, tag=route.tag, wait=wait)
+        self._route, self._link, self._device = route, link, device
+        self._queued: dict[tuple[int, int], tuple[Any, list[bool] | None]] = {}
+        self._answered: set[tuple[int, int]] = set()
+        """Values for which gradients will come back, by pass and micro-batch."""
+
+    def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
+        """Queue a value of a pass until :meth:`post`; send a value of tied parameters at once."""
+        self._queued[pass_number, microbatch] = value, requires_grad
+        if self._tag < EDGE_TAG:
+            self.post(pass_number, microbatch)
+
+    def post(self, pass_number: int, microbatch: int) -> None:
+        """Post a value that has been queued; none has been if nothing requires this gradient."""
+        queued = self._queued.pop((pass_number, microbatch), None)
+        if queued is None:
+            return
+        value, requires_grad = queued
+        known, tensors, description = self._look_up(value, requires_grad)
+        payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
+        message = self._message(known)
+        message.write_header(known.number, pass_number, microbatch, len(description), *self._announced)
+        self._announced = NOTHING_ANNOUNCED
+        works = [unrecorded(self._post, [message.tensor], self._peer, self._tag)]
+        others = [as_message(description)] if description else []
+        works += [unrecorded(self._post, [tensor], self._peer, self._tag + 1) for tensor in others]
+        transfer = self._link.send(payload) if payload else None
+        self._under_way.append(_SentByDevice(works, message, others, known, transfer))
+        self._bytes_under_way += known.layout.total_bytes
+        self._num_not_copied += bool(payload)
+        if any(tensor.requires_grad for tensor in known.layout.tensors):
+            self._answered.add((pass_number, microbatch))
+        if self.limit is not None:
+            self.flush(self.limit)
+
+    def takes_answer(self, pass_number: int, microbatch: int) -> bool:
+        """Return, once for each value, whether gradients come back for it."""
+        known = (pass_number, microbatch) in self._answered
+        self._answered.discard((pass_number, microbatch))
+        return known
+
+    def discard(self, pass_number: int) -> None:
+        """Forget a pass that will have no backward part."""
+        for key in list(self._answered):  # a copy, which CPython makes without switching threads
+            if key[0] == pass_number:
+                self._answered.discard(key)
+
+    def send_inputs(self, inputs: Sequence[Any], pass_number: int, first: int, requires_grad: list[bool]) -> int:
+        """Send one input of stage 0: each has its place in the order of sends and receives."""
+        self.send(list(inputs[:1]), pass_number, first, requires_grad=requires_grad)
+        return 1
+
+    def flush(self, keep: int = 0) -> None:
+        """Let what is computed from now on wait for the transfers of all values but the last ``keep``.
+
+        With ``keep``, block until they have run, which bounds the memory of values that have been posted.
+        """
+        if len(self._under_way) <= keep or self._has_failed:
+            return
+        if keep or len(self._under_way) > MAX_UNDER_WAY:
+            self._wait(partial(self._wait_until, keep))
+            return
+        for place, sent in enumerate(self._under_way):
+            if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+                sent.transfer.wait()
+                self._under_way[place] = replace(sent, transfer=None)
+
+    def _wait_for_oldest(self) -> None:
+        sent = self._under_way[0]
+        if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+            sent.transfer.synchronize()
+        super()._wait_for_oldest()
+
+    def _contiguous(self, tensor: Tensor) -> Tensor:
+        """Return the values of a tensor one after another on the device of this process.
+
+        Raises:
+            ValueError: If the tensor is on another device, or has no values.
+        """
+        if tensor.device != self._device and tensor.device.type != "cpu":
+            raise ValueError(
+                f"stage {self._route.source} computes on {self._device}, but sends a tensor of shape "
+                f"{list(tensor.shape)} that is on {tensor.device}. A stage has one device: let its layers create "
+                "tensors on the device of their input (device=x.device)."
+            )
+        return tensor.detach().to(self._device).resolve_conj().resolve_neg().contiguous()
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """A value whose receive has been posted: its layout, its tensors, and their transfer if any has elements."""
+
+    layout: Layout
+    tensors: list[Tensor]
+    transfer: Transfer | None
+
+
+class DeviceReceiver(Receiver):
+    """Receives the values of one :class:`DeviceSender`, in order.
+
+    Args:
+        group: As for the sender.
+        route: From the peer to this process.
+        link: Carries the payloads.
+        device: The device of this process.
+        wait: Runs a function that blocks until a header has arrived.
+    """
+
+    small_bytes = 0
+
+    def __init__(self, group: ProcessGroup, route: Route, link: Link, device: torch.device, wait: Wait) -> None:
+        super().__init__(group, route.source, device=device, tag=route.tag, wait=wait)
+        self._link = link
+        self._arriving: dict[tuple[int, int], _Arriving] = {}
+
+    def begin(self, pass_number: int, microbatch: int) -> None:
+        """Wait for the header of the next value, and post the receives of its tensors.
+
+        Raises:
+            Exception: As :meth:`receive` does.
+        """
+        layout = self._next_layout(pass_number, microbatch)
+        has_elements = not layout.is_small
+        arriving = self._received_later(layout) if has_elements else _Arriving(layout, self._arrived(layout), None)
+        self._end_message()
+        self._arriving[pass_number, microbatch] = arriving
+
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        """Return a value of a pass that has been begun; a value of tied parameters, begin it first.
+
+        What is computed from now on waits until the tensors have arrived. For the errors see
+        :meth:`Receiver.receive`.
+        """
+        if self._tag < EDGE_TAG:
+            self.begin(pass_number, microbatch)
+        arrived = self._arriving.pop((pass_number, microbatch))
+        if arrived.transfer is not None:
+            arrived.transfer.wait()
+        for tensor, described in zip(arrived.tensors, arrived.layout.tensors, strict=True):
+            if described.requires_grad:
+                tensor.requires_grad_()
+        return arrived.layout.filled(arrived.tensors)
+
+    def _received_later(self, layout: Layout) -> _Arriving:
+        received, transfer = self._link.receive([each for each in layout.tensors if 0 not in each.shape])
+        ahead = iter(received)
+        tensors = [
+            torch.empty(each.shape, dtype=each.dtype, device=self._device) if 0 in each.shape else next(ahead)
+            for each in layout.tensors
+        ]
+        return _Arriving(layout, tensors, transfer)
+
+
+class DeviceTransport:
+    """Payloads travel from device to device.
+
+    Args:
+        group: The data plane, for headers and layouts.
+        rank: The rank of this process.
+        device: The device of this process.
+        links: The links of this process.
+        wait: Runs a function that blocks until values have arrived.
+    """
+
+    is_ordered = True
+
+    def __init__(self, group: ProcessGroup, rank: int, device: torch.device, links: Links, wait: Wait) -> None:
+        self._group, self._rank, self._device, self._links, self._wait = group, rank, device, links, wait
+        self._senders: list[Sender] = []
+        self._receivers: list[Receiver] = []
+        links.has_failed_peer = self._has_failed_peer
+
+    def _has_failed_peer(self) -> bool:
+        return any(receiver.has_failed_peer for receiver in self._receivers)
+
+    def sender(self, peer: int, tag: int) -> Sender:
+        route = Route(self._rank, peer, tag)
+        self._senders.append(DeviceSender(self._group, route, self._links.links[route], self._device, self._wait))
+        return self._senders[-1]
+
+    def receiver(self, peer: int, tag: int) -> Receiver:
+        route = Route(peer, self._rank, tag)
+        self._receivers.append(DeviceReceiver(self._group, route, self._links.links[route], self._device, self._wait))
+        return self._receivers[-1]
+
+    def fail(self) -> None:
+        for sender in self._senders:
+            sender.fail()
+        self._links.abort()
+
+    def abort(self) -> None:
+        self._links.abort()
+
+    def close(self) -> None:
+        self._senders.clear()
+        self._receivers.clear()
+        self._links.close()

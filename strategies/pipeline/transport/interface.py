@@ -1,0 +1,73 @@
+"""What carries values between the processes of a pipeline: one transport in each process.
+
+headers, layouts    gloo, under every transport: their arrival can be awaited on the CPU, and a failure be told
+payloads            host plane: gloo, through the memory of the hosts        (HostTransport)
+                    device plane: from device to device                      (device.py)
+"""
+
+from typing import Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+
+from strategies.common.waiting import Wait
+from strategies.pipeline.transport.channel import Receiver, Sender
+
+
+class Transport(Protocol):
+    """One process's part of the data plane. It opens channels, each of which has one direction and a tag.
+
+    Attributes:
+        is_ordered: Whether sends and receives run in the order in which they are posted, so that all processes have to
+            post them in one order; see :mod:`strategies.pipeline.schedule.posting`.
+    """
+
+    is_ordered: bool
+
+    def sender(self, peer: int, tag: int) -> Sender:
+        """Open a channel to a rank."""
+
+    def receiver(self, peer: int, tag: int) -> Receiver:
+        """Open a channel from a rank."""
+
+    def fail(self) -> None:
+        """Tell every process that receives from this one that it has failed, so that none waits for it."""
+
+    def abort(self) -> None:
+        """End all waits for devices, after a failure of any process; called on any thread."""
+
+    def close(self) -> None:
+        """Give back what the channels hold, whether or not values are under way."""
+
+
+class HostTransport:
+    """Payloads travel over gloo, through the memory of the hosts.
+
+    Args:
+        group: The data plane.
+        device: Where received tensors are put.
+        wait: Runs a function that blocks until values have arrived.
+    """
+
+    is_ordered = False
+
+    def __init__(self, group: ProcessGroup, device: torch.device, wait: Wait) -> None:
+        self._group, self._device, self._wait = group, device, wait
+        self._senders: list[Sender] = []
+
+    def sender(self, peer: int, tag: int) -> Sender:
+        self._senders.append(Sender(self._group, peer, tag=tag, wait=self._wait))
+        return self._senders[-1]
+
+    def receiver(self, peer: int, tag: int) -> Receiver:
+        return Receiver(self._group, peer, device=self._device, tag=tag, wait=self._wait)
+
+    def fail(self) -> None:
+        for sender in self._senders:
+            sender.fail()
+
+    def abort(self) -> None:
+        """Do nothing: this process waits for messages, and those waits end by themselves."""
+
+    def close(self) -> None:
+        self._senders.clear()

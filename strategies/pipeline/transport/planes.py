@@ -1,0 +1,91 @@
+"""Which way payloads take: through the memory of the hosts, or from device to device.
+
+| name | payloads | for |
+|---|---|---|
+| ``gloo`` | through host memory | CPUs; GPUs that several stages share; GPUs beside CPUs |
+| ``nccl`` | from GPU to GPU | pipelines whose stages have a GPU each |
+| ``simulated`` | as under ``nccl``, on CPUs | tests: misuse of tensors that are under way is an error |
+| ``simulated-serial`` | the same, one transfer or action at a time | tests: the worst case of streams |
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+
+import torch
+from torch.distributed import ProcessGroup, Store
+
+from strategies.common.torch_compat import timeout_of
+from strategies.common.waiting import Wait
+from strategies.pipeline.transport.device import DeviceTransport, Route
+from strategies.pipeline.transport.interface import HostTransport, Transport
+from strategies.pipeline.transport.nccl import NcclLinks
+from strategies.pipeline.transport.simulated import SimulatedLinks
+
+AUTO, GLOO, NCCL, SIMULATED, SERIAL = "auto", "gloo", "nccl", "simulated", "simulated-serial"
+
+PLANES = (AUTO, GLOO, NCCL, SIMULATED, SERIAL)
+
+
+def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Hashable], *, is_ordered: bool) -> str:
+    """Return the data plane for the stages of a pipeline.
+
+    Args:
+        plane: The name of a plane. ``"auto"``: ``"nccl"`` if each stage has a GPU of its own, otherwise ``"gloo"``.
+        devices: The device of each stage.
+        hosts: What identifies the host of each stage.
+        is_ordered: Whether the sends and receives of a pass have one order that all processes know.
+
+    Raises:
+        ValueError: If the stages cannot use the plane.
+    """
+    places = list(zip(hosts, devices, strict=True))
+    on_gpus = all(device.type == "cuda" for device in devices)
+    have_own = on_gpus and len(set(places)) == len(places)
+    if plane == AUTO:
+        return NCCL if have_own and is_ordered and len(devices) > 1 and torch.distributed.is_nccl_available() else GLOO
+    if plane == GLOO or len(devices) == 1:
+        return GLOO
+    names = [str(device) for device in devices]
+    if plane == NCCL and not have_own:
+        shared = next((str(device) for host, device in places if places.count((host, device)) > 1), None)
+        why = f"stages share {shared}, which NCCL refuses" if on_gpus else "some are not GPUs"
+        raise ValueError(
+            f"data_plane='nccl' needs a GPU for each stage, but the stages are on {names}: {why}. Use "
+            "data_plane='gloo', which sends activations through host memory, or give each stage a GPU."
+        )
+    if plane != NCCL and any(device.type != "cpu" for device in devices):
+        raise ValueError(
+            f"data_plane={plane!r} simulates devices on CPUs, but the stages are on {names}. Use accelerator='cpu', or "
+            "data_plane='auto'."
+        )
+    return plane
+
+
+def open_transport(
+    plane: str,
+    group: ProcessGroup,
+    rank: int,
+    device: torch.device,
+    routes: Sequence[Route],
+    wait: Wait,
+    store: Callable[[], Store],
+) -> Transport:
+    """Connect the devices of a pipeline, each process at the same time, if its data plane does so.
+
+    Args:
+        plane: What :func:`chosen_plane` returned.
+        group: Connects the processes over gloo.
+        rank: This process.
+        device: Its device.
+        routes: Which processes exchange payloads; the same in all processes.
+        wait: Runs a function that blocks until other processes have done something.
+        store: Returns a store in which the processes meet.
+    """
+    if plane == GLOO:
+        return HostTransport(group, device, wait)
+    if plane == NCCL:
+        links = NcclLinks(rank, device)
+        wait(partial(links.connect, routes, store(), timeout_of(group)))
+        return DeviceTransport(group, rank, device, links, wait)
+    simulated = SimulatedLinks(group, rank, routes, wait, one_at_a_time=plane == SERIAL)
+    return DeviceTransport(group, rank, device, simulated, wait)

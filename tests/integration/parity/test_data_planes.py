@@ -1,0 +1,163 @@
+"""The device plane, simulated on CPUs by the rules of NCCL, trains as one process does; misuse of it is an error.
+
+``pytest --data-plane=simulated-serial tests/integration/parity`` runs all tests of parity in that way.
+"""
+
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from parity import WIDTH, Small, batches, check, fit
+from parity_layers import Unembed
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from strategies import RPCSequentialStrategy
+from strategies.pipeline.driver import Pipeline
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.stage.layers import PassContext, Seeds
+
+SCHEDULES: dict[str, int | None] = {
+    "gpipe": None,
+    "1f1b": None,
+    "interleaved": 2,
+    "zb-h1": 2,
+    "zbv": None,
+    "v-half": None,
+}
+"""Chunks per stage of each schedule."""
+
+
+def trained(plane: str, schedule: str, stages: int) -> list[Tensor]:
+    """Two steps and two evaluations; returns losses, outputs, weights, and the gradients of the input."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(12)]
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    module = nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    settings = Settings(
+        microbatches=5, schedule=schedule, chunks_per_stage=SCHEDULES[schedule], data_plane=plane, rpc_timeout_sec=15
+    )
+    chunks = settings.timetables(stages).placement.num_stages
+    balance = [len(layers) // chunks + (i < len(layers) % chunks) for i in range(chunks)]
+    devices = [torch.device("cpu")] * stages
+    pipeline = Pipeline(module, balance, devices, settings, optimizers=[optimizer], seeds=Seeds(1))
+    pipeline.start()
+    results = []
+    for rows in (11, 7):
+        x = torch.randn(rows, 6, dtype=torch.float64, requires_grad=True)
+        optimizer.zero_grad()
+        pipeline.optimizers.zero_grad_remotes(optimizer, True)
+        if schedule == "gpipe":
+            loss = module(x).square().mean()
+        else:
+            parts = x.chunk(5)
+            codes = [lambda part=part: module(part).square().mean() for part in parts]
+            shares = [len(part) / rows for part in parts]
+            given = pipeline.interleave(codes, shares, PassContext.capture("cpu"))
+            assert given is not None
+            loss = given
+        loss.backward()
+        optimizer.step()
+        pipeline.optimizers.step_remotes(optimizer, {})
+        assert x.grad is not None
+        results += [loss.detach(), x.grad]
+    with torch.no_grad():
+        results += [module(x), module(x[:3])]
+    pipeline.finish()
+    return [*results, *(p.detach() for p in module.parameters())]
+
+
+def check_schedules(planes: tuple[str, ...], schedules: tuple[str, ...], numbers: tuple[int, ...]) -> None:
+    expected = trained("gloo", "1f1b", 1)
+    for plane, schedule, stages in product(planes, schedules, numbers):
+        for one, other in zip(trained(plane, schedule, stages), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12, msg=f"{plane}, {schedule}, {stages} stages")
+
+
+def test_devices_that_run_one_operation_at_a_time() -> None:
+    run(check_schedules, ("simulated-serial",), ("gpipe", "1f1b", "interleaved", "zbv"), (3,))
+
+
+@pytest.mark.slow
+def test_all_schedules() -> None:
+    run(check_schedules, ("simulated", "simulated-serial"), tuple(SCHEDULES), (2, 3, 4), timeout_seconds=240)
+
+
+class Around(Small):
+    """Code around the layers, dropout, a weight of the driver and stage 0, and weights of stages 0, 1 and 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        embed, middle, late, head = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        late.weight = middle.weight
+        layers = [embed, middle, nn.Dropout(0.3), late, nn.LayerNorm(WIDTH), nn.Tanh(), head, Unembed(embed.weight)]
+        self.sequential_module = nn.Sequential(*layers)
+        self.before = nn.Linear(WIDTH, WIDTH)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = mse_loss(self(self.before(batch[0]))[:, :2], batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", mse_loss(self(self.before(batch[0]))[:, :2], batch[1]), batch_size=len(batch[0]))
+
+
+class WithoutDropout(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[2] = nn.Identity()
+
+
+def check_under_lightning() -> None:
+    """Ties of stages 0 and 3, and of stages 1 and 2: with sends of both before any receive, this deadlocks."""
+    strategy = {"data_plane": "simulated-serial", "balance": [1, 2, 3, 2]}
+    check(WithoutDropout, stages=(4,), strategy=strategy, val=partial(batches, (8, 8, 5)), max_epochs=1)
+
+
+def test_ties_and_validation_under_lightning() -> None:
+    run(check_under_lightning)
+
+
+class ChangesItsOutput(nn.Module):
+    """Returns the same tensor for each micro-batch, with other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.output: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.output is None or self.output.shape != x.shape:
+            self.output = torch.empty_like(x)
+        with torch.no_grad():
+            return self.output.copy_(x)
+
+
+class OnMeta(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to("meta")
+
+
+class Misuses(Small):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.sequential_module[1] = layer
+
+
+def misused(layer: type[nn.Module]) -> str:
+    strategy = RPCSequentialStrategy([2, 4], microbatches=4, data_plane="simulated")
+    try:
+        fit(lambda: Misuses(layer()), strategy, 2)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_misuse_is_an_error() -> None:
+    assert "changed a tensor of shape [2, 6] that it was sending to stage 1" in run(misused, ChangesItsOutput)
+    assert "computes on cpu, but sends a tensor of shape [2, 6] that is on meta" in run(misused, OnMeta)

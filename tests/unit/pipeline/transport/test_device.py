@@ -1,0 +1,209 @@
+"""Values over the device plane: headers on gloo, payloads on links, in the order of posting."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ProcessGroup
+
+from strategies.common.errors import PeerFailed
+from strategies.common.waiting import wait_here
+from strategies.pipeline.schedule.operations import Post
+from strategies.pipeline.stage.edges import Edges
+from strategies.pipeline.transport.channel import EDGE_TAG, Announcement, Sender
+from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender, DeviceTransport, Route, routes_of
+from strategies.pipeline.transport.simulated import SimulatedLinks
+from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, TiedParameters
+
+CPU = torch.device("cpu")
+TIE = Tie(1, {0: ("weight",), 1: ("weight",)})
+Two = tuple[DeviceTransport, DeviceTransport]
+
+
+@pytest.fixture
+def transports(groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Two]:
+    routes = routes_of([0, 1], [TIE])
+    both = [
+        DeviceTransport(
+            group, rank, CPU, SimulatedLinks(group, rank, routes, wait_here, one_at_a_time=False), wait_here
+        )
+        for rank, group in enumerate(groups)
+    ]
+    yield both[0], both[1]
+    for transport in both:
+        transport.close()
+
+
+@pytest.fixture
+def ends(transports: Two) -> tuple[DeviceSender, DeviceReceiver]:
+    sender, receiver = transports[0].sender(1, EDGE_TAG + 2), transports[1].receiver(0, EDGE_TAG + 2)
+    assert isinstance(sender, DeviceSender) and isinstance(receiver, DeviceReceiver)
+    return sender, receiver
+
+
+def test_routes_are_the_same_list_for_all_processes() -> None:
+    edges = [Route(2, 0, 16), Route(0, 2, 16), Route(0, 1, 18), Route(1, 0, 18), Route(1, 2, 20), Route(2, 1, 20)]
+    assert routes_of([0, 1, 2], []) == edges
+    two = [Tie(2, {1: ("a",), 2: ("b",)}), Tie(0, {0: ("c",), 1: ("d",)}), Tie(2, {0: ("e",), 2: ("b",)})]
+    tied = [(0, 1), (2, 0), (2, 1)]
+    exchanges = [
+        route for owner, copy in tied for route in (Route(copy, owner, GRADIENT_TAG), Route(owner, copy, VALUE_TAG))
+    ]
+    assert routes_of([0, 1, 2], two) == [*edges, *exchanges]
+    # chunks under the placement V: the driver, rank 1, has the first and the last one
+    assert routes_of([1, 0, 0, 1], []) == [Route(1, 0, 18), Route(0, 1, 18), Route(0, 1, 22), Route(1, 0, 22)]
+
+
+VALUES: list[Any] = [
+    (torch.randn(3, 2), {}),
+    {"x": (torch.randn(2, 2, dtype=torch.float64), None), "y": [torch.arange(3), "word", 1.5]},
+    [torch.rand(3) > 0.5, torch.randn(2).bfloat16(), torch.randn(2, dtype=torch.complex64).conj(), torch.tensor(7)],
+    (torch.randn(2, requires_grad=True), torch.empty(0, 3), torch.arange(12.0).view(3, 4).t()),
+    ("word", torch.empty(0, 2)),
+    [None, None],
+    (torch.randn(3, 2), {}),
+]
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    assert type(actual) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(actual, expected) and actual.dtype == expected.dtype
+        assert actual.requires_grad == expected.requires_grad
+    elif isinstance(expected, dict):
+        assert_equal(list(actual.items()), list(expected.items()))
+    elif isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        assert actual == expected
+
+
+def test_values_arrive_as_they_were(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    for number in range(2):
+        for m, value in enumerate(VALUES):
+            sender.send(value, number, m)
+            sender.post(number, m)
+        for m in range(len(VALUES)):
+            receiver.begin(number, m)
+        for m in reversed(range(len(VALUES))):
+            assert_equal(receiver.receive(number, m), VALUES[m])
+    sender.flush()
+    assert all(getattr(sent, "transfer", None) is None for sent in sender._under_way)
+    sender.release()
+    assert not sender._under_way
+
+
+def test_a_value_waits_for_its_turn(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    sender.send(torch.ones(1), 0, 0)
+    sender.send(torch.zeros(1), 0, 1)
+    assert not sender._under_way
+    sender.post(0, 1)
+    receiver.begin(0, 1)
+    assert receiver.receive(0, 1).tolist() == [0]
+    sender.post(0, 0)
+    sender.post(0, 7)  # no gradient was queued, because nothing requires it
+    receiver.begin(0, 0)
+    assert receiver.receive(0, 0).tolist() == [1]
+    with pytest.raises(KeyError):
+        receiver.receive(0, 7)
+
+
+def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    for m in range(2):
+        sender.send(torch.ones(1), 0, m)
+        sender.post(0, m)
+    assert [sent.message.tensor.nbytes for sent in sender._under_way] == [48, 48]
+    assert [len(sent.works) for sent in sender._under_way] == [2, 1]  # the layout follows the first header
+    for m in range(2):
+        receiver.begin(0, m)
+        receiver.receive(0, m)
+
+
+def test_the_limit_bounds_what_is_posted(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    sender.limit = 2
+    for m in range(6):
+        sender.send(torch.full((2,), m), 0, m)
+        if m >= 2:
+            receiver.begin(0, m - 2)
+        sender.post(0, m)
+        assert len(sender._under_way) <= 2
+
+
+def test_announcements_and_failures_are_headers(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    sender.announce(Announcement(3, 4, 5))
+    sender.send(torch.ones(1), 3, 0)
+    sender.post(3, 0)
+    assert receiver.announcement() == Announcement(3, 4, 5)
+    receiver.begin(3, 0)
+    assert receiver.receive(3, 0).tolist() == [1]
+    sender.end_passes()
+    assert receiver.announcement() is None
+    sender.fail()
+    with pytest.raises(PeerFailed):
+        receiver.begin(3, 1)
+
+
+def test_a_tensor_on_another_device_is_refused(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, _ = ends
+    sender.send(torch.empty(2, 3, device="meta"), 0, 0)
+    message = r"stage 0 computes on cpu, but sends a tensor of shape \[2, 3\] that is on meta.*device=x\.device"
+    with pytest.raises(ValueError, match=message):
+        sender.post(0, 0)
+
+
+def test_edges_leave_out_gradients_that_nothing_requires(transports: Two) -> None:
+    """Edge 1 from stage 0 to the driver: micro-batch 0 requires a gradient, micro-batch 1 does not."""
+    source, target = Edges(0, [0, 1], transports[0]), Edges(1, [0, 1], transports[1])
+    for m, requires_grad in enumerate([True, False]):
+        source.sources[1].values.send((torch.ones(2), {}), 0, m, requires_grad=[requires_grad])
+        source.post(Post("SEND", "F", m, 1, 1), 0)
+        target.post(Post("RECV", "F", m, 1, 0), 0)
+        assert target.targets[1].values.receive(0, m)[0].requires_grad == requires_grad
+    target.targets[1].grads.send([torch.ones(2)], 0, 0)
+    for m in range(2):
+        target.post(Post("SEND", "B", m, 1, 0), 0)
+        source.post(Post("RECV", "B", m, 1, 1), 0)
+    assert source.sources[1].grads.receive(0, 0)[0].tolist() == [1, 1]
+    with pytest.raises(KeyError):
+        source.sources[1].grads.receive(0, 1)
+    source.sources[1].values.send((torch.ones(2), {}), 5, 0, requires_grad=[True])
+    source.post(Post("SEND", "F", 0, 1, 1), 5)
+    source.discard(5)
+    source.post(Post("RECV", "B", 0, 1, 1), 5)  # would wait for its header
+
+
+def test_inputs_are_sent_one_at_a_time(transports: Two) -> None:
+    driver, worker = Edges(1, [0, 1], transports[1]), Edges(0, [0, 1], transports[0])
+    feed = driver.sources[0].values
+    assert isinstance(feed, Sender)
+    parts = [torch.ones(1), torch.zeros(1)]
+    assert feed.send_inputs(parts, 0, 0, [False]) == 1
+    driver.post(Post("SEND", "F", 0, 0, 0), 0)
+    worker.post(Post("RECV", "F", 0, 0, 1), 0)
+    value, skips = worker.targets[0].values.receive(0, 0)
+    assert value.tolist() == [1] and skips == {}
+
+
+def test_tied_parameters_need_no_turn(transports: Two) -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.arange(3.0))]
+    copy, owner = (TiedParameters(rank, [TIE], {"weight": weights[rank]}, transports[rank]) for rank in range(2))
+    for weight in weights:
+        weight.grad = torch.ones(3)
+
+    def exchange(tied: TiedParameters) -> None:
+        tied.share_values(0)
+        tied.move_gradients(0)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(exchange, [copy, owner])) == [None, None]
+    assert weights[0].tolist() == [0, 1, 2]
+    assert weights[0].grad is None and weights[1].grad is not None and weights[1].grad.tolist() == [2, 2, 2]

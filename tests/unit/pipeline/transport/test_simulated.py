@@ -1,0 +1,135 @@
+"""Simulated links behave as NCCL's: they buffer nothing, keep the order of posting, and report misuse."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from strategies.common.errors import PeerFailed
+from strategies.common.trees import TensorLayout
+from strategies.common.waiting import wait_here
+from strategies.pipeline.transport.device import Route
+from strategies.pipeline.transport.simulated import SimulatedLinks, SimulatedTransfer
+
+THERE, BACK = Route(0, 1, 16), Route(1, 0, 16)
+Two = tuple[SimulatedLinks, SimulatedLinks]
+
+
+def linked(groups: tuple[ProcessGroup, ProcessGroup], *, one_at_a_time: bool) -> Two:
+    make = partial(SimulatedLinks, routes=[THERE, BACK], wait=wait_here, one_at_a_time=one_at_a_time)
+    return make(groups[0], 0), make(groups[1], 1)
+
+
+@pytest.fixture
+def links(groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Two]:
+    both = linked(groups, one_at_a_time=False)
+    yield both
+    for each in both:
+        each.close()
+
+
+def layouts(*tensors: Tensor) -> list[TensorLayout]:
+    return [TensorLayout(tuple(tensor.shape), tensor.dtype, False) for tensor in tensors]
+
+
+def has_run(transfer: object, within_seconds: float) -> bool:
+    assert isinstance(transfer, SimulatedTransfer)
+    deadline = time.monotonic() + within_seconds
+    while not transfer.is_over and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return transfer.is_over
+
+
+@pytest.mark.parametrize("rows", [1, 2**18])
+def test_a_send_waits_until_its_receive_is_posted(links: Two, rows: int) -> None:
+    x = torch.randn(rows)
+    sent = links[0].links[THERE].send([x])
+    assert not has_run(sent, 0.2)
+    (received,), transfer = links[1].links[THERE].receive(layouts(x))
+    transfer.wait()
+    assert torch.equal(received, x)
+    assert has_run(sent, 5)
+
+
+def test_transfers_run_in_the_order_of_posting(links: Two) -> None:
+    values = [torch.full((m + 1,), m) for m in range(8)]
+    sent = [links[0].links[THERE].send([value]) for value in values]
+    arriving = [links[1].links[THERE].receive(layouts(value)) for value in values]
+    for (received,), transfer in reversed(arriving):
+        transfer.wait()
+        assert received.tolist() == [len(received) - 1] * len(received)
+    for transfer in sent:
+        transfer.synchronize()
+
+
+def test_directions_have_links_of_their_own(links: Two) -> None:
+    x = torch.ones(3)
+    transfers = [links[0].links[THERE].send([x]), links[1].links[BACK].send([2 * x])]
+    received = [links[1].links[THERE].receive(layouts(x)), links[0].links[BACK].receive(layouts(x))]
+    for transfer in (*transfers, *(transfer for _, transfer in received)):
+        transfer.wait()
+    assert [tensors[0].tolist() for tensors, _ in received] == [[1, 1, 1], [2, 2, 2]]
+
+
+def test_what_has_arrived_is_there_after_the_wait_only(links: Two) -> None:
+    tensors = [torch.randn(3), torch.arange(4), torch.tensor(True), torch.randn(2).bfloat16(), torch.randn(2) * 1j]
+    sent = links[0].links[THERE].send(tensors)
+    received, transfer = links[1].links[THERE].receive(layouts(*tensors))
+    assert has_run(sent, 5) and has_run(transfer, 5)
+    assert received[0].isnan().all() and received[1].tolist() == [-1] * 4
+    transfer.wait()
+    assert all(torch.equal(one, other) for one, other in zip(received, tensors, strict=True))
+
+
+def test_a_tensor_must_not_change_while_it_is_sent(links: Two) -> None:
+    x = torch.ones(2, 3)
+    sent = links[0].links[THERE].send([x])
+    (received,), transfer = links[1].links[THERE].receive(layouts(x))
+    transfer.wait()
+    x.add_(1)
+    assert received.tolist() == [[1] * 3] * 2
+    with pytest.raises(RuntimeError, match=r"stage 0 changed a tensor of shape \[2, 3\] .* to stage 1.*return a copy"):
+        sent.wait()
+    again = links[0].links[THERE].send([x])
+    links[1].links[THERE].receive(layouts(x))[1].wait()
+    again.wait()
+    x.add_(1)  # the wait is over
+    again.wait()
+
+
+@pytest.mark.parametrize(("one_at_a_time", "error"), [(True, PeerFailed), (False, type(None))])
+def test_crossing_sends_block_devices_that_run_one_operation_at_a_time(
+    groups: tuple[ProcessGroup, ProcessGroup], one_at_a_time: bool, error: type
+) -> None:
+    """The obvious order of 1F1B: each process sends before it receives. The same order runs on independent streams."""
+    both = linked(groups, one_at_a_time=one_at_a_time)
+    x = torch.ones(1)
+    deadline = time.monotonic() + 0.5
+    for links in both:
+        links.has_failed_peer = lambda: time.monotonic() > deadline
+
+    def sends_first(own: SimulatedLinks, there: Route, back: Route) -> None:
+        sent = own.links[there].send([x])
+        (received,), transfer = own.links[back].receive(layouts(x))
+        transfer.wait()
+        sent.wait()
+        assert torch.equal(received, x)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(sends_first, both[0], THERE, BACK), pool.submit(sends_first, both[1], BACK, THERE)]
+        assert {type(run.exception()) for run in runs} == {error}
+    for links in both:
+        links.close()
+
+
+def test_a_wait_ends_when_links_are_aborted(links: Two) -> None:
+    transfer = links[0].links[THERE].send([torch.ones(1)])
+    links[0].abort()
+    for wait in (transfer.wait, transfer.synchronize, links[0].links[THERE].send([torch.ones(1)]).wait):
+        with pytest.raises(PeerFailed, match="given up"):
+            wait()
