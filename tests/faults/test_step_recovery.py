@@ -52,6 +52,7 @@ CASES: dict[str, Case] = {
     "1f1b": ({"schedule": "1f1b", "precision": "bf16-mixed"}, BOTH),
     "zbv": ({"schedule": "zbv", "accumulate_grad_batches": 1}, BOTH),
     "scaler": ({"scaler": True, "gradient_clip_val": 0.1}, BOTH),
+    "hang": ({"options": {"rpc_timeout_sec": 5.0}}, [({5: ["hang-1"], 9: ["forward-0"]}, 1)]),
     "manual": ({"net": ManualNet, "accumulate_grad_batches": 1, "gradient_clip_val": None}, BOTH),
     "manual_between": (
         {"net": ManualNet, "accumulate_grad_batches": 1, "gradient_clip_val": None, "profiler": "simple"},

@@ -4,6 +4,7 @@ import os
 import random
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -30,12 +31,18 @@ Kills = Mapping[int, Sequence[str]]
 
 
 def strike(phase: str) -> None:
-    """Ends this process if it is a worker that is to end here, once."""
+    """Ends this process if it is a worker that is to end here, once; or lets it hang."""
     name, _, rank = Path("/proc/self/comm").read_text().strip().rpartition("-")
     order = Path(f"kill-{phase}-{rank}")
-    if name == "relay-worker" and order.exists():
+    if name != "relay-worker":
+        return
+    if order.exists():
         order.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
+    hang = Path(f"kill-hang-{rank}")
+    if phase == "forward" and hang.exists():
+        hang.unlink()
+        time.sleep(1000)
 
 
 class Killable(nn.Linear):
