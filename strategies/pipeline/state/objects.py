@@ -2,8 +2,9 @@
 
 They come back to the driver at the end of a run, and if layers move to other processes in mid-run. An attribute that
 the worker has not changed stays the object that it is on the driver, because other objects may refer to it; so does one
-that the driver has changed. Left out are functions, and objects that contain modules or tensors, of which there would
-be a second copy; so are tensors that require a gradient, which are results of a forward pass.
+that the driver has changed. Left out are functions, and objects that contain modules, tensors or what has a
+``__del__``, of which there would be a second copy; so are tensors that require a gradient, which are results of a
+forward pass.
 """
 
 import io
@@ -23,14 +24,14 @@ _MISSING = object()
 
 
 class _NotCarried(Exception):
-    """An object contains a module or a tensor."""
+    """An object contains what must have no copy."""
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Refuses modules and tensors."""
+    """Refuses modules and tensors, and what releases something at its end: a copy would release it once more."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, nn.Module | Tensor):
+        if isinstance(obj, nn.Module | Tensor) or hasattr(type(obj), "__del__"):
             raise _NotCarried
         return super().reducer_override(obj)
 
@@ -72,8 +73,9 @@ class ObjectsAtStart:
     def take(self, pickled: bytes, tensors: Mapping[tuple[int, str], Tensor]) -> None:
         """Set the attributes that :func:`objects_of` returned on the worker, where only the worker has changed them."""
         for (k, name), value in pickle.loads(pickled).items():
-            if self._is_unchanged(k, name) and _mark(value) != self._known[k].get(name):
-                vars(self._modules[k])[name] = value
+            own = vars(self._modules[k])
+            if self._is_unchanged(k, name) and not (name in own and canonical(own[name]) == canonical(value)):
+                own[name] = value
         for (k, name), tensor in tensors.items():
             own = vars(self._modules[k]).get(name)
             same = isinstance(own, Tensor) and own.dtype == tensor.dtype and torch.equal(own.cpu(), tensor)
@@ -93,7 +95,7 @@ def _mark(value: Any) -> Any:
         return id(value), version_of(value)
     if type(value) in _PLAIN:
         return type(value), repr(value)
-    return id(value) if callable(value) else canonical(value) or id(value)
+    return id(value) if callable(value) else pickled_alone(value) or id(value)
 
 
 def canonical(value: Any) -> bytes | None:
@@ -103,7 +105,7 @@ def canonical(value: Any) -> bytes | None:
 
 
 def pickled_alone(value: Any) -> bytes | None:
-    """Return a pickle of an object; ``None`` if it cannot be pickled, or contains modules or tensors."""
+    """Return a pickle of an object; ``None`` if it cannot be pickled, or must have no copy."""
     file = io.BytesIO()
     try:
         _Pickler(file).dump(value)

@@ -66,6 +66,24 @@ def test_a_number_can_become_an_object() -> None:
     assert here[0].number == [4] and here[1].number == 7
 
 
+class Releases:
+    """Something that must be released once; counts how often an object of it has ended."""
+
+    ended = 0
+
+    def __del__(self) -> None:
+        Releases.ended += 1
+
+
+def test_what_releases_something_has_no_copy() -> None:
+    here = nn.Sequential(Keeps({"held": [Releases()]}))
+    there, at_start = copy.deepcopy(here), ObjectsAtStart(here)
+    there[0].config["width"] = 3
+    before = Releases.ended
+    at_start.take(*objects_of(there))
+    assert here[0].config.keys() == {"held"} and Releases.ended == before
+
+
 def test_an_object_that_cannot_be_pickled_stays() -> None:
     here, there = nn.Sequential(Keeps({})), nn.Sequential(Keeps({}))
     at_start = ObjectsAtStart(here)
