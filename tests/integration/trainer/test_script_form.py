@@ -58,7 +58,7 @@ model = Model()
 trainer.fit(model, data)
 print("loss", repr(trainer.callback_metrics["loss"].item()))
 print("checksum", repr(sum(p.sum().item() for p in model.parameters())))
-print("layers run here", [bool(layer.pids) for layer in model.sequential_module])
+print("layers run here", [layer.pids == {os.getpid()} for layer in model.sequential_module])
 """
 
 APPLY = """
@@ -132,7 +132,7 @@ def test_a_script_without_a_guard(tmp_path: Path, in_one_process: tuple[float, f
     loss, checksum, run_here = results(python([str(tmp_path / "script.py")]))
     assert (loss, checksum) == pytest.approx(in_one_process[:2], rel=1e-9)
     assert in_one_process[2] == "layers run here [True, True, True, True]"
-    # The layers of the first stage ran elsewhere: balance_by_size looks at copies.
+    # The layers of the first stage ran elsewhere, and in no other process: balance_by_size looks at copies.
     assert run_here == "layers run here [False, False, True, True]"
 
 
