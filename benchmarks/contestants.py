@@ -151,19 +151,19 @@ class Relay:
         return f"{self.settings.microbatches} micro-batches, balance {self.balance}"
 
     def found(self, microbatches: int) -> tuple[Settings, list[int]]:
-        from strategies.lightning import planning  # imports Lightning, which takes other contestants a second
+        from strategies.lightning.planning import automatic  # imports Lightning, which takes other contestants a second
 
         model: Any = WithLoss(self.shape)
-        planned = planning.find_schedule(
+        planned = automatic.find_schedule(
             model,
             model.layers,
             num_stages=PROCESSES,
             given=None,
             settings=self.settings,
-            choices=planning.SearchSettings("auto", "auto" if self.finds_microbatches else microbatches),
+            choices=automatic.SearchSettings("auto", "auto" if self.finds_microbatches else microbatches),
             device=torch.device("cpu"),
         )
-        return planning.with_schedule(self.settings, planned), planned.balance
+        return automatic.with_schedule(self.settings, planned), planned.balance
 
     def plan(self) -> tuple[Schedule, list[int]]:
         """Returns the table and the balance."""

@@ -52,18 +52,18 @@ from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
-from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch, num_gradient_sets
-from strategies.lightning.plan import PipelineOptions, PlanChoices, PlanTable, plan_table
-from strategies.lightning.planning import (
+from strategies.lightning.planning.automatic import (
     DEFAULT_MICROBATCHES,
     SearchSettings,
     find_schedule,
     fits,
     with_schedule,
 )
+from strategies.lightning.planning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
+from strategies.lightning.planning.plan import PipelineOptions, PlanChoices, PlanTable, plan_table
+from strategies.lightning.planning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.profiler import ProfiledStages
-from strategies.lightning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.recovery.steps import StepRecovery
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies

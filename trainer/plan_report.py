@@ -1,6 +1,6 @@
 """What ``Trainer.plan`` says: a table for terminals, the best row as YAML, everything as JSON, and a picture.
 
-In: a :class:`~strategies.lightning.plan.PlanTable`. Out: text and files. Imports ``rich`` when it prints.
+In: a :class:`~strategies.lightning.planning.plan.PlanTable`. Out: text and files. Imports ``rich`` when it prints.
 """
 
 import json
@@ -13,7 +13,7 @@ import yaml
 from strategies.lightning.compat import MisconfigurationException
 
 if TYPE_CHECKING:
-    from strategies.lightning.plan import PlanTable
+    from strategies.lightning.planning.plan import PlanTable
     from strategies.pipeline.partition.plan_rows import PlanRow
 
 _MEBI = 2**20

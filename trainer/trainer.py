@@ -30,7 +30,7 @@ from trainer.resume.loops import (
 )
 
 if TYPE_CHECKING:
-    from strategies.lightning.plan import PlanTable
+    from strategies.lightning.planning.plan import PlanTable
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _Run = TypeVar("_Run", bound=Callable[..., Any])
@@ -159,7 +159,7 @@ class Trainer(pl.Trainer):
             picture: Path of an SVG file for the predicted timetable of the best row.
 
         Returns:
-            The rows, as :class:`~strategies.lightning.plan.PlanTable`.
+            The rows, as :class:`~strategies.lightning.planning.plan.PlanTable`.
 
         Raises:
             MisconfigurationException: If the strategy is another one, or if what is asked for does not fit the model.

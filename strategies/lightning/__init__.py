@@ -2,5 +2,6 @@
 
 In: calls of the Trainer, its plug-ins and callbacks. Out: calls of the engine. ``compat`` alone uses private names of
 Lightning, ``hooks`` replaces methods of its objects, ``checks`` and ``arguments`` refuse wrong settings, ``launch`` has
-the launchers. May import every room but the strategies themselves.
+the launchers, ``planning`` divides a model over processes, ``recovery`` repairs the loss of a worker. May import every
+room but the strategies themselves.
 """

@@ -31,7 +31,7 @@ from strategies.lightning.compat import (
     training_loaders,
 )
 from strategies.pipeline.executor.settings import ScheduleChoice, Settings
-from strategies.pipeline.snapshots import check_snapshots
+from strategies.pipeline.state.snapshots import check_snapshots
 
 _RESTART_OUTSIDE = (
     "Leave it out, start the run with torchrun --max-restarts, have ModelCheckpoint(dirpath=..., save_last=True) keep "

@@ -31,9 +31,9 @@ from strategies.lightning.hooks import Collect, scaler_of
 from strategies.lightning.loss_weights import LossWeights, warn_of_ignored_labels
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.per_microbatch import Shares
-from strategies.pipeline.microbatch.split import split_batch
 from strategies.pipeline.optim.optimizers import clears_as_torch_does
 from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.microbatch.split import split_batch
 
 _collector: ContextVar[Collect | None] = ContextVar("collector of what one micro-batch logs", default=None)
 

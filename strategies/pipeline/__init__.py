@@ -5,7 +5,7 @@ from typing import Any
 
 _MODULE_OF = {
     "Namespace": "strategies.pipeline.stage.skip",
-    "NoChunk": "strategies.pipeline.microbatch.split",
+    "NoChunk": "strategies.pipeline.stage.microbatch.split",
     "Pipe": "strategies.pipeline.pipe.pipe",
     "WithDevice": "strategies.pipeline.pipe.with_device",
     "balance_by_size": "strategies.pipeline.partition.balance",

@@ -5,7 +5,7 @@
 Under some schedules each stage has several chunks of layers, and the values pass all stages several times.
 
 Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Sequential`` runs the pipeline. For an
-``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.blocks`).
+``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.partition.blocks`).
 """
 
 import warnings
@@ -35,8 +35,6 @@ from strategies.launch.session import Session, join_data_plane
 from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
-from strategies.pipeline.blocks.calls import Value, call_blocks
-from strategies.pipeline.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.control.client import Failures, InterruptibleWait, NotCopyable, RemoteStage, StageProcess
 from strategies.pipeline.control.commands import StageCommands
@@ -47,18 +45,20 @@ from strategies.pipeline.executor.executor import Connections, Executor, Pipelin
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.executor.whole_batch import WholeBatch
-from strategies.pipeline.microbatch.split import NoChunk
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, Replicas
+from strategies.pipeline.partition.blocks.calls import Value, call_blocks
+from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.schedule.measured import Recorded
-from strategies.pipeline.snapshots import OwnParts, Snapshots, Whole, check_snapshots
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
+from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.remote_operations import Holder
+from strategies.pipeline.state.snapshots import OwnParts, Snapshots, Whole, check_snapshots
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender

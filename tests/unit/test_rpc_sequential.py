@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from strategies import RPCSequentialStrategy
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
-from strategies.lightning.partitioning import find_path
+from strategies.lightning.planning.partitioning import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer
 from trainer.cli import main
@@ -46,7 +46,7 @@ def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Workers, "_spawn", refuse)
-    monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.01)
+    monkeypatch.setattr("strategies.lightning.planning.partitioning.BUDGET_SECONDS", 0.01)
     threads = torch.get_num_threads()
     yield
     assert not list(tmp_path.glob("relay-*"))

@@ -262,7 +262,7 @@ class StageCommands(Protocol):
     def load_optimizer_states_read(self) -> None:
         """Load the states of all optimizers that have been read from a sharded checkpoint."""
 
-    # Snapshots, see strategies.pipeline.snapshots
+    # Snapshots, see strategies.pipeline.state.snapshots
 
     @command(changes_values=False, doing="snapshot")
     def snapshot(self, number: int, address: SlotAddress, with_grads: bool) -> None:

@@ -26,12 +26,12 @@ from strategies.common.torch_compat import tree_map_only
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
-from strategies.pipeline.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.schedule.operations import Operation
 from strategies.pipeline.schedule.simulator import UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
+from strategies.pipeline.stage.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, tensors_of
 

@@ -20,7 +20,12 @@ from torch import Tensor
 from strategies.common.autograd import with_backward
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
-from strategies.pipeline.microbatch.split import (
+from strategies.pipeline.schedule.operations import Operation
+from strategies.pipeline.schedule.simulator import UserCode
+from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.schedule.timetable import Timetable
+from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.microbatch.split import (
     NoChunk,
     has_rows,
     merge,
@@ -30,11 +35,6 @@ from strategies.pipeline.microbatch.split import (
     split,
     unpack_objects,
 )
-from strategies.pipeline.schedule.operations import Operation
-from strategies.pipeline.schedule.simulator import UserCode
-from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.schedule.timetable import Timetable
-from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.side_outputs import with_graph
 from strategies.pipeline.stage.stage import Pass, tensors_of
 from strategies.pipeline.transport.channel import Announcement, Sender

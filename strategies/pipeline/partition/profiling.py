@@ -28,10 +28,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from strategies.common.live_bytes import LiveBytes
 from strategies.common.torch_compat import BatchNorm, storage_key, tree_map_only
 from strategies.common.trees import tensors_in
-from strategies.pipeline.microbatch.chunks import has_tensor, scatter
-from strategies.pipeline.microbatch.split import NoChunk, has_rows, pack_objects, plain, split, unpack_objects
 from strategies.pipeline.stage.calling import CallLayer, call_layer
 from strategies.pipeline.stage.layers import Carried, is_compiled
+from strategies.pipeline.stage.microbatch.chunks import has_tensor, scatter
+from strategies.pipeline.stage.microbatch.split import NoChunk, has_rows, pack_objects, plain, split, unpack_objects
 from strategies.pipeline.stage.skip import waiting_skips
 
 WARM_UP_PASSES = 2  # the first pass in a process imports modules; the first pass of a layer allocates gradients

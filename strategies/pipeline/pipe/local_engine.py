@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from strategies.common.torch_compat import tree_flatten, tree_map_only, tree_unflatten, version_of
 from strategies.common.trees import tensors_in
-from strategies.pipeline.microbatch.chunks import has_tensor
-from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.layers import Flags, Layers, PassContext, preserved_random_state
+from strategies.pipeline.stage.microbatch.chunks import has_tensor
+from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.skip import Key, skips_of
 
 

@@ -19,11 +19,11 @@ from strategies.common.torch_compat import num_rpc_sessions_begun, rpc_is_initia
 from strategies.launch.private_rpc import PrivateRpc
 from strategies.launch.session import Session
 from strategies.optim.restricted import parameters_of
-from strategies.pipeline.microbatch.chunks import gather, scatter
 from strategies.pipeline.pipe.local_engine import ForwardPass, LocalEngine
 from strategies.pipeline.pipe.remote_engine import RemoteEngine
 from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES, PassContext, num_recomputed
+from strategies.pipeline.stage.microbatch.chunks import gather, scatter
 from strategies.pipeline.stage.skip import verify_skippables
 
 

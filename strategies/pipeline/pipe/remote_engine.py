@@ -36,13 +36,13 @@ from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStag
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Run
-from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 from strategies.pipeline.pipe.local_engine import ForwardPass, clock_cycles
 from strategies.pipeline.pipe.routing import Inbox, MessageKey, Post, Router, Routes, give_up
 from strategies.pipeline.pipe.with_device import Partition
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.calling import call_partition
+from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.skip import Key, skips_of
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.mirror import Mirror

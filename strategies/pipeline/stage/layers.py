@@ -25,6 +25,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
@@ -56,6 +57,7 @@ CallLayers = Callable[[nn.Sequential, Any, Before], Any]
 
 RECOMPUTE_MODES = ("always", "except_last", "never")
 
+_CPU = torch.device("cpu")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -218,6 +220,18 @@ def preserved_random_state(device: torch.device) -> Iterator[None]:
         yield
     finally:
         set_random_state(state, device)
+
+
+class ProcessRandomState:
+    """The state of the generators of a process as it is now. Layers are seeded for each pass; optimizers may draw."""
+
+    def __init__(self) -> None:
+        self._state, self._numpy = random_state(_CPU), numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Set the generators to that state."""
+        set_random_state(self._state, _CPU)
+        numpy.random.set_state(self._numpy)
 
 
 class RandomStateKeeper:

@@ -22,10 +22,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from strategies.common.activity import Activity
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten, version_of
-from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.schedule.operations import Operation, Post
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, PassContext, RandomStateKeeper
+from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 from strategies.pipeline.stage.weight_gradients import WeightGradients
@@ -307,7 +307,7 @@ class Chunk:
 
     A chunk receives and sends a value together with the skips that a later layer pops
     (:data:`~strategies.pipeline.stage.layers.Carried`). Objects in the value are packed
-    (:func:`~strategies.pipeline.microbatch.split.pack_objects`).
+    (:func:`~strategies.pipeline.stage.microbatch.split.pack_objects`).
 
     Args:
         layers: Runs the layers.

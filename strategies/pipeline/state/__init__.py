@@ -2,5 +2,6 @@
 
 In: layers that have been sent to workers. Out: stand-ins for their tensors (``stand_ins``, ``remote_tensor``), the
 ``state_dict`` of all stages (``state_dict``), changes of layers that the workers take over (``mirror``), and operations
-that the stages carry out (``remote_operations``). May import ``control``, ``optim`` and the rooms below them.
+that the stages carry out (``remote_operations``); copies of the state in memory, to go back to (``snapshots``). May
+import ``control``, ``optim`` and the rooms below them.
 """

@@ -36,7 +36,7 @@ from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.timetable import forward_timetable
-from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.layers import PassContext, ProcessRandomState
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
@@ -46,7 +46,7 @@ from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.payload import Payload, unpickled
-from strategies.pipeline.worker.taking_over import ProcessRandomState, StageSlots, StageState
+from strategies.pipeline.worker.taking_over import StageSlots, StageState
 from strategies.pipeline.worker.wiring import Wiring
 
 _SHELVING = {
@@ -430,7 +430,7 @@ class HostedStage(StageCommands):
             copies=self._copies,
         )
         grads = {name: p.grad for name, p in self._layers.named_parameters()} if with_grads else None
-        state = StageState(payload, self._values.computed, grads, ProcessRandomState.taken())
+        state = StageState(payload, self._values.computed, grads, ProcessRandomState())
         self._slots.write(address, number, state)
 
     # Profiling

@@ -6,40 +6,17 @@ A snapshot is taken between two passes. It holds what the driver would send if t
 the process of the worker has.
 """
 
-import random
 from dataclasses import dataclass
-from typing import Any
 
-import numpy
-import torch
 from torch import Tensor
 
 from strategies.common.stage_layers import describe
+from strategies.pipeline.stage.layers import ProcessRandomState
 from strategies.pipeline.transport.slots import Slot, SlotAddress
 from strategies.pipeline.worker.payload import Payload, pickled, unpickled
 
 _ALL = -1
 """Storages of every size stay out of the pickle: torch pickles one by making an archive of it."""
-
-
-@dataclass
-class ProcessRandomState:
-    """The states of the generators of a process. Layers are seeded for each pass; optimizers may draw from these."""
-
-    python: Any
-    torch: Tensor
-    numpy: Any
-
-    @classmethod
-    def taken(cls) -> "ProcessRandomState":
-        """Return the states of now."""
-        return cls(random.getstate(), torch.get_rng_state(), numpy.random.get_state())
-
-    def restore(self) -> None:
-        """Set the generators to these states."""
-        random.setstate(self.python)
-        torch.set_rng_state(self.torch)
-        numpy.random.set_state(self.numpy)
 
 
 @dataclass

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from strategies.pipeline.blocks.recorder import DeferredBlocks
-from strategies.pipeline.microbatch.split import NoChunk, merge, split
+from strategies.pipeline.partition.blocks.recorder import DeferredBlocks
 from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.stage.microbatch.split import NoChunk, merge, split
 
 
 class Block(nn.Module):

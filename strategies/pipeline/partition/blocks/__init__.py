@@ -2,5 +2,5 @@
 
 In: the calls of the blocks, recorded on the driver while the model's own code runs (``recorder``), which gets a
 ``output`` in place of what each block returns. Out: a plan of these calls and the tensors that they take (``calls``),
-the value that travels through the stages. May import: microbatch, stage, ``strategies.common``.
+the value that travels through the stages. May import ``stage`` and ``common``.
 """

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from strategies.common.torch_compat import num_changes, tree_flatten, tree_map
 from strategies.common.transformers_compat import Capture, capturing
-from strategies.pipeline.microbatch.split import freeze, objects_in, unpack_objects
 from strategies.pipeline.stage.layers import Before
+from strategies.pipeline.stage.microbatch.split import freeze, objects_in, unpack_objects
 
 
 @dataclass(frozen=True)

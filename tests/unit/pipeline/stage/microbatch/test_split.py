@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strategies.pipeline import NoChunk
-from strategies.pipeline.microbatch.split import merge, split
+from strategies.pipeline.stage.microbatch.split import merge, split
 
 
 @given(rows=st.integers(0, 40), microbatches=st.integers(1, 12))

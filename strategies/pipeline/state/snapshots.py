@@ -20,12 +20,11 @@ from torch.optim import Optimizer
 
 from strategies.common.stage_layers import StageLayers
 from strategies.optim.restricted import taken_apart
-from strategies.pipeline.stage.layers import Seeds
+from strategies.pipeline.stage.layers import ProcessRandomState, Seeds
 from strategies.pipeline.state.mirror import plain_attributes_of
 from strategies.pipeline.state.objects import canonical, pickled_alone
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.transport.slots import NUM_SLOTS, Slot, have_slots
-from strategies.pipeline.worker.taking_over import ProcessRandomState
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 
@@ -118,7 +117,7 @@ class OwnState:
             *(self._of_parameter(parameter, with_grads) for parameter in parts.parameters),
             *map(_of_holder, parts.holders),
             _of_seeds(parts.seeds),
-            ProcessRandomState.taken().restore,
+            ProcessRandomState().restore,
         ]
         del self._memory[self._num_used :]
         self._kept = {}

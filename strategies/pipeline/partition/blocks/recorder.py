@@ -27,11 +27,11 @@ from strategies.common.torch_compat import (
     tree_map,
 )
 from strategies.common.transformers_compat import collector_hidden
-from strategies.pipeline.blocks.calls import Value, call_blocks
-from strategies.pipeline.blocks.expected import ExpectedOutputs
-from strategies.pipeline.blocks.output import DeferredOutput
-from strategies.pipeline.blocks.recording import NOT_JOINED, Recording
-from strategies.pipeline.blocks.rows import (
+from strategies.pipeline.partition.blocks.calls import Value, call_blocks
+from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
+from strategies.pipeline.partition.blocks.output import DeferredOutput
+from strategies.pipeline.partition.blocks.recording import NOT_JOINED, Recording
+from strategies.pipeline.partition.blocks.rows import (
     Rows,
     all_follow,
     are_rows,
@@ -127,7 +127,7 @@ class DeferredBlocks:
         self._recording, self._parts, self._split = None, [], None
 
     def call(self, layers: nn.Sequential, value: Value, before: Before) -> Any:
-        """Run recorded calls on this process; see :func:`~strategies.pipeline.blocks.calls.call_blocks`."""
+        """Run recorded calls on this process; see :func:`~strategies.pipeline.partition.blocks.calls.call_blocks`."""
         self._in_stage = True
         try:
             with collector_hidden():

@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.rebalancing import check_movable, moves
+from strategies.lightning.planning.rebalancing import check_movable, moves
 from trainer import Trainer
 
 

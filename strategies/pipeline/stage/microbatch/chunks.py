@@ -1,7 +1,8 @@
 """How ``Pipe`` splits its inputs into micro-batches and joins their outputs.
 
-Unlike :mod:`~strategies.pipeline.microbatch.split`, this module splits only positional arguments that are tensors, not
-tensors inside of containers, and splits each tensor independently, as the ``Pipe`` that PyTorch removed in 2.4 did.
+Unlike :mod:`~strategies.pipeline.stage.microbatch.split`, this module splits only positional arguments that are
+tensors, not tensors inside of containers, and splits each tensor independently, as the ``Pipe`` that PyTorch removed in
+2.4 did.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strategies.pipeline.microbatch.split import NoChunk, plain
+from strategies.pipeline.stage.microbatch.split import NoChunk, plain
 
 
 def scatter(inputs: Sequence[Any], chunks: int) -> list[tuple[Any, ...]]:

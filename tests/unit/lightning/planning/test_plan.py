@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning import plan
-from strategies.lightning.plan import PlanTable
+from strategies.lightning.planning import plan
+from strategies.lightning.planning.plan import PlanTable
 from trainer import Trainer
 from trainer.plan_report import strategy_block, why_best, yaml_of
 

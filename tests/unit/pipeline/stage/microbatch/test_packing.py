@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from strategies.pipeline import NoChunk, Pipe
-from strategies.pipeline.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
+from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -39,9 +39,16 @@ from strategies.lightning.compat import (
     unwrapped,
 )
 from strategies.lightning.hooks import collect_logs
-from strategies.lightning.partitioning import FoundExample, find_example, find_module, find_path, is_reversed, measuring
 from strategies.lightning.per_microbatch import num_gradient_sets, split_for
-from strategies.lightning.planning import input_bytes, measure_actions
+from strategies.lightning.planning.automatic import input_bytes, measure_actions
+from strategies.lightning.planning.partitioning import (
+    FoundExample,
+    find_example,
+    find_module,
+    find_path,
+    is_reversed,
+    measuring,
+)
 from strategies.optim.trial import StepCost, StepCosts, check_divisible
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.action_costs import DriverPart, Layer, model_costs

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from strategies.pipeline.microbatch.split import split_batch
+from strategies.pipeline.stage.microbatch.split import split_batch
 
 
 @given(rows=st.integers(0, 70), microbatches=st.integers(1, 64))
@@ -31,7 +31,7 @@ def test_parts_are_in_order_and_as_even_as_can_be(rows: int, microbatches: int) 
 @given(rows=st.integers(1, 9), microbatches=st.integers(1, 12))
 def test_sizes_are_those_of_the_pipeline(rows: int, microbatches: int) -> None:
     """Otherwise one number of micro-batches would mean two different things."""
-    from strategies.pipeline.microbatch.split import split
+    from strategies.pipeline.stage.microbatch.split import split
 
     x = torch.arange(rows)
     assert [part.tolist() for part in split_batch(x, microbatches)[0]] == [p.tolist() for p in split(x, microbatches)]

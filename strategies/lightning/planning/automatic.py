@@ -10,7 +10,7 @@ import torch
 from strategies.common.trees import tensors_in
 from strategies.lightning.checks import as_misconfiguration
 from strategies.lightning.compat import LightningModule, MisconfigurationException, Precision, rank_zero_info
-from strategies.lightning.partitioning import FoundExample, find_example, measuring
+from strategies.lightning.planning.partitioning import FoundExample, find_example, measuring
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
 from strategies.pipeline.partition.balance import partition_costs

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.planning import SearchSettings, find_schedule, fits, with_schedule
+from strategies.lightning.planning.automatic import SearchSettings, find_schedule, fits, with_schedule
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.plan_rows import ALLOCATOR_SHARE
 from strategies.pipeline.schedule.planned import PlannedSchedule

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from strategies.pipeline.partition.sequential import cut
-from strategies.pipeline.snapshots import OwnParts, OwnState, Snapshots, Whole, check_snapshots
 from strategies.pipeline.stage.layers import Seeds
+from strategies.pipeline.state.snapshots import OwnParts, OwnState, Snapshots, Whole, check_snapshots
 
 CPU = torch.device("cpu")
 
@@ -238,6 +238,6 @@ def test_what_has_no_snapshots_is_refused(changed: dict[str, Any], message: str)
 
 
 def test_systems_without_files_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.pipeline.snapshots.have_slots", lambda: False)
+    monkeypatch.setattr("strategies.pipeline.state.snapshots.have_slots", lambda: False)
     with pytest.raises(ValueError, match="which only Linux has"):
         check_snapshots(replicas=1, is_external=False, devices=[CPU])

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from strategies.common.torch_compat import num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
-from strategies.pipeline.blocks.calls import BlockCall, Plan, Slot, Value
-from strategies.pipeline.blocks.output import DeferredOutput
-from strategies.pipeline.microbatch.split import is_object, pack_objects
+from strategies.pipeline.partition.blocks.calls import BlockCall, Plan, Slot, Value
+from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
 
 NOT_JOINED = (
     "it has not one row per sample, or that is not clear, so its values for the micro-batches cannot be joined. Use "
