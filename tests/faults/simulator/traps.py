@@ -127,14 +127,17 @@ class Traps:
     def _pid_of(self, fault: Fault) -> int | None:
         if fault.role == DRIVER:
             return self.driver
-        file = Path(self.position.folder) / f"worker-{fault.stage}"
+        file = self._file_of_worker(str(fault.stage))
         return int(file.read_text()) if file.exists() else None
+
+    def _file_of_worker(self, stage: str) -> Path:
+        return Path(self.position.folder) / f"worker-{self.position.replica}-{stage}"
 
     def note_worker(self) -> None:
         """Record this process as the worker of its stage."""
         name = Path("/proc/self/comm").read_text().strip()
         if name.startswith("relay-worker-") and os.getpid() != self.driver:
-            file = Path(self.position.folder) / f"worker-{name.rpartition('-')[2]}"
+            file = self._file_of_worker(name.rpartition("-")[2])
             file.with_suffix(".part").write_text(str(os.getpid()))
             file.with_suffix(".part").replace(file)
 
