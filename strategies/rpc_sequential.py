@@ -155,9 +155,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         chunks_per_stage: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2)
             and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
             number that may be chosen (default: 2).
-        data_plane: How stages exchange activations and gradients. ``"auto"`` (default): ``"nccl"`` if each stage has a
-            GPU of its own, otherwise ``"gloo"``. ``"gloo"``: through the memory of the hosts. ``"nccl"``: from GPU to
-            GPU; see ``docs/gpu.md``, which also says what has never been run. For tests on CPUs, ``"simulated"`` runs
+        data_plane: How stages exchange activations and gradients. ``"auto"`` (default) is ``"gloo"``: through the
+            memory of the hosts. ``"nccl"``: from GPU to GPU, if each stage has a GPU of its own; it has never run
+            (``docs/gpu.md``), so it is not chosen by itself. For tests on CPUs, ``"simulated"`` runs
             the code of the latter by the rules of NCCL and reports tensors that are changed while they are being sent;
             ``"simulated-serial"`` does so on devices that run one operation at a time.
         max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.

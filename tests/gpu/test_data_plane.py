@@ -95,8 +95,9 @@ def check_schedule(plane: str, schedule: str, stages: int, shared: bool, width: 
 @needs(1)
 @pytest.mark.parametrize("width", [64, 2048])  # with 2048, tensors have messages of their own, in pinned memory
 def test_stages_that_share_a_gpu_use_pinned_host_memory(width: int) -> None:
-    """Expected: equal to one stage, and "auto" is "gloo", because NCCL refuses two ranks on one GPU."""
-    assert Settings().plane(devices_of(2, shared=True), [0, 0]) == "gloo"
+    """Expected: equal to one stage. NCCL would refuse two ranks on one GPU."""
+    with pytest.raises(ValueError, match="share cuda:0"):
+        Settings(data_plane="nccl").plane(devices_of(2, shared=True), [0, 0])
     run(check_schedule, "auto", "1f1b", 2, True, width, allow=ALLOWED)
 
 
@@ -115,9 +116,8 @@ def check_mixed() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stages", [2, pytest.param(4, marks=needs(4))])
 def test_schedules_over_nccl(schedule: str, stages: int) -> None:
-    """Expected: "auto" is "nccl"; losses, gradients and weights are those of one stage, within seconds."""
-    assert Settings().plane(devices_of(stages), [0] * stages) == "nccl"
-    run(check_schedule, "auto", schedule, stages, False, allow=ALLOWED)
+    """Expected: losses, gradients and weights are those of one stage, within seconds."""
+    run(check_schedule, "nccl", schedule, stages, False, allow=ALLOWED)
 
 
 @needs(2)
@@ -249,7 +249,7 @@ def test_a_tensor_on_the_gpu_of_another_stage_is_refused() -> None:
 
 def compared_by_lightning() -> None:
     expected = fit(Small, RPCSequentialStrategy(microbatches=3, schedule="1f1b"), 1, accelerator="gpu")
-    strategy = RPCSequentialStrategy([1, 2, 2, 1], microbatches=3, schedule="1f1b")
+    strategy = RPCSequentialStrategy([1, 2, 2, 1], microbatches=3, schedule="1f1b", data_plane="nccl")
     compare(fit(Small, strategy, 4, accelerator="gpu"), expected)
 
 

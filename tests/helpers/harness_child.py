@@ -141,16 +141,18 @@ def main(scratch: Path) -> int:
 
 def _use_data_plane(plane: str) -> None:
     """Has pipelines use a data plane if the test leaves the choice to them and the stages can use it."""
-    from strategies.pipeline.executor import settings
+    from strategies.pipeline.executor.settings import Settings
+    from strategies.pipeline.transport.planes import AUTO, chosen_plane
 
-    choose = settings.chosen_plane
+    choose = Settings.plane
 
-    def chosen(asked_for: str, devices: Any, hosts: Any, *, is_ordered: bool) -> str:
-        can_use = is_ordered and (devices[0].type == "cpu") == plane.startswith("simulated")
-        wanted = plane if asked_for == "auto" and can_use else asked_for
-        return choose(wanted, devices, hosts, is_ordered=is_ordered)
+    def chosen(own: Settings, devices: Any, hosts: Any) -> str:
+        if own.data_plane == AUTO and own.pipelined_backward:
+            with contextlib.suppress(ValueError):
+                return chosen_plane(plane, devices, hosts)
+        return choose(own, devices, hosts)
 
-    settings.chosen_plane = chosen
+    Settings.plane = chosen
 
 
 def _end_with_parent() -> None:

@@ -59,7 +59,7 @@ class Settings:
         Raises:
             ValueError: If they cannot use the one that was chosen.
         """
-        return chosen_plane(self.data_plane, devices, hosts, is_ordered=self.pipelined_backward)
+        return chosen_plane(self.data_plane, devices, hosts)
 
     def timetables(self, processes: int, *, ordered: bool = False) -> Timetables:
         """Return what each process does in a pass; under ``"auto"``, what it does where nothing is trained.

@@ -2,8 +2,8 @@
 
 | name | payloads | for |
 |---|---|---|
-| ``gloo`` | through host memory | CPUs; GPUs that several stages share; GPUs beside CPUs |
-| ``nccl`` | from GPU to GPU | pipelines whose stages have a GPU each |
+| ``gloo``, ``auto`` | through host memory | CPUs and GPUs, also those that several stages share |
+| ``nccl`` | from GPU to GPU | pipelines whose stages have a GPU each, if the user asks for it |
 | ``simulated`` | as under ``nccl``, on CPUs | tests: misuse of tensors that are under way is an error |
 | ``simulated-serial`` | the same, one transfer or action at a time | tests: the worst case of streams |
 """
@@ -26,25 +26,23 @@ AUTO, GLOO, NCCL, SIMULATED, SERIAL = "auto", "gloo", "nccl", "simulated", "simu
 PLANES = (AUTO, GLOO, NCCL, SIMULATED, SERIAL)
 
 
-def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Hashable], *, is_ordered: bool) -> str:
+def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Hashable]) -> str:
     """Return the data plane for the stages of a pipeline.
 
     Args:
-        plane: The name of a plane. ``"auto"``: ``"nccl"`` if each stage has a GPU of its own, otherwise ``"gloo"``.
+        plane: The name of a plane. ``"auto"`` is ``"gloo"``, on GPUs too: ``"nccl"`` has never run
+            (``docs/gpu.md``), so nobody gets it without asking for it.
         devices: The device of each stage.
         hosts: What identifies the host of each stage.
-        is_ordered: Whether the sends and receives of a pass have one order that all processes know.
 
     Raises:
         ValueError: If the stages cannot use the plane.
     """
+    if plane in (AUTO, GLOO) or len(devices) == 1:
+        return GLOO
     places = list(zip(hosts, devices, strict=True))
     on_gpus = all(device.type == "cuda" for device in devices)
     have_own = on_gpus and len(set(places)) == len(places)
-    if plane == AUTO:
-        return NCCL if have_own and is_ordered and len(devices) > 1 and torch.distributed.is_nccl_available() else GLOO
-    if plane == GLOO or len(devices) == 1:
-        return GLOO
     names = [str(device) for device in devices]
     if plane == NCCL and not have_own:
         shared = next((str(device) for host, device in places if places.count((host, device)) > 1), None)
@@ -52,6 +50,11 @@ def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Ha
         raise ValueError(
             f"data_plane='nccl' needs a GPU for each stage, but the stages are on {names}: {why}. Use "
             "data_plane='gloo', which sends activations through host memory, or give each stage a GPU."
+        )
+    if plane == NCCL and not torch.distributed.is_nccl_available():
+        raise ValueError(
+            "data_plane='nccl' needs a build of torch with NCCL, which this one is not. Use data_plane='gloo', or "
+            "install a build for CUDA."
         )
     if plane != NCCL and any(device.type != "cpu" for device in devices):
         raise ValueError(

@@ -14,33 +14,41 @@ def devices(*names: str) -> list[torch.device]:
 
 
 @pytest.mark.parametrize(
-    ("names", "hosts", "expected"),
+    ("names", "hosts"),
     [
-        (["cuda:0", "cuda:1"], [0, 0], "nccl"),
-        (["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [0, 0, 0, 0], "nccl"),
-        (["cuda:0", "cuda:0"], [0, 1], "nccl"),  # on two hosts
-        (["cuda:0", "cuda:0"], [0, 0], "gloo"),
-        (["cuda:0", "cuda:1", "cuda:0"], [0, 0, 0], "gloo"),
-        (["cpu", "cuda:0"], [0, 0], "gloo"),
-        (["cpu", "cpu"], [0, 0], "gloo"),
-        (["cuda:0"], [0], "gloo"),  # there is nothing to send
+        (["cuda:0", "cuda:1"], [0, 0]),
+        (["cuda:0", "cuda:0"], [0, 1]),  # on two hosts
+        (["cuda:0", "cuda:0"], [0, 0]),
+        (["cpu", "cuda:0"], [0, 0]),
+        (["cpu", "cpu"], [0, 0]),
+        (["cuda:0"], [0]),  # there is nothing to send
     ],
 )
-def test_automatic_choice(monkeypatch: Any, names: list[str], hosts: list[int], expected: str) -> None:
+@pytest.mark.parametrize("has_nccl", [True, False])
+def test_nccl_is_not_chosen_unless_it_is_asked_for(
+    monkeypatch: Any, names: list[str], hosts: list[int], has_nccl: bool
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    assert chosen_plane("auto", devices(*names), hosts) == "gloo"
+    assert Settings().plane(devices(*names), hosts) == "gloo"
+
+
+def test_nccl_for_stages_with_a_gpu_each(monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    assert chosen_plane("auto", devices(*names), hosts, is_ordered=True) == expected
-    assert chosen_plane("auto", devices(*names), hosts, is_ordered=False) == "gloo"
+    assert chosen_plane("nccl", devices("cuda:0", "cuda:1", "cuda:2", "cuda:3"), [0] * 4) == "nccl"
+    assert chosen_plane("nccl", devices("cuda:0", "cuda:0"), [0, 1]) == "nccl"  # on two hosts
+    assert chosen_plane("nccl", devices("cuda:0"), [0]) == "gloo"  # there is nothing to send
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert chosen_plane("auto", devices(*names), hosts, is_ordered=True) == "gloo"
+    with pytest.raises(ValueError, match=r"'nccl' needs a build of torch with NCCL.*'gloo'"):
+        chosen_plane("nccl", devices("cuda:0", "cuda:1"), [0, 0])
 
 
 def test_a_plane_that_was_asked_for() -> None:
     cpus, gpus = devices("cpu", "cpu"), devices("cuda:0", "cuda:1")
     for plane in ("gloo", "simulated", "simulated-serial"):
-        assert chosen_plane(plane, cpus, [0, 0], is_ordered=True) == plane
-    assert chosen_plane("gloo", gpus, [0, 0], is_ordered=True) == "gloo"
-    assert chosen_plane("nccl", gpus, [0, 0], is_ordered=True) == "nccl"
-    assert chosen_plane("simulated", devices("cpu"), [0], is_ordered=True) == "gloo"
+        assert chosen_plane(plane, cpus, [0, 0]) == plane
+    assert chosen_plane("gloo", gpus, [0, 0]) == "gloo"
+    assert chosen_plane("simulated", devices("cpu"), [0]) == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -53,7 +61,7 @@ def test_a_plane_that_was_asked_for() -> None:
 )
 def test_what_cannot_be(plane: str, names: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        chosen_plane(plane, devices(*names), [0] * len(names), is_ordered=True)
+        chosen_plane(plane, devices(*names), [0] * len(names))
 
 
 def test_settings() -> None:
