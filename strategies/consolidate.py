@@ -11,7 +11,7 @@ from torch import Tensor
 
 from strategies.checkpoint.store import is_sharded, load_sharded, read_tensors, save_file, sharded_tensors
 from strategies.checkpoint.streaming import LateTensors
-from strategies.launch.workers import return_freed_memory
+from strategies.launch.allocator import return_freed_memory
 
 _GROUP_BYTES = 16 * 2**20
 """Size of the tensors that are read at once; a larger one is read by itself."""

@@ -1,6 +1,5 @@
 """Starting and ending the worker processes of a session on this machine."""
 
-import ctypes
 import os
 import secrets
 import shutil
@@ -17,6 +16,7 @@ import torch
 from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
 from strategies.common.formatting import ending
+from strategies.launch.allocator import variables_of_worker
 from strategies.launch.fork_server import ForkServer, OwnForkServer, server_for
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 from strategies.launch.supervision import Process, end_together
@@ -29,12 +29,6 @@ WORKER_MODULES_LATER = ("torch._dynamo",)
 
 _START_SECONDS = 120.0
 """How long a worker may take to import torch, at least; a loaded machine takes many times its usual second."""
-
-_MOST_KEPT_BYTES = 2**25
-"""The largest block that is kept when it is freed, in workers as in the driver: glibc's DEFAULT_MMAP_THRESHOLD_MAX."""
-
-_MOST_LEARNT_BYTES = _MOST_KEPT_BYTES - 2**16
-"""A little less, with room for glibc's own data."""
 
 
 class Workers:
@@ -208,30 +202,9 @@ def environment_of_worker(
         **base,
         **({} if threads is None else {"OMP_NUM_THREADS": str(threads)}),
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
-        # A pass allocates and frees the same large blocks again and again: keep them instead of faulting them in anew
-        # each time (2 to 4 % of a step).
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-        # But a free block of more than this, such as the gradient of a large layer, would soon be broken up by small
-        # ones, and the next gradient would need another: a stage took twice its size.
-        "MALLOC_MMAP_THRESHOLD_": str(_MOST_KEPT_BYTES),
-        "MALLOC_ARENA_MAX": "1",
+        **variables_of_worker(base),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # the end of a session is no warning
     }
-
-
-def keep_freed_memory() -> None:
-    """Has glibc keep freed blocks for the next pass, as workers do; elsewhere it does nothing.
-
-    It learns from the largest block that was freed, up to 32 MiB. This one is never written to, so it costs nothing.
-    """
-    torch.empty(_MOST_LEARNT_BYTES, dtype=torch.uint8)
-
-
-def return_freed_memory() -> None:
-    """Has glibc return freed blocks to the system, the opposite of :func:`keep_freed_memory`, once."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def share_of_threads(processes: int) -> int:

@@ -29,10 +29,11 @@ from strategies.common.patching import replaced
 from strategies.common.stage_layers import StageLayers, describe, kind_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
 from strategies.common.waiting import Wait, wait_here
+from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, join_data_plane
-from strategies.launch.workers import Workers, keep_freed_memory, share_of_threads
+from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction

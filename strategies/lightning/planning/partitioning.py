@@ -15,6 +15,7 @@ from strategies.common.stage_layers import kind_of
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.transformers_compat import example_of, lists_of_blocks, switch_off_cache
 from strategies.common.trees import tensors_in
+from strategies.launch.allocator import all_freed_memory_kept
 from strategies.launch.workers import share_of_threads
 from strategies.lightning.checks import as_misconfiguration
 from strategies.lightning.compat import (
@@ -363,10 +364,12 @@ def _are_alike(layers: Pipelined) -> bool:
 def measuring(model: nn.Module, num_stages: int, precision: Precision) -> Iterator[None]:
     """Within this, a layer computes as in training.
 
-    That is with a stage's share of threads, in the precision of the training, and without a key-value cache.
+    That is with a stage's share of threads, in the precision of the training, without a key-value cache, and with
+    memory that earlier passes have freed.
     """
     caches = torch.is_autocast_cache_enabled()
-    with _threads(share_of_threads(num_stages)), _without_cache(model), precision.forward_context():
+    threads = share_of_threads(num_stages)
+    with with_threads(threads), all_freed_memory_kept(), _without_cache(model), precision.forward_context():
         torch.set_autocast_cache_enabled(False)  # it keeps weights cast to bfloat16 or float16 until the context ends
         try:
             yield
@@ -386,7 +389,8 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(number: int) -> Iterator[None]:
+def with_threads(number: int) -> Iterator[None]:
+    """Within this, torch computes with a number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from strategies.common.names import did_you_mean
 from strategies.common.patching import unchanged
+from strategies.launch.allocator import all_freed_memory_kept
 from strategies.launch.limits import room_on_host
 from strategies.launch.workers import share_of_threads
 from strategies.lightning.checks import as_misconfiguration, check_automatic_optimization, check_loss_weight
@@ -48,6 +49,7 @@ from strategies.lightning.planning.partitioning import (
     find_path,
     is_reversed,
     measuring,
+    with_threads,
 )
 from strategies.optim.trial import StepCost, StepCosts, check_divisible
 from strategies.pipeline.executor.settings import Settings
@@ -328,10 +330,10 @@ class _Plan:
         given, costs = self._costs(given, ways)
         in_reverse = is_reversed(self._model, self._module, self._device, self._precision)
         sizes = Sizes(optimizers, self._options.num_shares)
-        known = {
-            threads: self._measured(given, measured, sizes, optimizers, in_reverse=in_reverse)
-            for threads, measured in costs.items()
-        }
+        known = {}
+        for threads, measured in costs.items():
+            with with_threads(threads), all_freed_memory_kept():
+                known[threads] = self._measured(given, measured, sizes, optimizers, in_reverse=in_reverse)
         rows = []
         for stages, schedule, chunks in ways:
             for number in given.numbers:

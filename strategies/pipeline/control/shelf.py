@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strategies.common.torch_compat import tree_map_with_path
 from strategies.common.trees import name_of
-from strategies.launch.workers import return_freed_memory
+from strategies.launch.allocator import return_freed_memory
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, Piece, ShelvedLayout, bytes_of

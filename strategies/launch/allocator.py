@@ -1,0 +1,87 @@
+"""Settings of glibc's allocator: whether memory that a pass frees stays for the next pass. Elsewhere they do nothing.
+
+A pass allocates and frees the same large blocks again and again. By default, glibc returns large blocks to the kernel,
+and the next pass faults every page in anew.
+"""
+
+import ctypes
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+_IS_RECENT = platform.libc_ver()[0] == "glibc" and tuple(map(int, platform.libc_ver()[1].split(".")[:2])) >= (2, 36)
+"""Older versions refuse thresholds over 32 MiB, and most of them do not know huge pages."""
+
+_MOST_KEPT_BYTES = (33 if _IS_RECENT else 32) * 2**20
+"""The largest block that is kept when it is freed.
+
+A free block of more than this, such as the gradient of a large layer, would soon be broken up by small ones, and the
+next gradient would need another: a stage took twice its size. Tensors of exactly 32 MiB are common.
+"""
+
+_NO_LIMIT = 2**31 - 1
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+_HUGE_PAGES = "glibc.malloc.hugetlb"
+
+
+def variables_of_worker(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables that set the allocator of a worker.
+
+    Args:
+        base: The other variables of the worker.
+    """
+    variables = {
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+        "MALLOC_MMAP_THRESHOLD_": str(_MOST_KEPT_BYTES),
+        "MALLOC_ARENA_MAX": "1",
+    }
+    tunables = [tunable for tunable in base.get("GLIBC_TUNABLES", "").split(":") if tunable]
+    if _has_huge_pages() and not any(tunable.startswith(_HUGE_PAGES) for tunable in tunables):
+        # A larger block, faulted in anew by each pass, then costs a fifth to a half less
+        variables["GLIBC_TUNABLES"] = ":".join([*tunables, f"{_HUGE_PAGES}=1"])
+    return variables
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep freed blocks for the next pass, as workers do, unless the user has set the allocator."""
+    _set_thresholds(_MOST_KEPT_BYTES, 2 * _MOST_KEPT_BYTES)
+
+
+@contextmanager
+def all_freed_memory_kept() -> Iterator[None]:
+    """Within this, keep freed blocks of any size; afterwards, as :func:`keep_freed_memory` does.
+
+    A layer that is measured by itself finds no memory that others have freed, as it does in a run.
+    """
+    _set_thresholds(_NO_LIMIT, _NO_LIMIT)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+        return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return freed blocks to the system, once."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _set_thresholds(most_kept: int, free_at_the_end: int) -> None:
+    own = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
+    if any(name in os.environ for name in own) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, most_kept)
+        mallopt(_M_TRIM_THRESHOLD, free_at_the_end)
+
+
+def _has_huge_pages() -> bool:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return _IS_RECENT and setting.exists() and "[never]" not in setting.read_text()
