@@ -316,8 +316,8 @@ def main(effort: Effort) -> Section:
         "steps are not timed. In theory, a zero-bubble schedule has no bubble."
     )
     section.notes.append(
-        "Relay's worker starts with its own `MALLOC_*` variables (see `environment_of_worker`), as for users; all "
-        "other processes have the environment of this process."
+        "Relay's worker starts with its own settings of the allocator (`strategies/launch/allocator.py`), as for "
+        "users; all other processes have the environment of this process."
     )
     section.notes += [f"{found}." for found in [*contest.found, *([] if effort.tiny else large.found)]]
     section.notes.append(

@@ -284,6 +284,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._stage_states: StageStates | None = None
         self._per_microbatch: TrainingStepPerMicrobatch | None = None
         self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
+        self._max_restarts = max_restarts
         self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
         self._snapshot_every_n_steps = snapshot_every_n_steps
         self._recovery: StepRecovery | None = None
@@ -391,7 +392,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if fitting and self._rebalancing is not None:
             self._check_can_rebalance("rebalance='auto'")
             self._rebalancing.begin()
-        if fitting and self._snapshot_every_n_steps:
+        if fitting and len(self.devices) == 1:
+            checks.warn_without_workers(self._max_restarts, self._snapshot_every_n_steps)
+        elif fitting and self._snapshot_every_n_steps:
             checks.check_snapshot_run(self._snapshot_every_n_steps, model, self.world is not None, self.devices)
         balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()

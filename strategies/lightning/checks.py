@@ -412,6 +412,16 @@ def warn_of_router_loss(model: nn.Module, settings: Settings) -> None:
             return
 
 
+def warn_without_workers(max_restarts: int, snapshot_every_n_steps: int) -> None:
+    """Warn of settings that have no effect because the driver runs the only stage."""
+    settings = {"max_restarts": max_restarts, "snapshot_every_n_steps": snapshot_every_n_steps}
+    if given := [f"{name}={value}" for name, value in settings.items() if value]:
+        rank_zero_warn(
+            f"{' and '.join(given)}: no effect with a single stage, which the driver itself runs, because there is no "
+            "worker that could be lost. Set devices to 2 or more."
+        )
+
+
 def warn_of_compiled_model(path: str) -> None:
     """Warn if a module that contains the pipelined blocks is compiled, since the blocks run on their stages."""
     if "_orig_mod" in path.split("."):

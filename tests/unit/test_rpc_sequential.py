@@ -821,3 +821,17 @@ def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monk
     assert line.startswith(f"error: {MISTAKES[mistake]}")
     assert said.err.endswith(line + "\n")
     assert "Traceback" not in said.err + said.out
+
+
+@pytest.mark.parametrize(
+    "settings, named",
+    [
+        ({"max_restarts": 1}, "max_restarts=1"),
+        ({"snapshot_every_n_steps": 2}, "snapshot_every_n_steps=2"),
+        ({"max_restarts": 1, "snapshot_every_n_steps": 2}, "max_restarts=1 and snapshot_every_n_steps=2"),
+    ],
+)
+def test_no_worker_can_be_lost_with_a_single_stage(settings: dict[str, int], named: str) -> None:
+    with pytest.warns(UserWarning, match=rf"{named}: no effect with a single stage.*Set devices to 2 or more"):
+        trainer = fit(Model(), devices=1, **settings)
+    assert trainer.global_step == 2

@@ -31,10 +31,10 @@ from strategies.pipeline.schedule.timetable import ranks_of
 EFFORT = 500_000
 """The number of simulated actions that are spent on the balance of a row."""
 
-ALLOCATOR_SHARE = 0.2
+ALLOCATOR_SHARE = 0.23
 """What a process takes beyond its tensors, as a share of them: blocks that the allocator keeps, buffers of libraries.
 
-It was 0.1 to 0.7 in runs on CPU, with a median of 0.2 (docs/decisions/096-plan.md).
+It was 0.1 to 0.4 in runs on CPU; this is the middle in ratios (docs/decisions/096-plan.md).
 """
 
 
