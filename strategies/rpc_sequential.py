@@ -85,6 +85,7 @@ from strategies.pipeline.state.stand_ins import (
     without_meta_tensors,
     without_stand_ins,
 )
+from strategies.pipeline.transport.slots import NUM_SLOTS
 from strategies.sharding.states import gather_state_dict
 
 
@@ -369,6 +370,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             trainer.num_nodes,
             self._loss_weight,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(self._choices, name) is not None],
+            NUM_SLOTS if self._snapshot_every_n_steps else 0,
         )
         return plan_table(trainer, model, data, options, choices)
 
@@ -437,6 +439,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             optimizers,
             num_shares=self.world_size if self._divides_states else 1,
             gradient_sets=num_gradient_sets(model.trainer, model, optimizers) if self._settings.interleaves else 1,
+            num_snapshots=NUM_SLOTS if optimizers and self._snapshot_every_n_steps and len(self.devices) > 1 else 0,
         )
 
     def _check_can_rebalance(self, what: str) -> None:

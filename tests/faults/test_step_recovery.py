@@ -140,6 +140,7 @@ class Scaling(Callback):
 def message_of(kind: type[Exception], function: Callable[[], Any]) -> str:
     with pytest.raises(kind) as raised:
         function()
+    assert raised.type is kind  # not a subclass that nobody knows
     Path("kill-forward-0").unlink(missing_ok=True)
     return str(raised.value)
 

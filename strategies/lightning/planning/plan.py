@@ -137,6 +137,7 @@ class PipelineOptions:
         num_nodes: Number of hosts.
         loss_weight: How micro-batches are weighted.
         only_auto: Names of settings that are given, but are for ``schedule="auto"`` only.
+        num_snapshots: Number of snapshots that each process keeps.
     """
 
     path: str | None
@@ -148,6 +149,7 @@ class PipelineOptions:
     num_nodes: int = 1
     loss_weight: str = "rows"
     only_auto: Sequence[str] = ()
+    num_snapshots: int = 0
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,7 @@ class _Plan:
         for threads, measured in costs.items():
             with with_threads(threads), all_freed_memory_kept():
                 known[threads] = self._measured(given, measured, sizes, optimizers, in_reverse=in_reverse)
+        self._note_snapshots(next(iter(next(iter(known.values())).values())))
         rows = []
         for stages, schedule, chunks in ways:
             for number in given.numbers:
@@ -616,6 +619,16 @@ class _Plan:
             )
             for number, cost in costs.items()
         }
+
+    def _note_snapshots(self, measured: Measured) -> None:
+        """Note what snapshots take."""
+        need = sum(measured.needs, measured.outside)
+        if num := self._options.num_snapshots:
+            size = num * (need.parameters + need.states) / 2**20
+            self._notes.append(
+                f"snapshot_every_n_steps takes {size:,.1f} MiB of memory that is not in these figures, on all "
+                f"processes together: {num} copies of parameters and optimizer states"
+            )
 
     def _note(self, costs: dict[int, dict[int, _Costs]]) -> None:
         """Note what a reader has to know about the figures."""

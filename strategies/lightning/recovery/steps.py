@@ -178,8 +178,8 @@ class StepRecovery:
         while True:
             try:
                 return attempt(lost)
-            except _Unrecoverable:
-                raise
+            except _Unrecoverable as error:
+                raise WorkerLost(str(error)) from error.__cause__ or error.__context__
             except WorkerLost as error:
                 num_losses += 1
                 if self._trainer.received_sigterm:

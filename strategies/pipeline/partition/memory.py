@@ -128,7 +128,12 @@ class Sizes:
 
 
 def check_memory(
-    placement: Placement, optimizers: Sequence[Optimizer] = (), *, num_shares: int = 1, gradient_sets: int = 1
+    placement: Placement,
+    optimizers: Sequence[Optimizer] = (),
+    *,
+    num_shares: int = 1,
+    gradient_sets: int = 1,
+    num_snapshots: int = 0,
 ) -> None:
     """Check that parameters, gradients and optimizer states fit into the memory of processes, host and GPUs.
 
@@ -137,6 +142,7 @@ def check_memory(
         optimizers: The optimizers; none if the run does not train.
         num_shares: Number of replicas that divide the optimizer states among them.
         gradient_sets: Number of gradients that a parameter has at once.
+        num_snapshots: Number of copies of parameters, buffers and optimizer states that the host holds, too.
 
     Raises:
         ValueError: If they cannot fit, with the smallest number of stages that would do.
@@ -150,8 +156,11 @@ def check_memory(
         _processes(placement, needs, held.get(torch.device("cpu"), 0)),
         _gpus(placement, needs),
         _host(placement, needs, held.get(torch.device("cpu"), 0)),
+        _snapshots(placement, needs, held.get(torch.device("cpu"), 0), num_snapshots),
     )
     for lack in checks:
+        if lack.way_out:
+            raise ValueError(f"{lack.words} {lack.way_out}")
         smallest = smallest_number(layers, lack.room_bytes, last=outside.total)
         twice = TWO_SETS if gradient_sets > 1 and optimizers else ""
         raise ValueError(f"{lack.words} {twice}{_way_out(lack, smallest, len(stages))}")
@@ -218,11 +227,13 @@ class _Lack:
         words: What needs how much, and how much there is.
         room_bytes: How much there is for a stage in each place.
         place: What a place is.
+        way_out: What would help, if that is not another number of stages.
     """
 
     words: str
     room_bytes: int
     place: str
+    way_out: str = ""
 
 
 def _processes(placement: Placement, needs: Sequence[Need], held: int) -> Iterator[_Lack]:
@@ -263,17 +274,39 @@ def _host(placement: Placement, needs: Sequence[Need], held: int) -> Iterator[_L
     here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
     if not here:
         return
-    room, need = room_on_host(), sum((needs[i] for i in here), Need())
-    drivers = sum(i == len(needs) - 1 for i in here)
-    size_bytes = room.size_bytes + max(1, drivers) * held
+    need, size_bytes, words = _of_host(here, needs, held)
     if need.total > size_bytes:
         yield _Lack(
-            f"The {len(here)} stages on this host need at least {need} together, but only {_mebi(size_bytes)} can be "
-            f"had ({room.words}, with what the model takes already). More stages on one host need as much: use "
-            "several hosts, by torchrun or SLURM and the Trainer's num_nodes.",
+            f"The {len(here)} stages on this host need at least {need} together, but only {words}. More "
+            "stages on one host need as much: use several hosts, by torchrun or SLURM and the Trainer's num_nodes.",
             size_bytes,
             "host",
         )
+
+
+def _snapshots(placement: Placement, needs: Sequence[Need], held: int, num_snapshots: int) -> Iterator[_Lack]:
+    """Yield whether the snapshots of all processes do not fit into this host's memory, beside what they copy."""
+    here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
+    if not here or not num_snapshots:
+        return
+    need, size_bytes, words = _of_host(here, needs, held)
+    copies = num_snapshots * (need.parameters + need.states)
+    if need.total + copies > size_bytes:
+        yield _Lack(
+            f"The {len(here)} stages on this host need at least {need} together, and {_mebi(copies)} for "
+            f"{num_snapshots} snapshots of parameters and optimizer states, but only {words}.",
+            size_bytes,
+            "host",
+            "Leave snapshot_every_n_steps out; max_restarts goes back to the last checkpoint, which takes no memory.",
+        )
+
+
+def _of_host(here: Sequence[int], needs: Sequence[Need], held: int) -> tuple[Need, int, str]:
+    """Return what stages on this host need, what they can have, and that in words."""
+    room, need = room_on_host(), sum((needs[i] for i in here), Need())
+    drivers = sum(i == len(needs) - 1 for i in here)
+    size_bytes = room.size_bytes + max(1, drivers) * held
+    return need, size_bytes, f"{_mebi(size_bytes)} can be had ({room.words}, with what the model takes already)"
 
 
 def _way_out(lack: _Lack, smallest: Sequence[int] | None, num_stages: int) -> str:

@@ -22,10 +22,15 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "state_dict_type": ("full", "sharded"),
     "async_save": (False, False, True),
     "max_restarts": (0, 1),
+    "snapshot_every_n_steps": (0, 0, 1, 2),
 }
 """Arguments of ``RPCSequentialStrategy`` and their values; a value that is there twice is drawn twice as often."""
 
-SEVERAL_REPLICAS: dict[str, tuple[Any, ...]] = {"max_restarts": (0,), "shard_optimizer_states": (False, True)}
+SEVERAL_REPLICAS: dict[str, tuple[Any, ...]] = {
+    "max_restarts": (0,),
+    "snapshot_every_n_steps": (0,),
+    "shard_optimizer_states": (False, True),
+}
 """What differs where there are several replicas."""
 
 RANKS: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -73,8 +78,13 @@ class Shape:
 
     @property
     def restarts(self) -> bool:
-        """Whether the run goes on after the loss of a worker."""
+        """Whether the run goes on from a checkpoint after the loss of a worker."""
         return self.option("max_restarts", 0) > 0
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether the run goes back to a snapshot after the loss of a worker within a step."""
+        return self.option("snapshot_every_n_steps", 0) > 0
 
     def __str__(self) -> str:
         what = f"{self.stages} stages" if self.strategy == "pipeline" else self.strategy

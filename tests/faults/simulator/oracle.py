@@ -125,9 +125,22 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
         ]
     if fault.phase == ANY_MOMENT or fault.kind == "connection lost":
         return [GOES_ON, *raising]  # it may be over, or close a connection that is not used any more
-    if fault.role == WORKER and fault.kind in ("kill", "stop", "hang", "cut off") and shape.restarts:
-        return [GOES_ON]
+    if fault.role == WORKER and fault.kind in ("kill", "stop", "hang", "cut off"):
+        if shape.restarts:
+            return [GOES_ON]
+        if shape.goes_back and fault.phase in ("forward", "backward", "step", "validation"):
+            incomplete = Ending(
+                ("WorkerLost",), f"stage {fault.stage}.*The checkpoint that was being written is incomp"
+            )
+            return [GOES_ON, incomplete] if _writes_in_the_background(shape) else [GOES_ON]
+        if shape.goes_back and fault.phase != "start":
+            return [GOES_ON, *raising]  # it depends on what the driver needs of the worker at that moment
     return raising
+
+
+def _writes_in_the_background(shape: Shape) -> bool:
+    """Whether workers write their parts of a checkpoint while steps go on."""
+    return shape.option("async_save", False) and shape.option("state_dict_type") == "sharded"
 
 
 def _raising(fault: Fault) -> list[Ending]:

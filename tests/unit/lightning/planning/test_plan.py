@@ -455,3 +455,9 @@ def test_labels_are_not_what_a_stage_keeps_of_a_recomputed_microbatch() -> None:
     choices: dict[str, Any] = {"microbatches": 4, "schedules": "gpipe", "settings": {"checkpoint": "always"}}
     worker, driver = planned(Wide(), Labels(), **choices).best.processes
     assert worker.activations < ROWS * WIDTH * FLOAT * BLOCKS * 4 < driver.activations
+
+
+def test_snapshots_are_noted_with_their_size() -> None:
+    (note,) = planned(Model(), Data(), settings={"snapshot_every_n_steps": 3}, microbatches=2, schedules="1f1b").notes
+    size = 2 * 3 * (BLOCKS + 1) * LAYER_BYTES / 2**20  # two copies of the parameters and of AdamW's two states
+    assert note.startswith(f"snapshot_every_n_steps takes {size:.1f} MiB of memory that is not in these figures")
