@@ -2,6 +2,7 @@
 
 from pydoc_data.topics import topics
 
+import numpy
 import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
@@ -12,7 +13,8 @@ VOCABULARY_SIZE = 128  # all ASCII codes, so that a model can generate text with
 
 def encode(text: str) -> Tensor:
     """Returns the tokens of a text, `[characters]`; a character that is not ASCII becomes `?`."""
-    return torch.tensor(list(text.encode("ascii", errors="replace")))
+    codes = numpy.frombuffer(text.encode("ascii", errors="replace"), dtype=numpy.uint8)
+    return torch.from_numpy(codes.astype(numpy.int64))
 
 
 def decode(tokens: Tensor) -> str:

@@ -1,11 +1,17 @@
-"""Strategy plug-ins for PyTorch Lightning: one module for each strategy that a user can choose, imported on first use.
+"""Strategy plug-ins for PyTorch Lightning: one module for each strategy that a user can choose, and what they share.
 
-``base`` holds the contract that the strategies fulfil. The names below are resolved on first access (PEP 562), because
-``strategies.pipeline``, which every worker process imports, must not import Lightning, whose import takes 1.6 s.
+``rpc_sequential``, ``ddp``, ``zero`` and ``dp`` are the strategies, ``base`` the contract that they fulfil, and
+``consolidate`` a command that makes one file of a sharded checkpoint. The packages are the rooms beneath them, from
+``lightning`` and ``checkpoint`` down to ``common``; ``docs/architecture.md`` draws their layers.
+
+In: the arguments of a strategy, and calls of the Trainer. Out: processes that train together, and checkpoints with the
+contents that one process would write. Imports nothing of ``trainer``.
+
+The names below are imported on first use (PEP 562), because ``strategies.pipeline``, which every worker process
+imports, must not import Lightning, whose import takes 1.6 s.
 """
 
-from importlib import import_module
-from typing import Any
+from strategies.common.names import imported_on_first_use
 
 _MODULE_OF = {
     "StrategyPlugin": "strategies.base",
@@ -26,11 +32,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'strategies' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = imported_on_first_use(__name__, _MODULE_OF)

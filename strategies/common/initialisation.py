@@ -1,4 +1,4 @@
-"""Initial values of single modules: what sets them, and from which seed."""
+"""Initial values of single modules: of which tensors, what sets them, and from which seed."""
 
 from binascii import crc32
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from strategies.common.transformers_compat import initialiser_of
 
@@ -28,6 +28,12 @@ def initialiser(model: nn.Module, name: str) -> Callable[[], Any] | None:
         if callable(own := getattr(module, method, None)):
             return own
     return None
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module itself, by name, without those of its submodules."""
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 @contextmanager

@@ -1,7 +1,12 @@
-"""Names of strategies, and suggestions for unknown names. Imports neither torch nor Lightning."""
+"""Names of strategies, suggestions for unknown names, and names that a package imports on first use.
+
+Imports neither torch nor Lightning.
+"""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
 
 # What ``trainer.Trainer(strategy=...)`` adds to Lightning's names: the name and the attribute of ``strategies``.
 PLUGINS = {
@@ -38,6 +43,24 @@ def did_you_mean(name: str, valid: Iterable[str], *, or_list: bool = True) -> st
         return f"; valid names: {', '.join(candidates) or 'none'}"
     nearest = sorted(candidates, key=lambda candidate: -likeness[candidate])[:5]
     return f"; the nearest of {len(candidates)} valid names: {', '.join(nearest)}"
+
+
+def imported_on_first_use(
+    package: str, module_of: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return ``__getattr__`` and ``__dir__`` of a package whose names are imported on first use (PEP 562).
+
+    Args:
+        package: The name of the package.
+        module_of: For each public name, the module that defines it.
+    """
+
+    def attribute(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(module_of[name]), name)
+
+    return attribute, lambda: sorted(module_of)
 
 
 def _likeness(name: str, candidate: str) -> float:

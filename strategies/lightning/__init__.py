@@ -1,7 +1,9 @@
 """What only Lightning needs: the parts that the strategies share, such as hooks into Lightning's objects and checks.
 
 In: calls of the Trainer, its plug-ins and callbacks. Out: calls of the engine. ``compat`` alone uses private names of
-Lightning, ``hooks`` replaces methods of its objects, ``checks`` and ``arguments`` refuse wrong settings, ``launch`` has
-the launchers, ``planning`` divides a model over processes, ``recovery`` repairs the loss of a worker. May import every
-room but the strategies themselves.
+Lightning, ``hooks`` replaces methods of its objects, ``checks`` and ``arguments`` refuse wrong settings.
+``per_microbatch`` and ``loss_weights`` run ``training_step`` on micro-batches and weight their losses; ``checkpoints``,
+``weight_averaging``, ``profiler`` and ``summary`` have Lightning's features of these names span all stages. ``launch``
+has the launchers, ``planning`` divides a model over processes, ``recovery`` repairs the loss of a worker. May import
+every room but the strategies themselves.
 """

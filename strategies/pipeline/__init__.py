@@ -1,7 +1,15 @@
-"""The pipeline engine: plain PyTorch, no Lightning import. Names are imported on first use (PEP 562)."""
+"""The pipeline engine, in plain PyTorch: what starts a pipeline, leads batches through its stages, and ends it.
 
-from importlib import import_module
-from typing import Any
+``driver`` is the pipeline as the strategy sees it. The packages are its rooms: ``executor`` and ``worker`` run the
+stages on the driver and on workers, ``pipe`` is the class ``Pipe``, ``partition`` divides layers, ``state`` and
+``optim`` hold what a stage has, ``control`` and ``transport`` connect the processes, and ``stage``, ``schedule`` and
+``construction`` know one process only. In: layers, batches, optimizers. Out: outputs and gradients of one process. May
+import ``strategies.launch`` and what is below it, and never Lightning.
+
+The names below are imported on first use (PEP 562), so that a worker imports only the rooms that it runs.
+"""
+
+from strategies.common.names import imported_on_first_use
 
 _MODULE_OF = {
     "Namespace": "strategies.pipeline.stage.skip",
@@ -34,11 +42,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'strategies.pipeline' has no attribute {name!r}")
-    return getattr(import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = imported_on_first_use(__name__, _MODULE_OF)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from strategies.common.initialisation import initialiser, seeded_by_name
+from strategies.common.initialisation import initialiser, own_tensors, seeded_by_name
 
 
 def check_initial_values(model: nn.Module, *, has_checkpoint: bool) -> None:
@@ -20,7 +20,7 @@ def check_initial_values(model: nn.Module, *, has_checkpoint: bool) -> None:
     """
     loaded = set(model.state_dict(keep_vars=True).values()) if has_checkpoint else set()
     for path, module in model.named_modules():
-        lacking = [name for name, tensor in _own_tensors(module).items() if tensor.is_meta and tensor not in loaded]
+        lacking = [name for name, tensor in own_tensors(module).items() if tensor.is_meta and tensor not in loaded]
         if lacking and initialiser(model, path) is None:
             kind = type(module).__name__
             raise ValueError(
@@ -38,9 +38,9 @@ def give_values(model: nn.Module, modules: Collection[nn.Module], device: torch.
     """
     wanted, made = set(modules), dict[Tensor, Tensor]()
     for path, module in model.named_modules():
-        if module not in wanted or not any(tensor.is_meta for tensor in _own_tensors(module).values()):
+        if module not in wanted or not any(tensor.is_meta for tensor in own_tensors(module).values()):
             continue
-        kept = [(tensor, tensor.detach().clone()) for tensor in _own_tensors(module).values() if not tensor.is_meta]
+        kept = [(tensor, tensor.detach().clone()) for tensor in own_tensors(module).values() if not tensor.is_meta]
         for table in (module._parameters, module._buffers):
             for name, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
@@ -56,11 +56,6 @@ def give_values(model: nn.Module, modules: Collection[nn.Module], device: torch.
             with torch.no_grad():
                 for tensor, value in kept:
                     tensor.copy_(value)
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    own = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:

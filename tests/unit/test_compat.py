@@ -11,10 +11,10 @@ import importlib
 import inspect
 import pkgutil
 import re
-import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from paths import ROOT
@@ -326,6 +326,10 @@ _DISTRIBUTIONS = {"lightning_fabric": "pytorch_lightning"}
 _ALL = {**_IN_TORCH_COMPAT, **_IN_LIGHTNING_COMPAT, **_IN_TRANSFORMERS_COMPAT, **_EXTENDED}
 
 
+Nodes: TypeAlias = Sequence[ast.AST]
+"""All nodes of a tree, walked through once for all tests."""
+
+
 @pytest.mark.parametrize("path", _ALL)
 def test_a_private_name_exists(path: str) -> None:
     package = path.split(".")[0]
@@ -411,32 +415,47 @@ def _sources_in(file: str | None) -> dict[str, str]:
     """The sources of the classes that a file defines, those in functions included, by qualified name."""
     if file is None:
         return {}
-    text = Path(file).read_text()
-    lines = text.splitlines(keepends=True)
-    found: dict[str, str] = {}
+    lines = Path(file).read_text().splitlines(keepends=True)
+    return {
+        name: "".join("".join(lines[node.lineno - 1 : node.end_lineno]) for node in nodes)
+        for name, nodes in _classes_in(file).items()
+    }
+
+
+@functools.cache
+def _classes_in(file: str) -> dict[str, list[ast.ClassDef]]:
+    """The classes that a file defines, those in functions included, by qualified name."""
+    found: dict[str, list[ast.ClassDef]] = {}
 
     def look(node: ast.AST, prefix: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.ClassDef):
                 name = prefix + child.name
-                found[name] = found.get(name, "") + "".join(lines[child.lineno - 1 : child.end_lineno])
+                found.setdefault(name, []).append(child)
                 look(child, f"{name}.")
             elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 look(child, f"{prefix}{child.name}.<locals>.")
-            else:
+            elif isinstance(child, ast.stmt | ast.ExceptHandler):  # an expression defines no class
                 look(child, prefix)
 
-    look(ast.parse(text), "")
+    look(ast.parse(Path(file).read_text()), "")
     return found
+
+
+def _nodes_of(cls: type) -> Nodes:
+    """All nodes of the definition of one of Relay's classes."""
+    file = inspect.getsourcefile(cls)
+    assert file is not None
+    return [node for definition in _classes_in(file).get(cls.__qualname__, []) for node in ast.walk(definition)]
 
 
 @pytest.mark.parametrize(
     ("module", "listed"), [(_TORCH_COMPAT, _IN_TORCH_COMPAT), (_LIGHTNING_COMPAT, _IN_LIGHTNING_COMPAT)]
 )
 def test_the_lists_name_what_a_compat_module_uses(module: Path, listed: dict[str, str]) -> None:
-    tree = _tree(module)
+    tree = _nodes(module)
     imported = {path for path, _ in _private_imports(tree)}
-    arguments = {keyword.arg for keyword in ast.walk(tree) if isinstance(keyword, ast.keyword) and keyword.arg}
+    arguments = {keyword.arg for keyword in tree if isinstance(keyword, ast.keyword) and keyword.arg}
     used = ({name for name, _ in _private_attributes(tree)} - _names_defined_in(tree)) | set(
         filter(_is_private, arguments)
     )
@@ -451,7 +470,7 @@ def test_no_other_module_uses_a_private_name() -> None:
     for path in _modules():
         if path in (_TORCH_COMPAT, _LIGHTNING_COMPAT, _TRANSFORMERS_COMPAT):
             continue
-        tree = _tree(path)
+        tree = _nodes(path)
         own = _names_defined_in(tree) | _ACCEPTED
         found += [f"{path}:{line} imports {name}" for name, line in _private_imports(tree)]
         found += [f"{path}:{line} uses {name}" for name, line in _private_attributes(tree) if name not in own]
@@ -464,7 +483,7 @@ def test_no_other_module_imports_lightning() -> None:
         f"{path}:{line} imports {name}"
         for path in _modules()
         if path not in (_LIGHTNING_COMPAT, _LIGHTNING_CLI)
-        for name, line in _imports(_tree(path))
+        for name, line in _imports(_nodes(path))
         if name.split(".")[0] in ("pytorch_lightning", "lightning_fabric", "lightning")
     ]
     assert not found, f"Import the name from {_LIGHTNING_COMPAT}:\n" + "\n".join(found)
@@ -476,23 +495,23 @@ def _modules() -> list[Path]:
 
 
 @functools.cache
-def _tree(path: Path) -> ast.AST:
-    return ast.parse((ROOT / path).read_text())
+def _nodes(path: Path) -> Nodes:
+    return tuple(ast.walk(ast.parse((ROOT / path).read_text())))
 
 
 def _is_private(name: str) -> bool:
     return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
 
 
-def _private_imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def _private_imports(tree: Nodes) -> Iterator[tuple[str, int]]:
     for name, line in _imports(tree):
         if name.split(".")[0] not in ("strategies", "trainer") and any(map(_is_private, name.split("."))):
             yield name, line
 
 
-def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def _imports(tree: Nodes) -> Iterator[tuple[str, int]]:
     """The full names that import statements and calls of ``import_module`` name, with their lines."""
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.ImportFrom) and node.module:
             yield from ((f"{node.module}.{alias.name}", node.lineno) for alias in node.names)
         elif isinstance(node, ast.Import):
@@ -502,9 +521,9 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield ast.literal_eval(name) if isinstance(name, ast.Constant) else "", node.lineno
 
 
-def _private_attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def _private_attributes(tree: Nodes) -> Iterator[tuple[str, int]]:
     """Private attributes of other objects than ``self``, read, set, or named by a string."""
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.Attribute) and _is_private(node.attr):
             if not _is_of_self(node):
                 yield node.attr, node.lineno
@@ -529,10 +548,10 @@ def _is_of_self(node: ast.Attribute) -> bool:
     return isinstance(of, ast.Name) and of.id in ("self", "cls")
 
 
-def _names_defined_in(tree: ast.AST) -> set[str]:
+def _names_defined_in(tree: Nodes) -> set[str]:
     """The names that a module defines: functions, classes, variables, and attributes of its own objects."""
     names = set()
-    for node in ast.walk(tree):
+    for node in tree:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -563,8 +582,8 @@ def _extended_by(cls: type) -> Iterator[str]:
     others = [
         base for base in cls.__mro__ if not _is_own(base) and base.__module__ not in ("builtins", "abc", "typing")
     ]
-    tree = ast.parse(textwrap.dedent(_source(cls)))
-    reached = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and _is_of_self(node)}
+    tree = _nodes_of(cls)
+    reached = {node.attr for node in tree if isinstance(node, ast.Attribute) and _is_of_self(node)}
     names = reached | _names_defined_in(tree)
     for name in sorted(name for name in names if _is_private(name) and name not in _ACCEPTED):
         owner = next((base for base in others if _declares(base, name)), None)

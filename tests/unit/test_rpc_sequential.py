@@ -806,7 +806,13 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+OF_EACH_STEP = ("microbatches=0", "balance=evn", "balance=[1,2]", "module=sequential")
+"""Refused by the strategy, by the parser and in set-up; slow tests try the others on the command line too."""
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(each, marks=() if each in OF_EACH_STEP else pytest.mark.slow) for each in MISTAKES]
+)
 def test_the_command_line(mistake: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(sys, "argv", ["trainer"])

@@ -1,7 +1,7 @@
 """Recovery within a step: after a worker is lost, training goes back to a snapshot and runs the steps since then again.
 
 In: the training steps of Lightning's loops, and the moments at which the state of all stages is needed. Out: snapshots
-and recoveries of the engine, and steps that are run again without anybody but the model hearing of it. ``steps`` does
-that, ``moment`` holds what a step begins with, ``values`` copies Python objects, ``events`` counts what callbacks and
-loggers have heard. May import ``hooks`` and ``compat`` of the room above, and what that room may import.
+and recoveries of the engine, and steps that are run again, visible to the model only. ``steps`` does that, ``moment``
+holds what a step begins with, ``values`` copies Python objects, ``events`` counts what callbacks and loggers have been
+told. May import ``hooks``, ``checks`` and ``compat`` of the room above, and what that room may import.
 """

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from strategies.common.initialisation import initialiser, seeded_by_name
+from strategies.common.initialisation import initialiser, own_tensors, seeded_by_name
 from strategies.pipeline.construction.recording import Construction
 
 
@@ -27,7 +27,7 @@ def initialise(model: nn.Module, construction: Construction) -> list[str]:
     """
     names: list[str] = []
     for name, module in model.named_modules():
-        lacking = [own for own in _own_tensors(module) if construction.lacks_values(own)]
+        lacking = [own for own in own_tensors(module).values() if construction.lacks_values(own)]
         function = initialiser(model, name) if lacking else None
         if function is None:
             continue
@@ -35,10 +35,6 @@ def initialise(model: nn.Module, construction: Construction) -> list[str]:
         with torch.no_grad(), seeded_by_name(name), _values_kept(module, construction), construction.recording():
             function()
     return names
-
-
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    return [own for own in (*module._parameters.values(), *module._buffers.values()) if own is not None]
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The driver's end of the control plane: commands to stages, their failures, and stages that hang.
 
-In come calls of commands by the rooms above; out go their results, or the first failure of any process. ``commands``
-declares what a stage can be told, ``client`` sends it and collects what goes wrong, ``watch`` finds stages that hang,
-``clocks`` compares their clocks with the driver's.
-
-May import ``common``, ``commands``, ``launch`` and the rooms from ``stage`` down.
+In: calls of commands by the rooms above. Out: their results, or the first failure of any process. ``commands`` declares
+what a stage can be told, ``client`` sends it and collects what goes wrong, ``watch`` finds stages that hang, ``clocks``
+compares their clocks with the driver's. ``operations`` describes operations on the tensors of a stage, ``parts`` and
+``shelf`` the parts of its state that it sets aside for the driver. May import ``common``, ``commands``, ``launch``,
+``optim`` and the rooms from ``stage`` down.
 """

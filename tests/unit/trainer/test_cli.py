@@ -245,7 +245,30 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+OTHERS_LIKE_THESE = (
+    *(
+        "key of the strategy",
+        "key of torch's DDP",
+        "option of the strategy",
+        "key of an optimizer",
+        "no such submodule",
+    ),
+    *(
+        "no such strategy class",
+        "no such module",
+        "argument missing",
+        "type in the Trainer",
+        "type of many",
+        "microbatches",
+    ),
+    *("option of no group", "stray argument", "hook", "devices", "schedule of a plan", "number of a plan", "no model"),
+)
+"""Found at the same place as another one that is not marked slow."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS_LIKE_THESE)) for name in MISTAKES]
+)
 def test_a_mistake_ends_in_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, arguments, message = MISTAKES[name]
     with pytest.raises(SystemExit) as end:
@@ -329,13 +352,13 @@ def test_rank_0_alone_writes_the_config(is_global_zero: bool, in_folder: Path) -
     assert written == (["here/config.yaml"] if is_global_zero else [])
 
 
-@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
-def test_the_other_commands_use_a_checkpoint_and_write_nothing(subcommand: str, in_folder: Path) -> None:
+def test_the_other_commands_use_a_checkpoint_and_write_nothing(in_folder: Path) -> None:
     main(option(ONE_DEVICE))
     (checkpoint,) = in_folder.rglob("*.ckpt")
     before = sorted(in_folder.rglob("*"))
-    main([subcommand, "--config=config.yaml", ONE_DEVICE, f"--ckpt_path={checkpoint}"])
-    assert sorted(in_folder.rglob("*")) == before
+    for subcommand in ("validate", "test", "predict"):
+        main([subcommand, "--config=config.yaml", ONE_DEVICE, f"--ckpt_path={checkpoint}"])
+        assert sorted(in_folder.rglob("*")) == before, subcommand
 
 
 def test_a_plan_and_the_configuration_that_it_gives(

@@ -42,7 +42,19 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOADERS)
+OTHERS_LIKE_THESE = (
+    "generator of the loader",
+    "sampler with a generator",
+    "weights",
+    "as many as the shortest",
+    "several",
+)
+"""Each shares its way with one that is not marked slow."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in OTHERS_LIKE_THESE)) for name in LOADERS]
+)
 def test_no_sample_is_repeated_or_left_out(name: str, tmp_path: Path) -> None:
     assert_resumable(tmp_path, LOADERS[name], ENDS, max_epochs=2 if name != "distributed" else 3)
 

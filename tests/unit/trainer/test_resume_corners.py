@@ -114,8 +114,18 @@ class SavesAtStart(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("place", [("on_train_batch_start", 5), ("on_train_batch_end", 5), ("on_train_epoch_end", 1)])
-@pytest.mark.parametrize("name", ["shuffled", "stream", "stream with state", "loader with state"])
+EVERY_SECOND = {("shuffled", 1), ("shuffled", 2), ("stream", 0), ("stream with state", 1), ("loader with state", 2)}
+PLACES = [("on_train_batch_start", 5), ("on_train_batch_end", 5), ("on_train_epoch_end", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        pytest.param(name, place, marks=[pytest.mark.slow] * ((name, number) not in EVERY_SECOND))
+        for name in ("shuffled", "stream", "stream with state", "loader with state")
+        for number, place in enumerate(PLACES)
+    ],
+)
 def test_before_training_goes_on(name: str, place: tuple[str, int], tmp_path: Path) -> None:
     saves = resume_job.Saves(tmp_path, [place])
     whole, _ = fit(LOADERS[name], seed=3, callbacks=[saves])
@@ -142,8 +152,19 @@ class SavesOnException(pl.Callback):
         trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("afterwards", [False, True])
-@pytest.mark.parametrize("name", ["shuffled", "stream", "stream with state", "loader with state"])
+@pytest.mark.parametrize(
+    ("name", "afterwards"),
+    [
+        ("shuffled", False),
+        ("stream", True),
+        ("stream with state", False),
+        ("loader with state", True),
+        pytest.param("shuffled", True, marks=pytest.mark.slow),
+        pytest.param("stream", False, marks=pytest.mark.slow),
+        pytest.param("stream with state", True, marks=pytest.mark.slow),
+        pytest.param("loader with state", False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_batch_whose_transfer_fails(
     name: str, afterwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ from strategies.common.torch_compat import (
     tree_map,
 )
 from strategies.common.transformers_compat import collector_hidden
+from strategies.common.trees import tensors_in
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
 from strategies.pipeline.partition.blocks.output import DeferredOutput
@@ -39,7 +40,6 @@ from strategies.pipeline.partition.blocks.rows import (
     kinds_of,
     num_rows,
     square_in,
-    tensors_of,
     with_rows,
     with_tensors_replaced,
 )
@@ -272,7 +272,7 @@ class DeferredBlocks:
             if has_rows is None or (slot == recording.hidden_slot and not has_rows):
                 return None, f"it is not clear whether {recording.describe(slot)} has one row per sample"
         last, last_of_probe = (self._expected.of(self._names[-1], *one.last_arguments) for one in (recording, probe))
-        shapes, probe_shapes = ([t.shape for t in tensors_of(one[0])] for one in (last, last_of_probe))
+        shapes, probe_shapes = ([t.shape for t in tensors_in(one[0])] for one in (last, last_of_probe))
         if len(shapes) != len(probe_shapes):
             return None, f"what block {self.path}.{self._names[-1]} returns depends on the number of rows"
         follow = [all_follow([one], [two], rows, probe_rows) for one, two in zip(shapes, probe_shapes, strict=True)]

@@ -79,11 +79,6 @@ def all_follow(shapes: Sequence[torch.Size], others: Sequence[torch.Size], rows:
     )
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in a value."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
 def decide(table: Sequence[Any], probe: Sequence[Any], rows: int, probe_rows: int) -> list[bool | None]:
     """Return for each entry of a table whether it has rows; ``None`` if that cannot be told.
 

@@ -72,8 +72,9 @@ def test_alike_blocks_without_an_example_count_by_parameters(lines: Any) -> None
     assert found(Gpt(), "blocks", given=[6, 2]) == [6, 2]
 
 
-def test_under_gpipe_the_time_of_the_driver_is_not_in_the_stages(lines: Any) -> None:
+def test_under_gpipe_the_time_of_the_driver_is_not_in_the_stages(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part runs before and after the passes of all stages; under 1f1b it runs between those of its own stage."""
+    monkeypatch.setattr("strategies.lightning.planning.partitioning.BUDGET_SECONDS", 0.3)
     model = Gpt()
     model.example_input_array = torch.zeros(8, 64, dtype=torch.long)
     balance = found(model, "blocks", mode="balance_by_time", schedule="1f1b")

@@ -42,6 +42,12 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     return wire
 
 
+@pytest.fixture
+def short_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shortens the wait for a cause where only its consequences are known."""
+    monkeypatch.setattr(client, "_DIAGNOSIS_SECONDS", 0.05)
+
+
 def remote_stage(ended: str | None = None) -> RemoteStage:
     process = StageProcess("process 7 on here", ended=lambda: ended, doing=lambda: "in F2", kill=lambda: None)
     return RemoteStage("worker", None, STAGE, process, Failures())
@@ -192,17 +198,15 @@ def test_the_first_cause_is_raised_not_its_consequences() -> None:
             failures.raise_cause()
 
 
-def test_a_consequence_alone_is_raised_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.pipeline.control.client._DIAGNOSIS_SECONDS", 0.1)
+def test_a_consequence_alone_is_raised_after_a_while(short_diagnosis: None) -> None:
     failures = Failures()
     failures.add(PeerFailed("rank 0 of the pipeline failed"), consequence=True)
     with pytest.raises(PeerFailed, match="rank 0 of the pipeline failed"):
         failures.raise_cause()
 
 
-def test_a_killed_worker_whose_exit_status_comes_late_is_lost(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_worker_whose_exit_status_comes_late_is_lost(wire: Wire, short_diagnosis: None) -> None:
     """The driver's own connection with it fails first, in a wait for a message."""
-    monkeypatch.setattr("strategies.pipeline.control.client._DIAGNOSIS_SECONDS", 0.1)
     remote = remote_stage(ended=None)
     remote.tell(StageCommands.discard, 1)
     lost = pytest.raises(WorkerLost, match=r"^stage 0 \(.*\), process 7 on here, did not answer: ")
@@ -220,7 +224,7 @@ def test_a_killed_worker_whose_exit_status_comes_late_is_lost(wire: Wire, monkey
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:48867"
 
 
-def test_a_connection_that_is_lost_between_processes_that_live() -> None:
+def test_a_connection_that_is_lost_between_processes_that_live(short_diagnosis: None) -> None:
     failures = Failures()
     lost = r"the data plane between the stages has failed, although .* still runs: .* Connection closed by peer"
     with pytest.raises(WorkerLost, match=lost), failures.explained():
@@ -306,7 +310,9 @@ def test_a_wait_returns_raises_or_ends_with_a_failure() -> None:
         wait(lambda: None)
 
 
-def test_a_stage_in_another_process_starts_anew_and_late_replies_are_those_of_the_process_before(wire: Wire) -> None:
+def test_a_stage_in_another_process_starts_anew_and_late_replies_are_those_of_the_process_before(
+    wire: Wire, short_diagnosis: None
+) -> None:
     remote = remote_stage()
     before = remote.failures
     for number in range(3):

@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from strategies.launch import session
 from strategies.launch.session import join_group
 from strategies.pipeline.optim.replicas import Averaging
 
@@ -128,12 +130,15 @@ def test_buffers_become_those_of_the_first_replica(tmp_path: Path) -> None:
     assert [buffer.flatten()[:1].tolist() for buffer in ours] == [b.flatten()[:1].tolist() for b in buffers(1)]
 
 
-def test_a_replica_may_be_late_for_longer_than_connecting_may_take(tmp_path: Path) -> None:
+def test_a_replica_may_be_late_for_longer_than_connecting_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gloo's messages between two know another time-out than its collectives: that with which they have connected."""
+    monkeypatch.setattr(session, "_CONNECT_SECONDS", 2.0)  # of which gloo takes a fifth
 
     def one(number: int) -> dict[int, Any]:
         averaging = Averaging(join_group(f"{tmp_path.as_uri()}/late", number, 2, 30), list, list)
-        time.sleep(2 * number)
+        time.sleep(0.8 * number)
         return averaging.gathered({number: {"step": torch.ones(2)}})
 
     with ThreadPoolExecutor(2) as threads:

@@ -23,6 +23,13 @@ from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 pytestmark = pytest.mark.usefixtures("float64")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def others_are_no_garbage() -> None:
+    """Has the collector look at the objects of these tests only, not at all that earlier ones have imported."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield

@@ -35,6 +35,9 @@ ONE_STAGE_EACH = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SIZES = [(p, m) for p in range(1, 17) for m in (*range(1, 2 * p + 2), 48, 64)]
 """Stages and micro-batches: fewer of them than stages, about as many, and many more."""
 
+SMALL_SIZES = [(p, m) for p, m in SIZES if p <= 5 and m <= 48]
+OF_ALL_SIZES = pytest.mark.parametrize("sizes", [SMALL_SIZES, pytest.param(SIZES, marks=pytest.mark.slow)], ids=len)
+
 SIZES_OF_TORCH = [(p, m) for p in range(1, 9) for m in range(1, 33)]
 
 
@@ -105,10 +108,11 @@ def test_fewer_microbatches_than_stages():
     """)
 
 
+@OF_ALL_SIZES
 @pytest.mark.parametrize("name", ONE_STAGE_EACH)
-def test_every_size_runs(name):
+def test_every_size_runs(name, sizes):
     """The simulator raises unless each action is there once, after what it needs, without a deadlock."""
-    for p, m in SIZES:
+    for p, m in sizes:
         simulation = simulate(ONE_STAGE_EACH[name](p, m))
         assert len(simulation.end) == 2 * p * m
         assert simulation.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
@@ -153,9 +157,10 @@ def kept_when_run(table):
     return most
 
 
-def test_one_f_one_b_runs_on_queues():
+@OF_ALL_SIZES
+def test_one_f_one_b_runs_on_queues(sizes):
     """Each action once: a queue has each micro-batch once, and all of them are empty in the end."""
-    for p, m in SIZES:
+    for p, m in sizes:
         table = one_f_one_b(p, m)
         assert all(len(row) == 2 * m for row in table)
         assert kept_when_run(table) == [min(p - i, m) for i in range(p)]
@@ -238,16 +243,20 @@ def test_zbv_equals_torch():
             assert zbv(p, m) == rows_of_torch([schedule._calculate_single_rank_operations(r) for r in range(p)])
 
 
-def sizes(limit):
+UP_TO = pytest.mark.parametrize("limit", [4, pytest.param(8, marks=pytest.mark.slow)])
+
+
+def sizes_up_to(limit):
     """Numbers of processes and of micro-batches, with multiples and fewer than there are processes."""
     return [(p, m) for p in range(1, limit + 1) for m in (*range(1, 2 * p + 2), 4 * p, 4 * p + 3, 32)]
 
 
+@UP_TO
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("make", [interleaved, zb_h1])
-def test_rounds_run_for_every_number_of_microbatches(make, chunks):
+def test_rounds_run_for_every_number_of_microbatches(make, chunks, limit):
     """The simulator raises unless each action is there once and no process waits for ever."""
-    for p, m in sizes(8):
+    for p, m in sizes_up_to(limit):
         simulation = simulate(make(p, m, chunks), Costs(backward=2.0), placement=loop(p, chunks))
         assert len(simulation.end) == (2 if make is interleaved else 3) * p * m * chunks
         bubble = simulation.total_time - 3 * m * chunks
@@ -257,8 +266,9 @@ def test_rounds_run_for_every_number_of_microbatches(make, chunks):
             assert max(simulation.peak_bytes) == p * chunks  # activations; of stages that are as many times shorter
 
 
-def test_zbv_and_v_half_run_for_every_number_of_microbatches():
-    for p, m in sizes(8):
+@UP_TO
+def test_zbv_and_v_half_run_for_every_number_of_microbatches(limit):
+    for p, m in sizes_up_to(limit):
         zero, half = (simulate(make(p, m), placement=v(p)) for make in (zbv, v_half))
         assert len(zero.end) == len(half.end) == 6 * p * m
         if m >= 2 * p:

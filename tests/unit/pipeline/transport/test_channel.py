@@ -134,13 +134,15 @@ def test_memory_is_used_again_in_any_mode(ends: tuple[Sender, Receiver]) -> None
             sender.release()
 
 
-def test_memory_of_many_layouts_is_not_kept(ends: tuple[Sender, Receiver]) -> None:
+def test_memory_of_many_layouts_is_not_kept(ends: tuple[Sender, Receiver], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "_MAX_LAYOUTS", 128)
     sender, receiver = ends
     num = channel._MAX_LAYOUTS + 10
+    assert num * 8000 * 4 > 2 * channel._FREE_BYTES
     for turn in range(2):
         for m in range(num):
-            sender.send(torch.full((4000 + m,), m, dtype=torch.int32), turn, m)
-            assert receiver.receive(turn, m).tolist() == [m] * (4000 + m)
+            sender.send(torch.full((8000 + m,), m, dtype=torch.int32), turn, m)
+            assert receiver.receive(turn, m).tolist() == [m] * (8000 + m)
             sender.release()
     assert sum(known.layout.message_bytes * len(known.free) for known in sender._known.values()) <= channel._FREE_BYTES
     assert len(sender._known) <= channel._MAX_LAYOUTS
@@ -264,7 +266,7 @@ def test_the_wrong_micro_batch_is_noticed(ends: tuple[Sender, Receiver]) -> None
 
 
 def test_waiting_in_vain_ends(tmp_path: Path) -> None:
-    session = Session(tmp_path.as_uri(), "token", 2, timeout_seconds=0.2, threads=1, paths=[], driver_pid=0)
+    session = Session(tmp_path.as_uri(), "token", 2, timeout_seconds=0.1, threads=1, paths=[], driver_pid=0)
     with ThreadPoolExecutor(2) as pool:
         _first, second = pool.map(lambda rank: join_data_plane(session, rank), range(2))
     with pytest.raises(PeerSilent, match="rank 0 of the pipeline sent nothing within the time-out") as caught:
