@@ -198,7 +198,8 @@ def test_the_first_cause_is_raised_not_its_consequences() -> None:
             failures.raise_cause()
 
 
-def test_a_consequence_alone_is_raised_after_a_while(short_diagnosis: None) -> None:
+def test_a_consequence_alone_is_raised_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strategies.pipeline.control.client._DIAGNOSIS_SECONDS", 0.1)
     failures = Failures()
     failures.add(PeerFailed("rank 0 of the pipeline failed"), consequence=True)
     with pytest.raises(PeerFailed, match="rank 0 of the pipeline failed"):
