@@ -203,7 +203,7 @@ class StrategyPlugin(Strategy):
             super().teardown()
 
     def _has_failed(self) -> bool:
-        """Whether an error has ended the run, so that errors of its teardown must not take the place of that one."""
+        """Whether an error has ended the run, so that errors of its teardown must not mask it."""
         model = self.lightning_module
         trainer = None if model is None else trainer_of(model)  # which has not got there if a launcher refuses to run
         return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED

@@ -158,7 +158,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             number that may be chosen (default: 2).
         data_plane: How stages exchange activations and gradients. ``"auto"`` (default) is ``"gloo"``: through the
             memory of the hosts. ``"nccl"``: from GPU to GPU, if each stage has a GPU of its own; it has never run
-            (``docs/gpu.md``), so it is not chosen by itself. For tests on CPUs, ``"simulated"`` runs
+            (``docs/gpu.md``), so it is never chosen automatically. For tests on CPUs, ``"simulated"`` runs
             the code of the latter by the rules of NCCL and reports tensors that are changed while they are being sent;
             ``"simulated-serial"`` does so on devices that run one operation at a time.
         max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
@@ -732,13 +732,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         rebalancing.begin_batch(pipeline, model.trainer.num_training_batches)
 
     def on_validation_start(self) -> None:
-        """Stop to record the last batch, and wait for the last step if a lost worker can be replaced."""
+        """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
         self.replace_lost_workers()
 
     def on_train_end(self) -> None:
-        """Stop to record the last batch, and wait for the last step if a lost worker can be replaced."""
+        """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
         self.replace_lost_workers()

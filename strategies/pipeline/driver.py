@@ -75,7 +75,7 @@ _END_SECONDS = 5.0
 """How long a worker may take to end by itself."""
 
 _MOST_ATTEMPTS = 3
-"""How often new workers are started if one of them is lost at once."""
+"""Maximum number of attempts to start new workers, one of which may be lost again."""
 
 _MAX_COMMANDS = 32
 """How many commands without a result may be under way to a stage on the data plane."""
@@ -498,8 +498,8 @@ class Pipeline(NotCopyable):
         """Copy the state of every process, to which :meth:`recover` goes back when workers are lost.
 
         To be called between two batches, such as after an optimizer step. The workers copy their parts while this
-        process copies its own, and it does not wait for them, except after the first snapshot. The last two snapshots
-        exist.
+        process copies its own, and it does not wait for them, except after the first snapshot. The last two
+        snapshots are kept.
 
         Args:
             number: The number of the snapshot, larger than that of the last one.
@@ -743,7 +743,7 @@ class Pipeline(NotCopyable):
         averaging: Averaging | None = None,
         mirrors: Sequence[Mirror] = (),
     ) -> tuple[Executor, WholeBatch, PerMicrobatch | None]:
-        """Make what leads the stages through passes, until the session ends."""
+        """Create the executor and its front ends, which exist until the session ends."""
         last = len(self.stages) - 1
         stage = Stage(
             chunks_of(

@@ -285,7 +285,7 @@ def _host(placement: Placement, needs: Sequence[Need], held: int) -> Iterator[_L
 
 
 def _snapshots(placement: Placement, needs: Sequence[Need], held: int, num_snapshots: int) -> Iterator[_Lack]:
-    """Yield whether the snapshots of all processes do not fit into this host's memory, beside what they copy."""
+    """Yield a lack if the snapshots of all processes do not fit into this host's memory, beside what they copy."""
     here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
     if not here or not num_snapshots:
         return

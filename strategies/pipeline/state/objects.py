@@ -24,7 +24,7 @@ _MISSING = object()
 
 
 class _NotCarried(Exception):
-    """An object contains what must have no copy."""
+    """Raised if an object must not be copied, because it contains a module, a tensor or what has ``__del__``."""
 
 
 class _Pickler(cloudpickle.Pickler):

@@ -1,6 +1,6 @@
 """What carries values between the processes of a pipeline: one transport in each process.
 
-headers, layouts    gloo, under every transport: their arrival can be awaited on the CPU, and a failure be told
+headers, layouts    gloo, under every transport: the CPU can wait for them, and they can report a failure
 payloads            host plane: gloo, through the memory of the hosts        (HostTransport)
                     device plane: from device to device                      (device.py)
 """
@@ -31,13 +31,13 @@ class Transport(Protocol):
         """Open a channel from a rank."""
 
     def fail(self) -> None:
-        """Tell every process that receives from this one that it has failed, so that none waits for it."""
+        """Report to every process that receives from this one that this one has failed, so that none waits for it."""
 
     def abort(self) -> None:
         """End all waits for devices, after a failure of any process; called on any thread."""
 
     def close(self) -> None:
-        """Give back what the channels hold, whether or not values are under way."""
+        """Release what the channels hold, whether or not values are being sent."""
 
 
 class HostTransport:

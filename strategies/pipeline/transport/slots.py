@@ -3,8 +3,8 @@
     holder: creates the file, keeps it open        writer: opens it by its address, maps and writes it
     header: number of the snapshot, or none │ number of pickled bytes │ pickled bytes │ storages, one after another
 
-The kernel keeps the values when the writer is killed, and frees them when the holder and the writer have ended, in
-whatever way. While a snapshot is being written its number is *none*, so nobody mistakes a torn one for a whole one. A
+The kernel keeps the values when the writer is killed, and frees them when the holder and the writer have ended,
+however they end. While a snapshot is being written its number is *none*, so an incomplete snapshot is never read. A
 process has two slots (:data:`NUM_SLOTS`), which it writes in turns.
 """
 

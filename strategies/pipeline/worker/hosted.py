@@ -70,7 +70,7 @@ class HostedStage(StageCommands):
         payload: What the driver has sent.
         wiring: The connections of the stage.
         activity: Where the stage records what it does.
-        state: The snapshot of which the payload is a part, if the stage goes on from one.
+        state: The snapshot of which the payload is a part, if restored from one.
     """
 
     def __init__(self, payload: Payload, wiring: Wiring, activity: Activity, state: StageState | None = None) -> None:

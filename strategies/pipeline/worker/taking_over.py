@@ -16,7 +16,7 @@ from strategies.pipeline.transport.slots import Slot, SlotAddress
 from strategies.pipeline.worker.payload import Payload, pickled, unpickled
 
 _ALL = -1
-"""Storages of every size stay out of the pickle: torch pickles one by making an archive of it."""
+"""Storages of every size stay out of the pickle, because torch makes an archive of each storage that it pickles."""
 
 
 @dataclass
@@ -55,9 +55,9 @@ class StageSlots:
             parcel = pickled(state, layers, None, small_bytes=_ALL)
         except ValueError as error:
             raise ValueError(
-                f"no snapshot can be taken of {describe(state.payload.index, layers)}: {error}. It has got that "
-                "object since the pipeline started: let the layer drop it at the end of its forward pass, or give it "
-                "a __getstate__ that leaves it out"
+                f"no snapshot can be taken of {describe(state.payload.index, layers)}: {error}. The layer "
+                "has got this object since the pipeline started: let it drop the object after its forward pass, or "
+                "give it a __getstate__ that leaves the object out"
             ) from error
         slot.write(number, parcel.blob, parcel.storages)
 
