@@ -11,6 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -487,6 +488,29 @@ def test_no_other_module_imports_lightning() -> None:
         if name.split(".")[0] in ("pytorch_lightning", "lightning_fabric", "lightning")
     ]
     assert not found, f"Import the name from {_LIGHTNING_COMPAT}:\n" + "\n".join(found)
+
+
+def test_packages_import_only_what_is_declared() -> None:
+    declared = _declared_dependencies()
+    for path in _modules():
+        for node in _nodes(path):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            else:
+                names = [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            for package in {name.split(".")[0] for name in names} - sys.stdlib_module_names:
+                assert package in declared, f"{path} imports {package}, which pyproject.toml does not declare"
+
+
+def _declared_dependencies() -> set[str]:
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
+    names = {requirement.split(">")[0].split("[")[0].replace("-", "_") for requirement in required}
+    assert "torch" in names
+    names = {"PIL" if name == "pillow" else name for name in names}
+    names |= {"yaml", "lightning_utilities", "lightning_fabric"}  # dependencies of pytorch-lightning
+    return names | {"trainer", "strategies"}
 
 
 def _modules() -> list[Path]:

@@ -46,6 +46,7 @@ def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Workers, "_spawn", refuse)
+    monkeypatch.setattr(RPCSequentialStrategy, "_start_fork_server", lambda strategy: None)  # which imports torch
     monkeypatch.setattr("strategies.lightning.planning.partitioning.BUDGET_SECONDS", 0.01)
     threads = torch.get_num_threads()
     yield

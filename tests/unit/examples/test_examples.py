@@ -1,10 +1,8 @@
 """The examples do what the README says: held-out text, models that learn, configurations that differ in one block."""
 
-import ast
 import math
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -149,37 +147,3 @@ def test_scripts_differ_in_one_argument():
         ('strategy="single_device",', 'strategy="rpc_sequential",')
     ]
     assert "__main__" not in pipeline
-
-
-# Packaging
-
-
-def test_packages_import_only_what_is_declared():
-    declared = declared_dependencies()
-    for path in [*ROOT.glob("trainer/**/*.py"), *ROOT.glob("strategies/**/*.py")]:
-        for module in imported_modules(path):
-            if module in sys.stdlib_module_names or module in {"trainer", "strategies"}:
-                continue
-            assert module in declared, (
-                f"{path.relative_to(ROOT)} imports {module}, which pyproject.toml does not declare"
-            )
-
-
-def declared_dependencies() -> set[str]:
-    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    required = [*project["dependencies"], *project["optional-dependencies"]["tensorboard"]]
-    names = {requirement.split(">")[0].split("[")[0].replace("-", "_") for requirement in required}
-    assert "torch" in names
-    names = {"PIL" if name == "pillow" else name for name in names}
-    return names | {"yaml", "lightning_utilities", "lightning_fabric"}  # dependencies of pytorch-lightning
-
-
-def imported_modules(path: Path) -> set[str]:
-    modules = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            modules.add((node.module or "").split(".")[0])
-    return modules

@@ -284,10 +284,12 @@ DIVISIBLE: dict[str, Any] = {
 
 
 IN_BFLOAT16 = ("Adafactor", "Adam", "AdamW, fused", "Muon", "SGDScheduleFree")
-"""Those that are tried in half precision too wherever the tests run; all of them are where slow tests run."""
+FOREACH = ("Adafactor, foreach", "AdamW, foreach", "SGD, foreach")
+"""Those that are tried in bfloat16, or with ``foreach``, in `make unit`; slow tests try all of them."""
 
+IN_UNIT = [name for name in DIVISIBLE if not name.endswith(", foreach") or name in FOREACH]
 OF_EVERY_TYPE = [
-    pytest.param(name, dtype, marks=[pytest.mark.slow] if half and name not in IN_BFLOAT16 else [])
+    pytest.param(name, dtype, marks=[pytest.mark.slow] * (name not in (IN_BFLOAT16 if half else IN_UNIT)))
     for name in DIVISIBLE
     for half, dtype in enumerate((torch.float32, torch.bfloat16))
 ]
@@ -322,7 +324,9 @@ def test_divisible_and_left_as_it_was(name: str, dtype: torch.dtype) -> None:
 NOT_BY_ELEMENT = ("Adafactor", "Adafactor, foreach", "Muon", "Lars", "Lamb, no clipping")
 
 
-@pytest.mark.parametrize("name", DIVISIBLE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in IN_UNIT)) for name in DIVISIBLE]
+)
 def test_divisible_by_rows(name: str) -> None:
     own = [p for p in parameters() if p.ndim]  # a scalar has no rows
     optimizer = DIVISIBLE[name](own)
