@@ -1,4 +1,4 @@
-"""What callbacks and loggers hear of a step, so that they hear it once, however often the step runs.
+"""Events of a step: what callbacks and loggers are told, once, however often the step runs.
 
     first run of a step   training_step   log "loss"   on_before_backward   (a worker is lost)
     second run            training_step                                     on_after_backward   ...
@@ -21,32 +21,32 @@ class Events:
         self._on_end_of_silence: Callable[[], None] | None = None
 
     def begin_step(self) -> None:
-        """A step begins of which nobody has heard."""
+        """Start a step that has delivered no event yet."""
         self._heard.clear()
 
     @property
     def has_heard(self) -> bool:
-        """Whether somebody has heard of the step."""
+        """Whether the step has delivered an event."""
         return bool(self._heard)
 
     def begin_run(self, *, is_repeated: bool, on_end_of_silence: Callable[[], None] | None = None) -> None:
-        """The step runs now.
+        """Start a run of the step.
 
         Args:
-            is_repeated: Whether everybody has heard of the whole step.
-            on_end_of_silence: Called when everything that has been heard of the step is over.
+            is_repeated: Whether all events of the step have been delivered.
+            on_end_of_silence: Called when the run has passed all events that have been delivered.
         """
         self._is_active, self._is_repeated, self._path = True, is_repeated, [0]
         self._on_end_of_silence = on_end_of_silence
         self._look_for_end_of_silence()
 
     def end_run(self) -> None:
-        """The step has run, or an error has ended it."""
+        """End the run of the step, which has returned or raised an error."""
         self._is_active = self._is_repeated = False
         self._on_end_of_silence = None
 
     def __call__(self, tell: Callable[[], Any]) -> Any:
-        """Call ``tell``, unless this event of the step has been heard; return its result, or ``None``."""
+        """Call ``tell``, unless this event has been delivered; return its result, or ``None``."""
         if not self._is_active:
             return tell()
         if self._is_repeated:
@@ -63,7 +63,7 @@ class Events:
         return result
 
     def note(self) -> None:
-        """An event of which nobody hears; what was heard before it is over when it comes again."""
+        """Count an event that delivers nothing, so that a later run knows that it has passed the events before it."""
         self(_nothing)
 
     def _look_for_end_of_silence(self) -> None:

@@ -83,7 +83,7 @@ class Moments:
         self.look_again()
 
     def look_again(self) -> None:
-        """Modules, parameters or buffers of the model may be others."""
+        """Read the modules, parameters and buffers of the model again, because they may have been replaced."""
         model = self._model
         self._memory = Memory([*model.modules(), *model.parameters(), *model.buffers()], _FOREIGN)
         self._modules = [
@@ -102,7 +102,7 @@ class Moments:
         return Moment(self._memory.take(self._holders()), self._seeds, self._model)
 
     def batch(self, arguments: Any, *, copies: bool) -> Remembered:
-        """Return the values of a batch, or what tells that they have changed."""
+        """Return the values of a batch, or, without ``copies``, marks that differ if they have changed."""
         return self._memory.take([("the batch", arguments)], copies_tensors=copies)
 
     def _holders(self) -> Iterator[tuple[str, Any]]:

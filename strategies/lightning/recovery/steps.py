@@ -6,9 +6,9 @@
                                    6'      7'
 
 Every process goes back to the last snapshot (here, that before step 6). The steps since then run again, each with the
-batch, the random numbers and the attributes of the model that it began with. Callbacks and loggers hear nothing of
-steps that are over, and of the lost one what they have not heard before. A step gives the same values each time, which
-is checked by the loss.
+batch, the random numbers and the attributes of the model that it began with. Callbacks and loggers are told nothing of
+steps that are over, and of the lost one what they have not been told before. A step must give the same values each
+time, which is checked by the loss.
 """
 
 import time
@@ -46,11 +46,11 @@ R = TypeVar("R")
 _PLAIN = (bool, int, float, str)
 
 _MAX_LOSSES = 3
-"""A step in which workers are lost so often ends the run: the step itself may be the reason."""
+"""Number of losses within one step that ends the run: the step itself may be the reason."""
 
 
 class _Unrecoverable(WorkerLost):
-    """A worker is lost, and steps cannot be run again."""
+    """Raised if a worker is lost and steps cannot run again."""
 
 
 @dataclass
@@ -80,7 +80,7 @@ class StepRecovery:
     """Runs the training steps of one ``fit``, makes snapshots, and goes back to the last one when a worker is lost.
 
     Args:
-        every_n_steps: Make a snapshot after so many steps of an optimizer.
+        every_n_steps: Number of optimizer steps after which a snapshot is made.
         trainer: The Trainer.
         model: The model.
         pipeline: The running pipeline.
@@ -133,7 +133,7 @@ class StepRecovery:
         self._followed.clear()
 
     def note(self) -> None:
-        """``training_step`` has returned."""
+        """Count the return of ``training_step`` as an event."""
         self._events.note()
 
     # A step
@@ -173,7 +173,7 @@ class StepRecovery:
         return result
 
     def _repeated(self, attempt: Callable[[str], R], what: str) -> R:
-        """Call ``attempt`` with what was lost, at first with ``""``, until no worker is lost; return its result."""
+        """Call ``attempt`` until no worker is lost, with the last loss or ``""``; return its result."""
         lost, num_losses = "", 0
         while True:
             try:
@@ -259,7 +259,7 @@ class StepRecovery:
         return trainer.global_step - self._last_global_step >= self._every_n_steps and self._begins_gradients(args)
 
     def _begins_gradients(self, args: Sequence[Any]) -> bool:
-        """Return whether the step that begins clears the gradients, or takes care of them itself."""
+        """Return whether the step that begins clears the gradients, or manages them itself (manual optimization)."""
         if not self._model.automatic_optimization:
             return True
         _, batch_idx, *_ = args
@@ -319,7 +319,7 @@ class StepRecovery:
         return grads, [num_changes(p) for p in here], [remote.version for remote in self._pipeline.remotes]
 
     def _ends_interval(self) -> bool:
-        """Return whether something looks at the weights before another step, or the run ends."""
+        """Return whether the weights are read before the next step, or the run ends."""
         trainer = self._trainer
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return bool(is_last or 0 <= trainer.max_steps <= trainer.global_step)

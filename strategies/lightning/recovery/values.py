@@ -24,15 +24,15 @@ from torch import Tensor, nn
 from strategies.common.torch_compat import num_changes
 
 _SMALL = 4096
-"""Up to so many elements, a tensor is copied anew each time."""
+"""A tensor with at most this many elements is copied each time."""
 _MAX_TENSOR_BYTES = 64 << 20
-"""A larger tensor is watched instead of copied."""
+"""A tensor with more bytes is watched instead of copied."""
 _MAX_ARRAY_BYTES = 4 << 20
-"""A larger NumPy array is taken as unchanged: arrays do not count their changes."""
+"""A NumPy array with more bytes is taken as unchanged: arrays do not count their changes."""
 _MAX_OBJECTS = 5000
-"""An attribute of more objects is taken as unchanged as long as its length is the same."""
+"""An attribute that consists of more objects is taken as unchanged as long as its length is the same."""
 _ATOMS_PER_OBJECT = 50
-"""Numbers, strings and the like in a list cost so much less than other objects."""
+"""How many numbers or strings in a list cost as much as one other object."""
 
 _ATOMS = {
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, type(Ellipsis), type(NotImplemented)),
@@ -55,7 +55,7 @@ class Remembered:
         self._watched: list[tuple[str, Callable[[], Any], Any]] = []
 
     def restore(self) -> None:
-        """Give every object its values of that moment back."""
+        """Restore the values of every object."""
         for put_back, holder, kept in self._kept:
             put_back(holder, kept)
 
@@ -68,7 +68,7 @@ class Remembered:
         self._kept.append((put_back, holder, kept))
 
     def watch(self, name: str, look: Callable[[], Any]) -> None:
-        """Take an object as changed if ``look()`` returns something else later on."""
+        """Report an object as changed if ``look()`` returns another value later."""
         self._watched.append((name, look, look()))
 
     @property
@@ -77,7 +77,7 @@ class Remembered:
         return len(self._kept)
 
     def forget_since(self, number: int) -> None:
-        """Forget objects that were kept when there were already so many."""
+        """Forget all kept objects but the first ``number``."""
         del self._kept[number:]
 
 
@@ -85,7 +85,7 @@ class Memory:
     """Remembers values of objects, again and again, and copies a large tensor only if it has changed.
 
     Args:
-        elsewhere: Tensors and modules that somebody else restores.
+        elsewhere: Tensors and modules that other code restores.
         foreign: Classes whose objects are not looked into, and not restored.
     """
 
@@ -135,7 +135,7 @@ class Memory:
             self.taken_as_unchanged[name] = "holds very many objects"
 
     def _walk(self, found: Remembered, seen: dict[int, Any], name: str, value: Any, copies: bool) -> bool:
-        """Remember what an object refers to; return whether that was not too much."""
+        """Remember what an object refers to; return whether it consists of at most ``_MAX_OBJECTS`` objects."""
         waiting, num_objects = [value], 0.0
         while waiting:
             each = waiting.pop()
@@ -158,7 +158,7 @@ class Memory:
         return issubclass(cls, (*self._foreign, *_ATOMIC_BASES))
 
     def _keep(self, found: Remembered, name: str, value: Any, waiting: list[Any]) -> float:
-        """Remember one object, and add what it refers to to ``waiting``; return what that has cost."""
+        """Remember one object and append the objects that it refers to to ``waiting``; return the cost."""
         cost, is_known = 0.0, True
         if isinstance(value, dict):
             found.keep(_put_items, value, list(value.items()))
@@ -183,7 +183,7 @@ class Memory:
             cost += _add(waiting, slots.values())
             is_known = True
         if not is_known and hasattr(type(value), "__next__"):
-            found.watch(name, object)  # nobody can tell how far it is
+            found.watch(name, object)  # its position cannot be read
         elif not is_known:
             self.taken_as_unchanged.setdefault(name, f"is or holds a {kind.__module__}.{kind.__qualname__}")
         return cost

@@ -1,6 +1,8 @@
 """Schedules as data: tables of actions per process, simulators that check and time them, the search for a plan.
 
-In: numbers of processes and micro-batches, measured costs, files with tables, records of a step. Out: rows of actions,
-the order of sends and receives, predicted and measured times, memory, a plan, pictures. Pure functions; imports no
-other room.
+``tables`` has the named schedules, ``custom`` those of users, ``planned`` what a search has chosen; ``timetable`` adds
+the code of the driver, and ``operations`` and ``posting`` sends and receives. ``simulator`` and ``devices`` check them,
+``search`` finds a plan, ``measured`` and ``imbalance`` say what recorded steps show, ``picture`` draws. In: numbers of
+processes and micro-batches, measured costs, files with tables, records of a step. Out: rows of actions, the order of
+sends and receives, predicted and measured times, memory, a plan, pictures. Pure functions; imports no other room.
 """

@@ -4,8 +4,9 @@
     place           0     1     0     1
 
 Each worker writes its part into slots of which the driver is the holder (:mod:`strategies.pipeline.transport.slots`),
-so that the values outlive the worker. The driver keeps its own part as copies. The snapshot to go back to is the last
-one that every process has whole. Number ``n + 1`` is written only when all have ``n`` whole, and never over that.
+so that the values outlive the worker. The driver keeps its own part as copies. A recovery goes back to the
+last snapshot that is complete in every process. Number ``n + 1`` is written only when ``n`` is complete everywhere, and
+never over it.
 """
 
 import pickle
@@ -105,7 +106,7 @@ class OwnState:
 
     @torch.no_grad()
     def take(self, number: int, parts: OwnParts, *, with_grads: bool) -> None:
-        """Replace the snapshot by one of now, in the memory of the one before."""
+        """Replace the snapshot by one of the present state, in the memory of the previous one."""
         self.forget()
         self._num_used, self._kept = 0, {}
         self._restore = [
@@ -125,7 +126,7 @@ class OwnState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give everything its values of the snapshot; once or more often."""
+        """Restore all values of the snapshot; may be called several times."""
         for restore in self._restore:
             restore()
 
@@ -176,7 +177,7 @@ class OwnState:
         return restore
 
     def _of_told(self, module: nn.Module) -> Restore:
-        """Keep the plain attributes of a layer of which a worker has the original."""
+        """Keep the plain attributes of a layer whose original is on a worker."""
         names, attributes = frozenset(vars(module)), plain_attributes_of(module)
 
         def restore() -> None:
@@ -344,7 +345,7 @@ class Snapshots:
         return max(whole, key=lambda each: each.number, default=None)
 
     def go_back(self, whole: Whole) -> None:
-        """Forget the snapshot that is not this one, once no worker writes any more."""
+        """Forget the other snapshot; call this when no worker writes any more."""
         self._ordered, other = whole, 1 - whole.place
         self._own[other].forget()
         for slot in self.slots[other]:
@@ -355,7 +356,7 @@ class Snapshots:
         self._own[whole.place].restore()
 
     def close(self) -> None:
-        """Give the memory free, once no worker writes any more."""
+        """Release the memory; call this when no worker writes any more."""
         for slots in self.slots:
             for slot in slots:
                 slot.close()

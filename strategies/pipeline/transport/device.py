@@ -40,7 +40,7 @@ from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, pai
 
 
 class Transfer(Protocol):
-    """Tensors on their way between two devices. As long as it exists, so does their memory."""
+    """Tensors that are being sent between two devices; it keeps their memory alive."""
 
     def wait(self) -> None:
         """Let what this thread computes from now on wait until the transfer has run."""
@@ -53,7 +53,7 @@ class Link(Protocol):
     """One direction between the devices of two processes. Transfers run in the order in which they are posted."""
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
-        """Post tensors, which are contiguous and on the device; what computes them may still run."""
+        """Post sends of tensors, which are contiguous and on the device; their computation may still run."""
 
     def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
         """Post the receives of new tensors, which may be used after :meth:`Transfer.wait`."""
@@ -140,7 +140,7 @@ class DeviceSender(Sender):
             self.post(pass_number, microbatch)
 
     def post(self, pass_number: int, microbatch: int) -> None:
-        """Post a value that has been queued; none has been if nothing requires this gradient."""
+        """Post the value that has been queued; there is none if nothing requires this gradient."""
         queued = self._queued.pop((pass_number, microbatch), None)
         if queued is None:
             return
@@ -180,7 +180,7 @@ class DeviceSender(Sender):
         return 1
 
     def flush(self, keep: int = 0) -> None:
-        """Let what is computed from now on wait for the transfers of all values but the last ``keep``.
+        """Have later computation wait for the transfers of all values except the last ``keep``.
 
         With ``keep``, block until they have run, which bounds the memory of values that have been posted.
         """
@@ -255,7 +255,7 @@ class DeviceReceiver(Receiver):
         self._arriving[pass_number, microbatch] = arriving
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
-        """Return a value of a pass that has been begun; a value of tied parameters, begin it first.
+        """Return a value of a pass that has begun; the transfer of a value of tied parameters begins here.
 
         What is computed from now on waits until the tensors have arrived. For the errors see
         :meth:`Receiver.receive`.

@@ -21,7 +21,7 @@ from strategies.common.trees import TensorLayout
 from strategies.pipeline.transport.device import Route, Transfer
 
 _LOOK_SECONDS = 5e-5
-"""How often a blocked process looks whether a transfer has run. A wait within CUDA could not be interrupted."""
+"""How often a blocked process checks whether a transfer has run. A wait within CUDA could not be interrupted."""
 
 
 class NcclTransfer:
