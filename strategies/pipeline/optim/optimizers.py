@@ -76,7 +76,7 @@ class PipelineOptimizers:
         self._shared_steps: SharedSteps | None = None
         self.references = References()
         self.recorder: Recorder | None = None
-        """Records when the optimizers step on the driver; ``None`` if nobody wants to know."""
+        """Records when the optimizers step on the driver; ``None`` while no step is recorded."""
 
     def connect(
         self, remotes: Sequence[RemoteStage], numbers: Sequence[list[list[int]]], *, dividing: Averaging | None = None

@@ -31,7 +31,7 @@ def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Ha
 
     Args:
         plane: The name of a plane. ``"auto"`` is ``"gloo"``, on GPUs too: ``"nccl"`` has never run
-            (``docs/gpu.md``), so nobody gets it without asking for it.
+            (``docs/gpu.md``), so it must be requested by name.
         devices: The device of each stage.
         hosts: What identifies the host of each stage.
 
