@@ -45,7 +45,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 @pytest.fixture
 def short_diagnosis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the wait for a cause where only its consequences are known."""
-    monkeypatch.setattr(client, "_DIAGNOSIS_SECONDS", 0.05)
+    monkeypatch.setattr(client, "_DIAGNOSIS_SECONDS", 0.1)
 
 
 def remote_stage(ended: str | None = None) -> RemoteStage:

@@ -134,11 +134,11 @@ def test_a_replica_may_be_late_for_longer_than_connecting_may_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gloo's messages between two know another time-out than its collectives: that with which they have connected."""
-    monkeypatch.setattr(session, "_CONNECT_SECONDS", 2.0)  # of which gloo takes a fifth
+    monkeypatch.setattr(session, "_CONNECT_SECONDS", 3.0)  # of which gloo takes a fifth
 
     def one(number: int) -> dict[int, Any]:
         averaging = Averaging(join_group(f"{tmp_path.as_uri()}/late", number, 2, 30), list, list)
-        time.sleep(0.8 * number)
+        time.sleep(1.0 * number)
         return averaging.gathered({number: {"step": torch.ones(2)}})
 
     with ThreadPoolExecutor(2) as threads:

@@ -266,7 +266,7 @@ def test_the_wrong_micro_batch_is_noticed(ends: tuple[Sender, Receiver]) -> None
 
 
 def test_waiting_in_vain_ends(tmp_path: Path) -> None:
-    session = Session(tmp_path.as_uri(), "token", 2, timeout_seconds=0.1, threads=1, paths=[], driver_pid=0)
+    session = Session(tmp_path.as_uri(), "token", 2, timeout_seconds=0.2, threads=1, paths=[], driver_pid=0)
     with ThreadPoolExecutor(2) as pool:
         _first, second = pool.map(lambda rank: join_data_plane(session, rank), range(2))
     with pytest.raises(PeerSilent, match="rank 0 of the pipeline sent nothing within the time-out") as caught:
