@@ -182,8 +182,8 @@ class Relay:
     def step(self) -> float:
         loss = self.passes()
         assert self.pipeline is not None
+        self.pipeline.optimizers.step_remotes(self.optimizer, {})  # workers step while this process does
         self.optimizer.step()
-        self.pipeline.optimizers.step_remotes(self.optimizer, {})
         self.pipeline.wait()
         return loss
 
