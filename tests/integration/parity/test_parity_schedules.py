@@ -271,7 +271,7 @@ class Pop(nn.Linear):
 
 
 class Tokens(Small):
-    """Tokens with padding, recurrent layers, a skip over other layers, and an output that has the embedding's weight."""
+    """Tokens with padding, recurrent layers, a skip, and an output that has the weight of the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
