@@ -368,12 +368,29 @@ def test_time_of_the_engine_itself():
     """It counts for each action, so fewer micro-batches and fewer stages are better."""
     nothing = ModelCosts([LayerCosts(0, 0, 0)] * 4, action=1.0)
     assert search(nothing, 2, [4], schedules=["1f1b"]).seconds == pytest.approx(2 * (4 + 1))
+    split = [[Action(kind, 0, i) for kind in "FIW"] for i in range(2)]
+    assert nothing.seconds(split, [2, 2]) == 4  # weight gradients have no message
     numbers = [2, 4, 8, 16]
     found = []
     for action in (0.0, 4.0):
         costs = {m: ModelCosts([LayerCosts(*[8 / m] * 3)] * 8, action=action) for m in numbers}
         found.append(search(costs.__getitem__, 2, numbers, effort=300_000).microbatches)
     assert found[0] > found[1]
+
+
+def test_the_step_of_the_optimizer():
+    """Under ``zbv`` the driver has the first and the last layer, whose steps take long."""
+    layers = [LayerCosts(1.0, 1.0, 1.0)] * 8
+    schedules = ["zb-h1", "zbv"]
+    assert search(ModelCosts(layers), 2, [4], schedules=schedules).schedule == "zbv"
+    ends = [LayerCosts(1.0, 1.0, 1.0, step=10.0), *layers[2:], LayerCosts(1.0, 1.0, 1.0, step=10.0)]
+    costs = ModelCosts(ends)
+    plan = search(costs, 2, [4], schedules=schedules, max_chunks=2)
+    assert plan.schedule == "zb-h1" and plan.placement == loop(2)
+    assert plan.seconds == pytest.approx(costs.seconds(plan.table, plan.balance) + 10, abs=3)
+    layers = [LayerCosts(1.0, 1.0, 1.0, step=1.0)] * 8
+    even, uneven = (search(ModelCosts(layers, driver_step=step), 2, [4], schedules=["1f1b"]) for step in (0, 40))
+    assert even.balance == [4, 4] and uneven.balance[1] < 4
 
 
 def test_predicted_seconds():
