@@ -182,7 +182,8 @@ LARGE_BYTES = 2**22
 def _within(function: Any) -> Any:
     """Return a function of ``torch.nn.functional`` whose calls of other functions a mode sees.
 
-    Such a function hands itself to the mode, which can only run it without the mode. The copy does not do so.
+    Such a function hands itself to the mode, which can only run it without the mode. The copy does not do so. It is
+    made for each call, because users replace functions of that module.
     """
     names = {**function.__globals__, "has_torch_function": lambda tensors: False}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
@@ -191,7 +192,6 @@ def _within(function: Any) -> Any:
 
 
 _ATTENTION = functional.multi_head_attention_forward
-_ATTENTION_WITHIN = _within(_ATTENTION)
 
 
 class WeightGradients:
@@ -271,11 +271,11 @@ class DelayedWeights(TorchFunctionMode):
             call = _CALLS[func](*args, **arguments)
             if call is not None and _can_wait(call) and call.weight.nbytes >= self.least_bytes:
                 return _Delayed.apply(call.x, call.weight, call.bias, call.kind, call.others, self)
-        if func is _ATTENTION and not self._in_attention:
+        if func is _ATTENTION and not self._in_attention and {*types} <= {Tensor, nn.Parameter}:
             self._in_attention = True
             try:
                 with self:
-                    return _ATTENTION_WITHIN(*args, **arguments)
+                    return _within(func)(*args, **arguments)
             finally:
                 self._in_attention = False
         return func(*args, **arguments)

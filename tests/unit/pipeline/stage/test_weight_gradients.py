@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -75,6 +76,36 @@ def check(layer: nn.Module, x: Tensor, waiting: int, tolerance: float = 1e-12) -
 def test_gradients(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     layer = make()
     check(layer, torch.randn(shape), len(list(layer.parameters())))
+
+
+def test_attention_uses_functions_that_the_user_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are replaced after the import, and is left alone if a tensor has its own rules."""
+    layer, x, calls = Attention(), torch.randn(2, 5, 4), list[Tensor]()
+    original = nn.functional.softmax
+
+    def softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(scores)
+        return original(scores, *args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "softmax", softmax)
+    check(layer, x, 4)
+    assert len(calls) >= 2  # a plain run, and one within the mode, in which torch calls it once more
+
+    class Own(Tensor):
+        functions: ClassVar[list[object]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.functions.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    own = x.as_subclass(Own)
+    with DelayedWeights():
+        nn.functional.multi_head_attention_forward(
+            *(own, own, own, 4, 2, layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0),
+            *(layer.out_proj.weight, layer.out_proj.bias),
+        )
+    assert nn.functional.multi_head_attention_forward in Own.functions
 
 
 @pytest.mark.parametrize("padding", [None, 2, -1])
