@@ -295,20 +295,20 @@ def test_recurrent_layers_skips_and_tied_embeddings() -> None:
 
 
 class Large(Small):
-    """A large weight, whose gradient is added in place under every schedule."""
+    """A large weight in each of two stages, whose gradient is added in place under every schedule."""
 
     def __init__(self) -> None:
         super().__init__()
         rows = LARGE_BYTES // 8 // WIDTH + 1  # float64
-        self.sequential_module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, rows), nn.Linear(rows, 2))
+        large = nn.Linear(WIDTH, rows), nn.Linear(rows, WIDTH)
+        self.sequential_module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *large, nn.Linear(WIDTH, 2))
 
 
 def check_large() -> None:
+    assert all(has_large_weights([layer]) for layer in Large().double().sequential_module[1:3])
     plain = fit(Large, SingleDeviceStrategy("cpu"), 1, train=partial(batches, UNEVEN), max_epochs=1)
     for name in ("1f1b", "gpipe"):
-        outcome = trained(Large, 2, {"schedule": name, "balance": [2, 1]})
-        assert has_large_weights([outcome.model.sequential_module[2]])
-        compare(outcome, plain)
+        compare(trained(Large, 2, {"schedule": name, "balance": [2, 2]}), plain)
 
 
 @pytest.mark.slow
