@@ -381,16 +381,20 @@ def test_time_of_the_engine_itself():
 def test_the_step_of_the_optimizer():
     """Under ``zbv`` the driver has the first and the last layer, whose steps take long."""
     layers = [LayerCosts(1.0, 1.0, 1.0)] * 8
-    schedules = ["zb-h1", "zbv"]
-    assert search(ModelCosts(layers), 2, [4], schedules=schedules).schedule == "zbv"
-    ends = [LayerCosts(1.0, 1.0, 1.0, step=10.0), *layers[2:], LayerCosts(1.0, 1.0, 1.0, step=10.0)]
-    costs = ModelCosts(ends)
-    plan = search(costs, 2, [4], schedules=schedules, max_chunks=2)
-    assert plan.schedule == "zb-h1" and plan.placement == loop(2)
-    assert plan.seconds == pytest.approx(costs.seconds(plan.table, plan.balance) + 10, abs=3)
-    layers = [LayerCosts(1.0, 1.0, 1.0, step=1.0)] * 8
-    even, uneven = (search(ModelCosts(layers, driver_step=step), 2, [4], schedules=["1f1b"]) for step in (0, 40))
-    assert even.balance == [4, 4] and uneven.balance[1] < 4
+    schedules = ["1f1b", "zbv"]
+    assert search(ModelCosts(layers), 2, [4], schedules=schedules, effort=300_000).schedule == "zbv"
+    long = LayerCosts(1.0, 1.0, 1.0, step=20.0)
+    costs = ModelCosts([long, *layers[2:], long])
+    plan = search(costs, 2, [4], schedules=schedules, effort=300_000)
+    assert plan.schedule == "1f1b"
+    assert costs.seconds(plan.table, plan.balance) < plan.seconds <= costs.seconds(plan.table, plan.balance) + 20
+    first = ModelCosts([LayerCosts(1.0, 1.0, 1.0, step=20.0)] * 4 + layers[4:])
+    assert search(first, 2, [4], schedules=["1f1b"], max_chunks=1).balance[0] < 4
+    seconds = [
+        search(ModelCosts(layers, driver_step=step), 2, [4], schedules=["1f1b"], balance_of=lambda num: [4, 4]).seconds
+        for step in (0.0, 4.0, 40.0)
+    ]
+    assert seconds == [60, 60, 92]  # the driver ends its passes 8 units before the worker
 
 
 def test_predicted_seconds():
