@@ -136,6 +136,7 @@ class Relay:
     def __init__(self, number: int, shape: Shape, schedule: str, finds_microbatches: bool = False) -> None:
         self.shape, self.schedule, self.finds_microbatches = shape, schedule, finds_microbatches
         self.pipeline: Pipeline | None = None
+        self.own_choice: tuple[Settings, list[int]] | None = None
 
     def prepare(self, microbatches: int) -> str:
         """Starts the pipeline; returns the schedule and the balance."""
@@ -143,7 +144,9 @@ class Relay:
         self.settings = Settings(microbatches=microbatches, checkpoint="never", schedule=self.schedule)
         balance: list[int] | None = None
         if self.schedule == "auto":
-            self.settings, balance = self.found(microbatches)
+            self.settings, balance = self.own_choice or self.found(microbatches)
+            if self.finds_microbatches:  # it ignores the given number, so it need not be found again, which takes long
+                self.own_choice = self.settings, balance
         self.batches = endless(self.shape)
         self.rank_of = self.settings.timetables(PROCESSES).rank_of
         self.balance = gpt_balance(self.shape.num_blocks, len(self.rank_of)) if balance is None else balance
@@ -182,8 +185,8 @@ class Relay:
     def step(self) -> float:
         loss = self.passes()
         assert self.pipeline is not None
+        self.pipeline.optimizers.step_remotes(self.optimizer, {})  # workers step while this process does
         self.optimizer.step()
-        self.pipeline.optimizers.step_remotes(self.optimizer, {})
         self.pipeline.wait()
         return loss
 

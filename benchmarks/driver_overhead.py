@@ -59,8 +59,8 @@ def measured(schedule: str, stages: int, microbatches: int, steps: int) -> tuple
         optimizer.zero_grad()
         pipeline.optimizers.zero_grad_remotes(optimizer, True)
         passes_of(pipeline, model, x, schedule, microbatches)
+        pipeline.optimizers.step_remotes(optimizer, {})  # workers step while this process does
         optimizer.step()
-        pipeline.optimizers.step_remotes(optimizer, {})
 
     try:
         for _ in range(WARM_UP):

@@ -38,7 +38,7 @@ from strategies.pipeline.schedule.simulator import simulate
 from strategies.pipeline.schedule.tables import v_half
 
 ROUNDS, PAIR_ROUNDS = 3, 10
-"""Rounds of all contestants, and further rounds of Relay's and torch's same schedules only."""
+"""Rounds of all contestants, and further rounds of those only that are compared closely (:func:`pair_names`)."""
 
 WARM_UP = 2
 """Number of steps in which the losses of all contestants are compared."""
@@ -53,6 +53,10 @@ SAME_SCHEDULE = {
 }
 PAIRS = ("Relay, gpipe", "Relay, 1f1b")
 """Those of Relay that have further rounds with torch's same."""
+AUTO = ("Relay, auto", "Relay, auto, own micro-batches")
+"""Those of Relay that have further rounds with torch's fastest, and with one process beside a busy one."""
+ONLY_TRACED = ("Relay, zb-h1", "Relay, v-half", "torchgpipe, two threads", "fairscale.nn, two threads")
+"""Those that take part with :data:`TRACED` micro-batches only, because nothing is compared with them."""
 
 RELAY = {
     **{f"Relay, {name}": (name, False) for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "v-half", "auto")},
@@ -135,39 +139,43 @@ class Contest:
             return None
 
     def rounds(self, microbatches: int, rounds: int, pair_rounds: int) -> dict[str, list[float]]:
-        """Returns the seconds of each contestant's steps: rounds of all, then those of Relay's and torch's pairs."""
-        for name in list(self.contestants):
+        """Returns the seconds of each contestant's steps: rounds of all, then those of :func:`pair_names`."""
+        taking_part = [name for name in self.contestants if microbatches == TRACED or name not in ONLY_TRACED]
+        for name in taking_part:
             prepared = self.attempt(name, microbatches, lambda processes: processes.call("prepare", microbatches))
             if "auto" in name and prepared is not None:
                 self.found.append(f"{name}, given {microbatches} micro-batches: {prepared[0]}")
         self.busy.call("prepare", microbatches)
-        self.check_losses(microbatches)
+        self.check_losses(microbatches, taking_part)
         self.busy.call("step")
         self.contestants["one process"].call("step", 2)
         times: dict[str, list[float]] = {}
         for _ in range(rounds):
             now = {
                 name: self.attempt(name, microbatches, lambda processes: processes.timed("step"))
-                for name in [*self.contestants]
+                for name in taking_part
+                if name in self.contestants
             }
             one = self.contestants["one process"]
             now[TWO_THREADS] = one.timed("step", 2)
             now[BESIDE] = self.beside_a_busy_one(one)
             for name, seconds in now.items():
                 times.setdefault(name, []).append(seconds)
+        paired = [name for name in pair_names(times) if name in self.contestants]
         for number in range(pair_rounds):
-            pairs = [(name, SAME_SCHEDULE[name]) for name in PAIRS]
-            for name in [name for pair in pairs for name in pair][:: -1 if number % 2 else 1]:
+            for name in paired[:: -1 if number % 2 else 1]:
                 if name in self.contestants:
                     times[name].append(self.attempt(name, microbatches, lambda processes: processes.timed("step")))
+            times[BESIDE].append(self.beside_a_busy_one(one))
         return {name: seconds for name, seconds in times.items() if None not in seconds}
 
-    def check_losses(self, microbatches: int) -> None:
+    def check_losses(self, microbatches: int, taking_part: Iterable[str]) -> None:
         """Compares the losses of the first steps, to check that all contestants do the same work."""
         for _ in range(WARM_UP):
             losses = {
                 name: self.attempt(name, microbatches, lambda processes: processes.call("step"))
-                for name in [*self.contestants]
+                for name in taking_part
+                if name in self.contestants
             }
             (expected,) = losses["one process"]
             for name, members in losses.items():
@@ -201,32 +209,47 @@ class Contest:
                 processes.end()
 
 
+def fastest_of_torch(times: dict[str, list[float]]) -> str | None:
+    """Returns torch's schedule that was the fastest in the rounds of all contestants."""
+    number = len(times["one process"])
+    of_torch = [name for name, seconds in times.items() if name.startswith("torch,") and None not in seconds]
+    return min(of_torch, key=lambda name: median(times[name][:number]), default=None)
+
+
+def pair_names(times: dict[str, list[float]]) -> list[str]:
+    """Returns the contestants that have further rounds, given the seconds of the first rounds."""
+    same = [name for pair in PAIRS for name in (pair, SAME_SCHEDULE[pair])]
+    fastest = fastest_of_torch(times)
+    names = dict.fromkeys([*same, *AUTO, *([] if fastest is None else [fastest])])
+    return [name for name in names if name in times]
+
+
 def table_of(times: dict[str, list[float]], microbatches: int, spans: dict[str, list[Span]]) -> Table:
     """Returns a table with one row per contestant."""
     one, beside = times["one process"], times[BESIDE]
-    columns = ["step", "median s", "quartiles", "of one process", "of its limit", "of torch's same"]
+    columns = ["step", "median s", "quartiles", "rounds", "of one process", "of its limit", "of torch's same"]
     columns += ["of torch's fastest"]
-    of_torch = [name for name in times if name.startswith("torch,")]
-    fastest = min(of_torch, key=lambda name: median(times[name][: len(one)]), default=None)
+    fastest = fastest_of_torch(times)
     columns += ["bubble, theory", "measured"] if spans else []
     rows = []
     for name, seconds in times.items():
         idle, peer = bubble_of(name, microbatches), times.get(SAME_SCHEDULE.get(name, ""))
         limits = [] if idle is None else [time / PROCESSES / (1 - idle) for time in beside]
         with_all = seconds[: len(one)]
-        row = [name, *spread(seconds), f"{quartiles(ratios(with_all, one))[1]:.3f}"]
-        row.append(f"{quartiles(ratios(with_all, limits))[1]:.3f}" if limits else "")
-        row.append("{1:.3f} ({0:.3f} to {2:.3f})".format(*_ratios_of_pair(seconds, peer)) if peer else "")
-        row.append(f"{quartiles(ratios(with_all, times[fastest][: len(one)]))[1]:.3f}" if fastest else "")
+        row = [name, *spread(seconds), str(len(seconds)), f"{quartiles(ratios(with_all, one))[1]:.3f}"]
+        row.append(_of_pair(seconds, limits) if limits else "")
+        row.append(_of_pair(seconds, peer) if peer else "")
+        row.append(_of_pair(seconds, times[fastest]) if fastest else "")
         if spans:
             row += ["" if idle is None else f"{idle:.1%}", f"{bubble(spans[name]):.1%}" if name in spans else ""]
         rows.append(row)
     return Table(columns, rows, f"{microbatches} micro-batches")
 
 
-def _ratios_of_pair(own: list[float], peer: list[float]) -> tuple[float, float, float]:
+def _of_pair(own: list[float], peer: list[float]) -> str:
+    """Returns median and quartiles of the ratios in the rounds that both took part in."""
     number = min(len(own), len(peer))
-    return quartiles(ratios(own[:number], peer[:number]))
+    return "{1:.3f} ({0:.3f} to {2:.3f})".format(*quartiles(ratios(own[:number], peer[:number])))
 
 
 def spent_table(spans: dict[str, list[Span]], microbatches: int) -> Table:
@@ -259,12 +282,14 @@ def draw_gantt(spans: dict[str, list[Span]], figure: Any) -> None:
         gantt(axis, own, name)
 
 
-def with_large_vocabulary(shape: Shape, rounds: int, folder: Path) -> tuple[Contest, dict[str, list[float]]]:
+def with_large_vocabulary(
+    shape: Shape, rounds: int, pair_rounds: int, folder: Path
+) -> tuple[Contest, dict[str, list[float]]]:
     """Returns a contest in which the head is worth several blocks, and its times."""
     relay = ("Relay, 1f1b", "Relay, auto", "Relay, auto, own micro-batches")
     contest = Contest(replace(shape, vocabulary=LARGE_VOCABULARY), folder, relay=relay, libraries=False)
     try:
-        return contest, contest.rounds(TRACED, rounds, 0)
+        return contest, contest.rounds(TRACED, rounds, pair_rounds)
     finally:
         contest.end()
 
@@ -278,10 +303,11 @@ def main(effort: Effort) -> Section:
         "A training step of a pipeline",
         f"GPT of {shape.num_blocks} blocks at width {shape.width}, {shape.rows} rows of {shape.length} tokens, AdamW, "
         f"float32; two processes with one thread each; loader and optimizer step included; {rounds} interleaved rounds "
-        f"after {WARM_UP} steps of warm-up, then {pair_rounds} of Relay's and torch's same schedules only. "
+        f"after {WARM_UP} steps of warm-up, then {pair_rounds} of `gpipe`, `1f1b` and torch's same, of `auto` and "
+        "torch's fastest, and of the limit only. "
         f'Relay: `checkpoint="never"`, every stage has finished at the end of a step; all but `auto` with an even '
-        "split. Ratios are medians over the rounds. The limit is half of the time of one process beside a busy one, "
-        "plus the bubble of the schedule.",
+        "split. Ratios are medians and quartiles over the rounds that both took part in. The limit is half of the time "
+        "of one process beside a busy one, plus the bubble of the schedule.",
     )
     all_times: dict[int, dict[str, list[float]]] = {}
     all_spans: dict[int, dict[str, list[Span]]] = {}
@@ -298,7 +324,7 @@ def main(effort: Effort) -> Section:
         finally:
             contest.end()
         if not effort.tiny:
-            large, of_large = with_large_vocabulary(shape, rounds, Path(folder))
+            large, of_large = with_large_vocabulary(shape, rounds, pair_rounds, Path(folder))
             contest.differ += large.differ
     section.tables = [table_of(times, m, all_spans.get(m, {})) for m, times in all_times.items()]
     if not effort.tiny:

@@ -96,7 +96,8 @@ def main(effort: Effort) -> Section:
         f"The GPT of the first section, {shape.num_blocks} blocks at width {shape.width}; two processes with one "
         f"thread each; the time of the passes until all stages have finished, without optimizer step; {rounds} "
         "interleaved rounds, in each of which a schedule runs twice and the second time counts. `auto` measures alone "
-        "and chooses balance and order by itself; the others have an even split.",
+        "and chooses balance and order by itself, for passes and optimizer step together; the others have an even "
+        "split.",
         tables=tables,
         notes=[
             "The costs of the prediction are measured in every round, beside a busy process. The ratios are medians of "

@@ -84,8 +84,8 @@ class WithSnapshots(Relay):
         pids = os.getpid(), self.worker()
         before, began = sum(map(cpu_seconds, pids)), perf_counter()
         self.passes()
+        self.pipeline.optimizers.step_remotes(self.optimizer, {})  # workers step while this process does
         self.optimizer.step()
-        self.pipeline.optimizers.step_remotes(self.optimizer, {})
         if with_snapshot:
             self.take()
         self.pipeline.wait()

@@ -111,9 +111,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     * ``teardown`` returns weights and optimizer states to the user's objects and ends the workers.
 
     ``schedule="auto"`` measures, before the first ``fit``, the forward and backward passes of every layer, what the
-    driver runs outside the layers, and the transfer between two processes, and searches schedule, balance and order of
-    passes on a simulator. It takes the model's ``example_input_array`` for a batch (see ``balance_mode``). One line
-    says what was chosen and why. The choice is kept for later runs, stored in checkpoints and used again on resuming.
+    driver runs outside the layers, the transfer between two processes, and a step of AdamW, which stands for that of
+    the model's optimizer. It searches schedule, balance and order of passes on a simulator. It takes the model's
+    ``example_input_array`` for a batch (see ``balance_mode``). One line says what was chosen and why. The choice is
+    kept for later runs, stored in checkpoints and used again on resuming.
 
     Args:
         balance: Number of layers of each stage, or ``"even"`` for equal numbers. ``None`` (default) finds the numbers

@@ -142,6 +142,7 @@ def find_schedule(
                 device=device,
                 budget_seconds=budget_seconds,
                 gradient_sets=gradient_sets,
+                with_steps=True,
             )
         except Exception as error:
             if not found.is_made:
@@ -194,6 +195,7 @@ def measure_actions(
     budget_seconds: float,
     gradient_sets: int = 1,
     split: Callable[[int], Any] | None = None,
+    with_steps: bool = False,
 ) -> dict[int, Costs[Layer, DriverPart]]:
     """Measure what a micro-batch costs each layer and the driver, for several numbers of micro-batches.
 
@@ -207,6 +209,7 @@ def measure_actions(
         budget_seconds: The time that all passes may take together, beyond warm-up and the first few.
         gradient_sets: Number of gradients that a parameter has at once.
         split: Returns the first of a number of micro-batches of the input; by default its first rows.
+        with_steps: Measure a step of AdamW, too, which stands for that of an optimizer that is not made yet.
     """
     measured, param_scale = {}, HELD_WITHOUT_GRADIENTS + gradient_sets
     for number in numbers:
@@ -218,7 +221,8 @@ def measure_actions(
         recomputed = num_recomputed(checkpoint, number) / number
         measure: ByAction | WithoutTimes = WithoutTimes(param_scale=param_scale)
         if device.type != "meta":
-            measure = ByAction(recomputed, budget_seconds / len(module) / len(numbers), param_scale=param_scale)
+            budget = budget_seconds / len(module) / len(numbers)
+            measure = ByAction(recomputed, budget, param_scale=param_scale, with_steps=with_steps)
         measured[number] = costs_of(model, module, Example(found.model, value), measure, device)
     return measured
 

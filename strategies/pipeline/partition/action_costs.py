@@ -43,10 +43,16 @@ from strategies.pipeline.stage.layers import is_compiled
 from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
 
 ACTION_SECONDS = 500e-6
-"""What the engine itself takes for an action, about: one of layers that compute next to nothing takes 0.9 ms."""
+"""What the engine itself takes for an action, about: one of layers that compute next to nothing takes 0.9 ms.
+
+Weight gradients, which wait for no message and send none, take next to nothing of it.
+"""
 
 _FEWEST_PASSES = 5
 _TRANSFERS = 7
+_STEPS = 3
+_STEP_NUMBERS = 2**22
+"""A step is measured on so many numbers of a parameter at most, so that it takes little memory and time."""
 
 
 class Layer(NamedTuple):
@@ -58,11 +64,12 @@ class Layer(NamedTuple):
 
 
 class DriverPart(NamedTuple):
-    """The cost of the driver's own part, what it holds all the time, and what a micro-batch takes in it at most."""
+    """The cost of the driver's own part, what it holds all the time, what a micro-batch takes in it, and the step."""
 
     costs: DriverCosts
     parameter_bytes: float
     peak_bytes: int = 0
+    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,10 +106,12 @@ class ByAction(_ByLayer):
     Attributes:
         recomputed: The share of micro-batches whose forward pass is run again in the backward pass, which takes time.
         budget_seconds: The time that the passes of a layer may take together, beyond warm-up and the first few.
+        with_steps: Measure a step of AdamW, too, which stands for that of an optimizer that is not made yet.
     """
 
     recomputed: float = 0.0
     budget_seconds: float = 0.1
+    with_steps: bool = field(default=False, kw_only=True)
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> DriverPart:
         """Return the cost of the driver's own part, each part of it the median of several runs."""
@@ -117,7 +126,16 @@ class ByAction(_ByLayer):
         before, after, before_backward = (statistics.median(column) for column in zip(*passes, strict=True))
         kept, _ = activation_bytes(runs, example.value, runs.recorded)  # what is kept before the call is a small part
         costs = DriverCosts(before, after, before_backward, after_bytes=float(kept))
-        return DriverPart(costs, parameter_bytes(held, self.param_scale), _driver_peak(runs, example.value))
+        peak = _driver_peak(runs, example.value)
+        return DriverPart(costs, parameter_bytes(held, self.param_scale), peak, self._step(held))
+
+    def unmeasured(self, parameters: Iterable[Tensor]) -> DriverPart:
+        """Return what is counted for a driver's part that does not run."""
+        held = [*parameters]
+        return super().unmeasured(held)._replace(step_seconds=self._step(held))
+
+    def _step(self, parameters: Iterable[Tensor]) -> float:
+        return _step_seconds(parameters) if self.with_steps else 0.0
 
     def _measured(self, layer: nn.Module, value: Any) -> tuple[Layer, Any]:
         for _ in range(WARM_UP_PASSES):
@@ -145,6 +163,7 @@ class ByAction(_ByLayer):
             activation_bytes=activations,
             kept_bytes=kept,
             parameter_bytes=parameter_bytes(layer.parameters(), self.param_scale),
+            step=self._step(layer.parameters()),
         )
         return Layer(costs, output_bytes, held), output
 
@@ -188,6 +207,7 @@ def model_costs(costs: Costs[Layer, DriverPart], *, in_reverse: bool = False) ->
         action=ACTION_SECONDS,
         driver=costs.driver.costs,
         driver_parameter_bytes=costs.driver.parameter_bytes,
+        driver_step=costs.driver.step_seconds,
     )
 
 
@@ -213,6 +233,25 @@ def transfer_seconds(num_bytes: int) -> float:
     with tempfile.TemporaryDirectory(prefix="relay-") as folder, ThreadPoolExecutor(2) as executor:
         url = f"file://{Path(folder) / 'meeting'}"
         return next(iter(executor.map(end, (0, 1))))
+
+
+def _step_seconds(parameters: Iterable[Tensor]) -> float:
+    """Return the time of a step of AdamW over the parameters that are trained, from copies of a part of each."""
+    trained = [parameter.detach() for parameter in parameters if parameter.requires_grad and parameter.numel()]
+    if not trained:
+        return 0.0
+    parts = [parameter.flatten()[:_STEP_NUMBERS].clone().requires_grad_() for parameter in trained]
+    for part in parts:
+        part.grad = torch.zeros_like(part)
+    optimizer, devices = torch.optim.AdamW(parts), {part.device for part in parts}
+    optimizer.step()  # the first one makes the states
+    seconds = []
+    for _ in range(_STEPS):
+        start = now(devices)
+        optimizer.step()
+        seconds.append(now(devices) - start)
+    scale = sum(parameter.numel() for parameter in trained) / sum(part.numel() for part in parts)
+    return statistics.median(seconds) * scale
 
 
 def _repeated(budget_seconds: float) -> Iterator[None]:

@@ -158,7 +158,7 @@ class ByTime:
 
     def driver(self, runs: Runs, parameters: Iterable[Tensor], example: Example) -> float:
         """Return the cost of the driver's own part."""
-        return timed(runs, example.value, budget_seconds=self.budget_seconds)[0]
+        return timed(runs, example.value, budget_seconds=self.budget_seconds, in_stage=False)[0]
 
     def unmeasured(self, parameters: Iterable[Tensor]) -> float:
         """Return what is counted for a driver's part that does not run."""

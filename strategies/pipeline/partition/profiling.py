@@ -16,7 +16,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -29,10 +29,11 @@ from strategies.common.live_bytes import LiveBytes
 from strategies.common.torch_compat import BatchNorm, storage_key, tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.pipeline.stage.calling import CallLayer, call_layer
-from strategies.pipeline.stage.layers import Carried, is_compiled
+from strategies.pipeline.stage.layers import Carried, has_large_weights, is_compiled
 from strategies.pipeline.stage.microbatch.chunks import has_tensor, scatter
 from strategies.pipeline.stage.microbatch.split import NoChunk, has_rows, pack_objects, plain, split, unpack_objects
 from strategies.pipeline.stage.skip import waiting_skips
+from strategies.pipeline.stage.weight_gradients import LARGE_BYTES, DelayedWeights, WeightGradients
 
 WARM_UP_PASSES = 2  # the first pass in a process imports modules; the first pass of a layer allocates gradients
 _FEWEST_PASSES = 3
@@ -54,7 +55,9 @@ def layer_seconds(
     return measure_layers(module, sample, device, call, measure)
 
 
-def timed(layer: nn.Module, value: Any, *, budget_seconds: float, recomputed: float = 0.0) -> tuple[float, Any]:
+def timed(
+    layer: nn.Module, value: Any, *, budget_seconds: float, recomputed: float = 0.0, in_stage: bool = True
+) -> tuple[float, Any]:
     """Measure the time of one forward and one backward pass.
 
     The shortest of several passes counts, because other load on the machine can only lengthen a pass.
@@ -64,16 +67,17 @@ def timed(layer: nn.Module, value: Any, *, budget_seconds: float, recomputed: fl
         value: The input.
         budget_seconds: The time that the passes may take together, beyond the warm-up and the first few.
         recomputed: The share of micro-batches whose forward pass is run again in the backward pass.
+        in_stage: As of :func:`timed_pass`.
 
     Returns:
         The seconds and the output.
     """
     for _ in range(WARM_UP_PASSES):
-        _, _, output = timed_pass(layer, value)
+        _, _, output = timed_pass(layer, value, in_stage=in_stage)
     passes: list[float] = []
     deadline = time.perf_counter() + budget_seconds
     while len(passes) < _FEWEST_PASSES or time.perf_counter() < deadline:
-        forward_seconds, backward_seconds, output = timed_pass(layer, value)
+        forward_seconds, backward_seconds, output = timed_pass(layer, value, in_stage=in_stage)
         passes.append(forward_seconds * (1 + recomputed) + backward_seconds)
     return min(passes), output
 
@@ -243,18 +247,34 @@ def stop_batch_norm(modules: Iterable[nn.Module]) -> None:
             module.eval()
 
 
-def timed_pass(layer: nn.Module, value: Any) -> tuple[float, float, Any]:
+def timed_pass(layer: nn.Module, value: Any, *, in_stage: bool = True) -> tuple[float, float, Any]:
+    """Return the seconds of a forward pass and of a whole backward pass, and the output.
+
+    Args:
+        layer: The layer.
+        value: Its input.
+        in_stage: Whether the layer runs as in a stage, which adds gradients of large weights in place.
+    """
     value = as_output(value)
     devices = {tensor.device for tensor in [*tensors_in(value), *_state(layer)]}
+    delays = _of_large_weights(layer) if in_stage else None
     start = now(devices)
-    output = layer(value)
+    with delays or nullcontext():
+        output = layer(value)
     forward_seconds = now(devices) - start
     roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     gradients = [torch.ones_like(root) for root in roots]
+    if delays is not None:
+        delays.left = WeightGradients(at_once=True)
     start = now(devices)
     if roots:
         torch.autograd.backward(roots, gradients)
     return forward_seconds, now(devices) - start, output
+
+
+def _of_large_weights(layer: nn.Module) -> DelayedWeights | None:
+    modules = list(layer.modules())
+    return DelayedWeights(LARGE_BYTES) if has_large_weights(modules) and not any(map(is_compiled, modules)) else None
 
 
 def activation_bytes(
@@ -328,12 +348,15 @@ def pass_bytes(layer: nn.Module, value: Any) -> tuple[PassBytes, Any]:
     del saved, given
     if any(map(is_compiled, layer.modules())):  # its operators are not seen
         return PassBytes(inner, of_input, all_input, kept, size), output
-    value, live = as_output(value), LiveBytes()
+    value, live, delays = as_output(value), LiveBytes(), _of_large_weights(layer)
     with live:
-        output = layer(value)
+        with delays or nullcontext():
+            output = layer(value)
         forward_extra, after = live.peak - live.bytes, live.bytes
         live.reset_peak()
         roots = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if delays is not None:
+            delays.left = WeightGradients(at_once=True)
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     return PassBytes(inner, of_input, all_input, kept, size, forward_extra, live.peak - after), output

@@ -74,6 +74,7 @@ class LayerCosts:
         activation_bytes: What the layer holds from its forward pass on.
         kept_bytes: What of it is held from the input gradients to the weight gradients; ``None`` if all of it.
         parameter_bytes: What the layer holds all the time: parameters, gradients, optimizer states.
+        step: Time of the optimizer's step, which each process makes once per batch when its passes have ended.
     """
 
     forward: float
@@ -83,6 +84,7 @@ class LayerCosts:
     activation_bytes: float = 0.0
     kept_bytes: float | None = None
     parameter_bytes: float = 0.0
+    step: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -107,9 +109,10 @@ class ModelCosts:
     Attributes:
         layers: The costs of each layer.
         transfer: Time to send the activations or gradients of a micro-batch from one process to another one.
-        action: Time that the engine itself takes for an action.
+        action: Time that the engine itself takes for an action with a message; weight gradients have none.
         driver: What the driver runs outside the layers.
         driver_parameter_bytes: What the driver holds for it all the time.
+        driver_step: Time of the optimizer's step for the parameters of what the driver runs outside the layers.
         activation_peaks: Returns the most that each process holds for micro-batches, given a table, its placement and
             the number of layers of each stage. By default it is computed from the bytes of each layer.
         memory_scale: What a process takes, for each byte that is counted.
@@ -122,6 +125,7 @@ class ModelCosts:
     action: float = 0.0
     driver: DriverCosts = field(default_factory=DriverCosts)
     driver_parameter_bytes: float = 0.0
+    driver_step: float = 0.0
     activation_peaks: Callable[[Schedule, Placement, Sequence[int]], Sequence[float]] | None = None
     memory_scale: float = 1.0
     slowness: Sequence[float] = ()
@@ -150,7 +154,7 @@ class Plan:
         balance: The number of layers of each stage.
         microbatches: The number of micro-batches.
         table: The actions of each process.
-        seconds: The predicted time of a batch, without the optimizer's step.
+        seconds: The predicted time of a batch, with the optimizer's step if its time is given.
         bubble_fraction: The predicted idle share of all processes.
         peak_bytes: For each process, the predicted maximum of what it takes for parameters and activations.
         reason: One line that says what was chosen, and why.
@@ -369,16 +373,19 @@ class _Model:
             [layer.activation_bytes for layer in layers],
             [layer.kept for layer in layers],
             [layer.parameter_bytes for layer in layers],
+            [layer.step for layer in layers],
         )
+        self._has_steps = costs.driver_step > 0 or any(layer.step > 0 for layer in layers)
         self._sums = [[0.0, *accumulate(column)] for column in columns]
 
     def of_stages(self, balance: Sequence[int], placement: Placement) -> Costs:
         """Return the costs of stages with these numbers of layers."""
-        *seconds, activations, kept, _ = self._per_stage(balance)
+        *seconds, activations, kept, _, _ = self._per_stage(balance)
         factors = [self.costs.slowness_of(process) for process in placement.process_of]
+        of_engine = [self.costs.action] * 3 + [0.0]
         forward, backward, input_grad, weight_grad = (
-            [factor * each + self.costs.action for factor, each in zip(factors, column, strict=True)]
-            for column in seconds
+            [factor * each + own for factor, each in zip(factors, column, strict=True)]
+            for column, own in zip(seconds, of_engine, strict=True)
         )
         return Costs(
             forward=forward,
@@ -393,11 +400,21 @@ class _Model:
 
     def parameter_bytes(self, balance: Sequence[int], placement: Placement) -> list[float]:
         """Return what each process holds all the time."""
-        held = [0.0] * (1 + max(placement.process_of))
-        held[placement.driver] = self.costs.driver_parameter_bytes
-        for process, value in zip(placement.process_of, self._per_stage(balance)[-1], strict=True):
-            held[process] += value
-        return held
+        return self._per_process(balance, placement, -2, self.costs.driver_parameter_bytes)
+
+    def total_time(self, program: Program, balance: Sequence[int], costs: Costs) -> float:
+        """Return when the last process has ended its passes and its step of the optimizer."""
+        if not self._has_steps:
+            return program.total_time(costs)
+        steps = self._per_process(balance, program.placement, -1, self.costs.driver_step)
+        return max(end + step for end, step in zip(program.row_ends(costs), steps, strict=True))
+
+    def _per_process(self, balance: Sequence[int], placement: Placement, column: int, driver: float) -> list[float]:
+        found = [0.0] * (1 + max(placement.process_of))
+        found[placement.driver] = driver
+        for process, value in zip(placement.process_of, self._per_stage(balance)[column], strict=True):
+            found[process] += value
+        return found
 
     def _per_stage(self, balance: Sequence[int]) -> list[list[float]]:
         bounds = [0, *accumulate(balance)]
@@ -450,7 +467,7 @@ class _Candidate:
         cls, name: str, program: Program, model: _Model, balance: list[int], work: list[float], is_fixed: bool
     ) -> _Candidate:
         costs = model.of_stages(balance, program.placement)
-        time, excess = program.total_time(costs), 0.0
+        time, excess = model.total_time(program, balance, costs), 0.0
         if model.limit_bytes is not None:
             excess = max(0.0, max(_peaks(program, model, balance, costs)) - model.limit_bytes)
         return cls(name, program, model, balance, costs, (excess, time), work, is_fixed)

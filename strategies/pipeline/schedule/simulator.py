@@ -218,6 +218,13 @@ class Program:
         """Return the end time of the last action."""
         return max(self.ends(self.seconds_of(costs), costs.transfer))
 
+    def row_ends(self, costs: Costs) -> list[float]:
+        """Return when each process ends its last action."""
+        last = [0.0] * len(self.rows)
+        for (row, _, _), end in zip(self._steps, self.ends(self.seconds_of(costs), costs.transfer), strict=True):
+            last[row] = end
+        return last
+
     def critical_path(self, costs: Costs) -> list[Step]:
         """Return a chain of steps, each of which starts when the one before it has ended or its result has arrived.
 

@@ -20,7 +20,7 @@ import random
 import struct
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ from strategies.common.torch_compat import (
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
-from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
+from strategies.pipeline.stage.weight_gradients import LARGE_BYTES, DelayedWeights, WeightGradients
 
 Carried = tuple[Any, dict[Key, Tensor | None]]
 """What a stage sends to the next one: the output of its last layer, and the skips that a later layer pops."""
@@ -429,6 +429,7 @@ class Layers:
         self._seeded = [not draws_nothing(layer) for layer in self.layers]
         self._is_compiled = any(map(is_compiled, modules))
         self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
+        self._has_large = has_large_weights(modules)
 
     def run(
         self,
@@ -485,7 +486,8 @@ class Layers:
         frozen = self._frozen(NormBase if recomputing else BatchNorm if self._deferred else None)
         phases = checkpointing, recomputing
         phase = nullcontext() if phases == (_here.checkpointing, _here.recomputing) else _phase(*phases)
-        delays = self._delays if splits and grad and not self._is_compiled else nullcontext()
+        self._delays.least_bytes = 0 if splits else LARGE_BYTES
+        delays = self._delays if (splits or self._has_large) and grad and not self._is_compiled else nullcontext()
         with context.entered(grad=grad), frozen, gathering, phase, delays:
             try:
                 with skipping:
@@ -506,11 +508,11 @@ class Layers:
         A layer that checkpoints itself runs again in a backward pass, and would update them a second time.
 
         Args:
-            left: Where to leave weight gradients that can wait; ``None`` to compute all.
+            left: Where to leave weight gradients that can wait; ``None`` to compute all at once.
         """
         if any(self._seeded):
             self.random_state.keep()
-        self._delays.left = left
+        self._delays.left = WeightGradients(at_once=True) if left is None else left
         try:
             with self._frozen(BatchNorm if self._deferred else None):
                 yield
@@ -547,6 +549,12 @@ class Layers:
         """Remove hooks from the layers."""
         if self._deferred is not None:
             self._deferred.remove()
+
+
+def has_large_weights(modules: Iterable[nn.Module]) -> bool:
+    """Whether the gradient of a parameter is worth an addition without a temporary tensor."""
+    parameters = (p for module in modules for p in module._parameters.values() if p is not None)
+    return any(p.nbytes >= LARGE_BYTES and p.requires_grad for p in parameters)
 
 
 def is_compiled(module: nn.Module) -> bool:

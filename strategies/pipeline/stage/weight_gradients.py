@@ -9,9 +9,14 @@ layer may run within it.
     forward     y = linear(x, w, b)       keeps x and w
     backward    grad_x = grad_y · w       and stores (w, b, x, grad_y)
     later       w.grad += grad_yᵀ · x
+
+The product is added to ``w.grad`` without a temporary tensor, and so are the rows of an embedding. For a large weight
+that takes half of the time or less, because the temporary tensor would be new memory in each micro-batch. Schedules
+whose backward passes are whole use this for large weights, too.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +35,17 @@ class _Kind(NamedTuple):
         input_grad: Takes the gradient of the output, input, weight and the other arguments.
         weight_grad: Takes the same.
         bias_grad: Takes the gradient of the output.
+        add_weight_grad: Takes an existing gradient of the weight, to which it adds, and then the same as
+            ``weight_grad``. ``None`` if there is no way to add without a temporary tensor.
+        is_cast: Whether autocast converts the arguments.
     """
 
     forward: Callable[..., Tensor]
     input_grad: Callable[..., Tensor]
     weight_grad: Callable[..., Tensor]
     bias_grad: Callable[[Tensor], Tensor]
+    add_weight_grad: Callable[..., Any] | None = None
+    is_cast: bool = True
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -47,6 +57,7 @@ _LINEAR = _Kind(
     lambda grad, x, weight: grad @ weight,
     lambda grad, x, weight: _rows(grad).T @ _rows(x),
     lambda grad: _rows(grad).sum(0),
+    lambda total, grad, x, weight: total.addmm_(_rows(grad).T, _rows(x)),
 )
 
 _ADDMM = _Kind(
@@ -54,6 +65,36 @@ _ADDMM = _Kind(
     lambda grad, x, weight: grad @ weight.T,
     lambda grad, x, weight: x.T @ grad,
     lambda grad: grad.sum(0),
+    lambda total, grad, x, weight: total.addmm_(x.T, grad),
+)
+
+
+def _embedding_grad(grad: Tensor, indices: Tensor, weight: Tensor, padding: int) -> Tensor:
+    return torch.ops.aten.embedding_dense_backward(grad, indices, len(weight), padding, False)
+
+
+def _add_embedding_grad(total: Tensor, grad: Tensor, indices: Tensor, weight: Tensor, padding: int) -> None:
+    """Add rows one by one if they are few; a table of the gradient takes longer then, and else less."""
+    if indices.numel() > len(weight):
+        total.add_(_embedding_grad(grad, indices, weight, padding))
+        return
+    places, rows = indices.reshape(-1), _rows(grad)
+    if padding >= 0:
+        rows = rows.masked_fill((places == padding)[:, None], 0.0)
+    total.index_add_(0, places, rows)
+
+
+def _no_grad(grad: Tensor, *arguments: Any) -> Any:
+    raise AssertionError("indices have no gradient, and an embedding has no bias")
+
+
+_EMBEDDING = _Kind(
+    lambda indices, weight, bias, padding: torch.embedding(weight, indices, padding),
+    _no_grad,
+    _embedding_grad,
+    _no_grad,
+    _add_embedding_grad,
+    is_cast=False,
 )
 
 
@@ -105,22 +146,70 @@ def _conv(dims: int) -> Callable[..., _Call | None]:
     return call
 
 
+def _embedding(
+    input: Any,
+    weight: Any,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> _Call | None:
+    if max_norm is not None or scale_grad_by_freq or sparse or not isinstance(weight, Tensor):
+        return None
+    if weight.device.type not in ("cpu", "meta"):  # on a GPU, the order of sums of index_add_ varies
+        return None
+    padding = -1
+    if padding_idx is not None:
+        padding = padding_idx + len(weight) if padding_idx < 0 else padding_idx
+        if not 0 <= padding < len(weight):
+            return None  # torch says what is wrong
+    return _Call(_EMBEDDING, input, weight, None, (padding,))
+
+
 _CALLS: Mapping[Any, Callable[..., _Call | None]] = {
     functional.linear: _linear,
+    functional.embedding: _embedding,
     torch.addmm: _addmm,
     **{_convolution(dims)[0]: _conv(dims) for dims in (1, 2, 3)},
 }
 
 
-class WeightGradients:
-    """Weight gradients of a micro-batch that have not been computed yet."""
+LARGE_BYTES = 2**22
+"""From this size of a weight on, its gradient is added without a temporary tensor under every schedule."""
 
-    def __init__(self) -> None:
+
+def _within(function: Any) -> Any:
+    """Return a function of ``torch.nn.functional`` whose calls of other functions a mode sees.
+
+    Such a function hands itself to the mode, which can only run it without the mode. The copy does not do so. It is
+    made for each call, because users replace functions of that module.
+    """
+    names = {**function.__globals__, "has_torch_function": lambda tensors: False}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
+
+
+_ATTENTION = functional.multi_head_attention_forward
+
+
+class WeightGradients:
+    """Weight gradients of a micro-batch that have not been computed yet.
+
+    Args:
+        at_once: Compute each gradient when it is added; none waits.
+    """
+
+    def __init__(self, *, at_once: bool = False) -> None:
         self._left: list[tuple[_Call, Tensor]] = []
+        self._at_once = at_once
 
     def add(self, call: _Call, grad: Tensor) -> None:
         """Leave the gradients of the parameters of a call for :meth:`compute`."""
         self._left.append((call, grad))
+        if self._at_once:
+            self.compute()
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that are kept for :meth:`compute`, apart from parameters."""
@@ -132,26 +221,47 @@ class WeightGradients:
         left, self._left = self._left, []
         for (kind, x, weight, bias, others), grad in left:
             if weight.requires_grad:
-                _add(weight, kind.weight_grad(grad, x, weight, *others))
+                if kind.add_weight_grad is not None and _can_add_to(weight.grad, grad, x):
+                    kind.add_weight_grad(weight.grad, grad, x, weight, *others)
+                else:
+                    _add(weight, kind.weight_grad(grad, x, weight, *others))
             if bias is not None and bias.requires_grad:
                 _add(bias, kind.bias_grad(grad))
 
 
+def _can_add_to(total: Tensor | None, grad: Tensor, x: Tensor) -> bool:
+    """Whether a product can be added to a gradient in place: not in another precision, and not if it is sparse."""
+    if type(total) is not Tensor or total.layout is not torch.strided or total.dtype != grad.dtype:
+        return False
+    return total.dtype == x.dtype or not x.is_floating_point()
+
+
 def _add(parameter: Tensor, grad: Tensor) -> None:
     grad = grad.to(parameter.dtype)
-    parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+    if parameter.grad is None:
+        parameter.grad = grad
+    elif parameter.grad.is_sparse:  # of an embedding that shares the weight
+        parameter.grad = grad.add_(parameter.grad)
+    else:
+        parameter.grad.add_(grad)
 
 
 class DelayedWeights(TorchFunctionMode):
-    """Within this, linear layers and convolutions can leave the gradients of their parameters for later.
+    """Within this, linear layers, convolutions and embeddings can leave the gradients of their parameters for later.
+
+    Args:
+        least_bytes: The size that a weight must have at least.
 
     Attributes:
-        left: Where backward passes leave them now; ``None`` if they compute them.
+        left: Where backward passes leave them now; ``None`` if they return them to autograd.
+        least_bytes: See above.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, least_bytes: int = 0) -> None:
         super().__init__()
         self.left: WeightGradients | None = None
+        self.least_bytes = least_bytes
+        self._in_attention = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -159,8 +269,15 @@ class DelayedWeights(TorchFunctionMode):
         arguments = kwargs or {}
         if func in _CALLS and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             call = _CALLS[func](*args, **arguments)
-            if call is not None and _can_wait(call):
+            if call is not None and _can_wait(call) and call.weight.nbytes >= self.least_bytes:
                 return _Delayed.apply(call.x, call.weight, call.bias, call.kind, call.others, self)
+        if func is _ATTENTION and not self._in_attention and {*types} <= {Tensor, nn.Parameter}:
+            self._in_attention = True
+            try:
+                with self:
+                    return _within(func)(*args, **arguments)
+            finally:
+                self._in_attention = False
         return func(*args, **arguments)
 
 
@@ -171,11 +288,15 @@ def _can_wait(call: _Call) -> bool:
     if call.bias is not None and type(call.bias) is not nn.Parameter:
         return False
     parameters = [call.weight] if call.bias is None else [call.weight, call.bias]
-    if any(hook for parameter in parameters for hook in gradient_hooks(parameter)):
+    if any(map(_has_hooks, parameters)):
         return False
     if is_functorch_active() or top_saved_tensors_hooks() is not None:  # such as those of torch.utils.checkpoint
         return False
     return not any(p.is_complex() or p.is_sparse or p.device != call.x.device for p in parameters)
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    return any(gradient_hooks(parameter))
 
 
 class _Delayed(torch.autograd.Function):
@@ -188,7 +309,8 @@ class _Delayed(torch.autograd.Function):
         ctx.kind, ctx.others, ctx.delays, ctx.parameters, ctx.dtype = kind, others, delays, (weight, bias), x.dtype
         device = x.device.type
         own: list[Any] = [x, weight, bias]
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # not on meta
+        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
+        if is_autocast and kind.is_cast:
             dtype = torch.get_autocast_dtype(device)
             own = [t.to(dtype) if t is not None and t.dtype in _AUTOCAST else t for t in own]
         ctx.is_cast = own[0] is not x or own[1] is not weight
@@ -205,7 +327,8 @@ class _Delayed(torch.autograd.Function):
                 "backward passes does not support. Use schedule='1f1b' or 'interleaved', or precision='32-true'."
             )
         grad_x = kind.input_grad(grad, x, used, *others).to(ctx.dtype) if wants_x else None
-        if ctx.delays.left is not None and not torch.is_grad_enabled():
+        hooked = _has_hooks(weight) or (bias is not None and _has_hooks(bias))  # since the forward pass
+        if ctx.delays.left is not None and not torch.is_grad_enabled() and not hooked:
             ctx.delays.left.add(_Call(kind, x, weight, bias, others), grad)
             return grad_x, None, None, None, None, None
         grad_weight = kind.weight_grad(grad, x, used, *others).to(weight.dtype) if wants_weight else None

@@ -94,6 +94,15 @@ def test_a_few_families() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_several_chunks_and_split_backward_passes() -> None:
+    """Products with a transposed weight and tied embeddings (GPT-2), experts, and convolutions."""
+    schedules = ("zb-h1", "zbv", "v-half")
+    names = ("GPT-2", "Mixtral", "ViT")
+    assert run(equal_one_process, names, (2, 2, 2), schedules, env=OWN_SERVER, timeout_seconds=280) == []
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_families() -> None:
     names = [family.name for family in FAMILIES]

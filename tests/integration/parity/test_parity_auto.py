@@ -1,5 +1,6 @@
 """``schedule="auto"``: what is found trains as one process does, and is used again where training goes on."""
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, batches, compare, fit
+from parity import WIDTH, Small, batches, compare, fit
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from test_parity_schedules import UNEVEN, Around
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
@@ -111,3 +113,44 @@ def check_others() -> None:
 @pytest.mark.slow
 def test_blocks_and_three_stages() -> None:
     run(check_others, timeout_seconds=150)
+
+
+class Manual(Measured):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Short(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [*self.sequential_module]
+        del self.sequential_module
+        self.layers = nn.Sequential(*layers[:3])
+        self.example_input_array = torch.randn(8, WIDTH)
+
+
+def refused() -> list[str]:
+    """What is refused before a worker starts."""
+    found = []
+    ways: list[tuple[Any, int, dict[str, Any]]] = [
+        (Manual, 2, {"schedule": "auto"}),
+        (Short, 2, {"schedule": "zbv"}),
+        (Short, 2, {"schedule": "interleaved", "chunks_per_stage": 3}),
+        (Short, 4, {"schedule": "auto"}),
+    ]
+    for make, devices, options in ways:
+        strategy = RPCSequentialStrategy(microbatches=4, **options)
+        with pytest.raises(MisconfigurationException) as caught:
+            fit(make, strategy, devices, max_epochs=1)
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_is_refused() -> None:
+    manual, *others = run(refused, timeout_seconds=100)
+    assert re.search(r"^schedule='auto' runs training_step once per micro-batch, so manual optimization", manual)
+    needed = "4 chunks of layers on 2 devices", "6 chunks of layers on 2 devices", "4 devices"
+    for number, text, message in zip((4, 6, 4), needed, others, strict=True):
+        expected = f"has no nn.Sequential or nn.ModuleList with at least {number} layers, one for each of the {text}"
+        assert expected in message, message

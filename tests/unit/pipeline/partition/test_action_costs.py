@@ -97,6 +97,27 @@ def test_the_driver_has_what_is_outside_the_layers() -> None:
     assert costs.driver.costs.after_bytes > 0
 
 
+class Wide(nn.Linear):
+    """Has a parameter of 32 MiB besides."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.zeros(2**23))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.table[0]
+
+
+def test_steps_of_an_optimizer() -> None:
+    """Measured if asked for; of a large parameter on a part, whose time is scaled."""
+    model = Model(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False), Wide())
+    without, costs = measured(model), measured(model, with_steps=True)
+    assert all(layer.costs.step == 0 for layer in without.layers) and without.driver.step_seconds == 0
+    small, frozen, wide = (layer.costs.step for layer in costs.layers)
+    assert frozen == 0 < 5 * small < wide
+    assert costs.driver.step_seconds > 0 and model_costs(costs).driver_step == costs.driver.step_seconds
+
+
 def test_the_model_of_a_search() -> None:
     costs = measured(Model(nn.Linear(WIDTH, WIDTH), Sleep(0.0, 0.0)))
     model = model_costs(costs)

@@ -69,7 +69,7 @@ def test_times_are_those_of_the_simulator(name: str) -> None:
         forward=layers * FORWARD + ACTION_SECONDS,
         backward=layers * BACKWARD + ACTION_SECONDS,
         input_grad=layers * BACKWARD / 2 + ACTION_SECONDS,
-        weight_grad=layers * BACKWARD / 2 + ACTION_SECONDS,
+        weight_grad=layers * BACKWARD / 2,
         transfer=TRANSFER,
         driver=driver,
     )

@@ -368,12 +368,33 @@ def test_time_of_the_engine_itself():
     """It counts for each action, so fewer micro-batches and fewer stages are better."""
     nothing = ModelCosts([LayerCosts(0, 0, 0)] * 4, action=1.0)
     assert search(nothing, 2, [4], schedules=["1f1b"]).seconds == pytest.approx(2 * (4 + 1))
+    split = [[Action(kind, 0, i) for kind in "FIW"] for i in range(2)]
+    assert nothing.seconds(split, [2, 2]) == 4  # weight gradients have no message
     numbers = [2, 4, 8, 16]
     found = []
     for action in (0.0, 4.0):
         costs = {m: ModelCosts([LayerCosts(*[8 / m] * 3)] * 8, action=action) for m in numbers}
         found.append(search(costs.__getitem__, 2, numbers, effort=300_000).microbatches)
     assert found[0] > found[1]
+
+
+def test_the_step_of_the_optimizer():
+    """Under ``zbv`` the driver has the first and the last layer, whose steps take long."""
+    layers = [LayerCosts(1.0, 1.0, 1.0)] * 8
+    schedules = ["1f1b", "zbv"]
+    assert search(ModelCosts(layers), 2, [4], schedules=schedules, effort=300_000).schedule == "zbv"
+    long = LayerCosts(1.0, 1.0, 1.0, step=20.0)
+    costs = ModelCosts([long, *layers[2:], long])
+    plan = search(costs, 2, [4], schedules=schedules, effort=300_000)
+    assert plan.schedule == "1f1b"
+    assert costs.seconds(plan.table, plan.balance) < plan.seconds <= costs.seconds(plan.table, plan.balance) + 20
+    first = ModelCosts([LayerCosts(1.0, 1.0, 1.0, step=20.0)] * 4 + layers[4:])
+    assert search(first, 2, [4], schedules=["1f1b"], max_chunks=1).balance[0] < 4
+    seconds = [
+        search(ModelCosts(layers, driver_step=step), 2, [4], schedules=["1f1b"], balance_of=lambda num: [4, 4]).seconds
+        for step in (0.0, 4.0, 40.0)
+    ]
+    assert seconds == [60, 60, 92]  # the driver ends its passes 8 units before the worker
 
 
 def test_predicted_seconds():

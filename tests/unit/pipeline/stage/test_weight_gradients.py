@@ -2,15 +2,28 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 from torch.utils.checkpoint import checkpoint
 
-from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
+from strategies.pipeline.stage.layers import has_large_weights
+from strategies.pipeline.stage.weight_gradients import LARGE_BYTES, DelayedWeights, WeightGradients
 
 pytestmark = pytest.mark.usefixtures("float64")
+
+
+class Attention(nn.MultiheadAttention):
+    """Of one input, so that one product makes queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x, x, x)[0]
 
 
 class Addmm(nn.Module):
@@ -29,6 +42,7 @@ LAYERS: list[tuple[Callable[[], nn.Module], tuple[int, ...]]] = [
     (lambda: nn.Linear(4, 3, bias=False), (4,)),
     (lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 3)), (2, 5, 4)),
     (Addmm, (2, 4)),
+    (Attention, (2, 5, 4)),
     (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (2, 4, 7)),
     (lambda: nn.Conv2d(4, 6, (3, 2), dilation=(1, 2), bias=False), (2, 4, 7, 6)),
     (lambda: nn.Conv3d(1, 2, 2, padding=(1, 0, 1)), (2, 1, 3, 4, 5)),
@@ -62,6 +76,146 @@ def check(layer: nn.Module, x: Tensor, waiting: int, tolerance: float = 1e-12) -
 def test_gradients(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     layer = make()
     check(layer, torch.randn(shape), len(list(layer.parameters())))
+
+
+def test_attention_uses_functions_that_the_user_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those that are replaced after the import, and is left alone if a tensor has its own rules."""
+    layer, x, calls = Attention(), torch.randn(2, 5, 4), list[Tensor]()
+    original = nn.functional.softmax
+
+    def softmax(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(scores)
+        return original(scores, *args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "softmax", softmax)
+    check(layer, x, 4)
+    assert len(calls) >= 2  # a plain run, and one within the mode, in which torch calls it once more
+
+    class Own(Tensor):
+        functions: ClassVar[list[object]] = []
+
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            cls.functions.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    own = x.as_subclass(Own)
+    with DelayedWeights():
+        nn.functional.multi_head_attention_forward(
+            *(own, own, own, 4, 2, layer.in_proj_weight, layer.in_proj_bias, None, None, False, 0.0),
+            *(layer.out_proj.weight, layer.out_proj.bias),
+        )
+    assert nn.functional.multi_head_attention_forward in Own.functions
+
+
+@pytest.mark.parametrize("padding", [None, 2, -1])
+@pytest.mark.parametrize("rows", [4, 50])  # fewer and more than the table has
+def test_embeddings(padding: int | None, rows: int) -> None:
+    layer, weights = nn.Embedding(9, 3, padding_idx=padding), torch.randn(rows, 1)
+    tokens = torch.randint(9, (rows, 2))
+    tokens[0] = torch.tensor([2, 8])
+    plain, delays = copy.deepcopy(layer), DelayedWeights()
+    for _ in range(2):
+        (plain(tokens).sum(2) * weights).square().sum().backward()
+        with delays:
+            y = layer(tokens)
+        delays.left = left = WeightGradients()
+        before = layer.weight.grad
+        (y.sum(2) * weights).square().sum().backward()
+        assert layer.weight.grad is before
+        left.compute()
+        delays.left = None
+        assert before is None or layer.weight.grad is before  # added in place
+        torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_embeddings_that_cannot_wait() -> None:
+    """Settings with another gradient, or that change the weight in the forward pass."""
+    settings: list[dict[str, object]] = [{"sparse": True}, {"scale_grad_by_freq": True}, {"max_norm": 0.5}]
+    for kind in settings:
+        layer = nn.Embedding(9, 3, **kind)
+        plain, delays = copy.deepcopy(layer), DelayedWeights()
+        tokens = torch.randint(9, (4, 2))
+        plain(tokens).square().sum().backward()
+        with delays:
+            y = layer(tokens)
+        delays.left = WeightGradients()
+        y.square().sum().backward()
+        assert torch.equal(layer.weight.grad.to_dense(), plain.weight.grad.to_dense()), kind
+    with DelayedWeights(), pytest.raises(AssertionError, match="Padding_idx must be within num_embeddings"):
+        embedding(tokens, layer.weight, padding_idx=9)
+
+
+def test_a_sparse_and_a_delayed_gradient_of_one_weight() -> None:
+    """An embedding with sparse gradients, whose weight a head uses, too."""
+    table, tokens = nn.Embedding(9, 3, sparse=True), torch.randint(9, (4,))
+    found = []
+    for delays in (None, DelayedWeights()):
+        table.weight.grad = None
+        for _ in range(2):
+            if delays is None:
+                y = table(tokens) @ table.weight.T
+            else:
+                with delays:
+                    y = nn.functional.linear(table(tokens), table.weight)
+                delays.left = left = WeightGradients()
+            y.square().sum().backward()
+            if delays is not None:
+                left.compute()
+        found.append(table.weight.grad.to_dense())
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("make", "shape"), LAYERS)
+@pytest.mark.parametrize("at_once", [False, True])
+def test_micro_batches_add_up_in_place(make: Callable[[], nn.Module], shape: tuple[int, ...], at_once: bool) -> None:
+    layer, delays = make(), DelayedWeights()
+    plain, parameters = copy.deepcopy(layer), list(layer.parameters())
+    waiting, kept = [], []
+    for m in range(3):
+        x = torch.randn(shape)
+        plain(x).square().sum().backward()
+        with delays:
+            y = layer(x)
+        delays.left = WeightGradients(at_once=at_once)
+        y.square().sum().backward()
+        waiting.append(delays.left)
+        if at_once:
+            kept.append([p.grad for p in parameters])
+            assert m == 0 or all(now is first for now, first in zip(kept[m], kept[0], strict=True))
+    assert at_once or all(p.grad is None for p in parameters)
+    for left in waiting:
+        left.compute()
+    expected = [p.grad for p in plain.parameters()]
+    torch.testing.assert_close([p.grad for p in parameters], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_hook_that_comes_after_the_forward_pass() -> None:
+    layer, delays, seen = nn.Linear(4, 3), DelayedWeights(), list[Tensor]()
+    with delays:
+        y = layer(torch.randn(2, 4))
+    layer.weight.register_post_accumulate_grad_hook(seen.append)
+    delays.left = WeightGradients()
+    y.sum().backward()
+    assert len(seen) == 1 and seen[0] is layer.weight and layer.weight.grad is not None
+
+
+def test_only_large_weights() -> None:
+    small, large = nn.Linear(4, 4), nn.Linear(4, LARGE_BYTES // 4 // 8)  # float64
+    assert has_large_weights([large]) and not has_large_weights([small])
+    delays, x = DelayedWeights(LARGE_BYTES), torch.randn(2, 4)
+    with delays:
+        y = large(small(x))
+    delays.left = left = WeightGradients()
+    y.square().sum().backward()
+    assert small.weight.grad is not None and large.weight.grad is None
+    left.compute()
+    plain = copy.deepcopy(large).requires_grad_()
+    plain.zero_grad()
+    plain(small(x)).square().sum().backward()
+    torch.testing.assert_close(large.weight.grad, plain.weight.grad, rtol=1e-12, atol=1e-12)
+    large.requires_grad_(False)
+    assert not has_large_weights([large])
 
 
 @pytest.mark.parametrize(("make", "shape"), LAYERS)
