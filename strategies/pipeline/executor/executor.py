@@ -134,6 +134,8 @@ class Executor(NotCopyable):
         self.timetables, self.num_stages = parts.timetables, len(parts.stages)
         self.last_chunk = len(parts.timetables.rank_of) - 1
         """Number of the chunk whose output goes to the driver's code."""
+        self.bundles_inputs = parts.connections.posting is None and not isinstance(parts.connections.feed, Mailbox)
+        """Whether :meth:`feed` may send several inputs in one message."""
         self.mirrors = list(parts.mirrors) or [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
