@@ -196,11 +196,11 @@ class _Pass:
                     inputs.append(input)
                 else:
                     other = input, flags
-        num_fed = 0
+        num_fed, begun = 0, len(self._steps) - 1
         while num_fed < len(inputs):
-            num_fed += executor.feed(inputs[num_fed:], this, m + num_fed, requires_grad)
+            num_fed += executor.feed(inputs[num_fed:], this, m + num_fed, requires_grad, begun=begun)
         if other is not None:
-            executor.feed([other[0]], this, m + num_fed, other[1])
+            executor.feed([other[0]], this, m + num_fed, other[1], begun=begun)
 
     def _input(self, m: int) -> tuple[Any, list[bool]]:
         """Run the user's code until it calls the module; return its argument, and which tensors require a gradient."""

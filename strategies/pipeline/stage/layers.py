@@ -101,7 +101,8 @@ class PassContext:
     def is_current(self, device_type: str) -> bool:
         """Whether :meth:`capture` would return settings equal to these."""
         return (
-            [kind for kind, _, _ in self.autocast] == (["cpu"] if device_type == "cpu" else sorted({"cpu", device_type}))
+            [kind for kind, _, _ in self.autocast]
+            == (["cpu"] if device_type == "cpu" else sorted({"cpu", device_type}))
             and all(
                 torch.is_autocast_enabled(kind) == enabled and torch.get_autocast_dtype(kind) == dtype
                 for kind, enabled, dtype in self.autocast
