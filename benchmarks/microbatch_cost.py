@@ -1,7 +1,9 @@
 """Cost of a micro-batch besides its computation: Relay under Lightning's Trainer and torch's same schedules, in turns.
 
 The layers are so small that a step of many micro-batches is only overhead. Every contestant has two processes with one
-thread each. A turn is a few steps in a row, and ends when all processes have finished them.
+thread each. A turn is a number of steps in a row, and ends when all processes have finished them: Relay's driver then
+asks its stages, which ends the commands over the data plane until a few steps later. A training run does not stop like
+that, so a turn has many steps.
 """
 
 import itertools
@@ -32,7 +34,7 @@ from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from benchmarks.timeline import RecordingLayer, Span, spans_of
 
 WIDTH, LAYERS, ROWS = 8, 12, 64
-MICROBATCHES, ROUNDS, STEPS, WARM_UP = (8, 64), 15, 4, 3
+MICROBATCHES, ROUNDS, STEPS, WARM_UP = (8, 64), 15, 20, 3
 SAME_SCHEDULE = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B"}
 LEARNING_RATE, LOSS_TOLERANCE = 0.01, 1e-5
 

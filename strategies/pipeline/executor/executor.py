@@ -134,6 +134,8 @@ class Executor(NotCopyable):
         self.timetables, self.num_stages = parts.timetables, len(parts.stages)
         self.last_chunk = len(parts.timetables.rank_of) - 1
         """Number of the chunk whose output goes to the driver's code."""
+        self.bundles_inputs = parts.connections.posting is None and not isinstance(parts.connections.feed, Mailbox)
+        """Whether :meth:`feed` may send several inputs in one message."""
         self.mirrors = list(parts.mirrors) or [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
@@ -184,7 +186,9 @@ class Executor(NotCopyable):
         """Count a pass whose gradients are not averaged yet."""
         self._num_backward += 1
 
-    def feed(self, parts: Sequence[Any], this: Pass, m: int, requires_grad: list[bool]) -> int:
+    def feed(
+        self, parts: Sequence[Any], this: Pass, m: int, requires_grad: list[bool], *, begun: int | None = None
+    ) -> int:
         """Send the inputs of micro-batches to the first chunk, as many as one message takes; return their number.
 
         Args:
@@ -192,6 +196,8 @@ class Executor(NotCopyable):
             this: The pass.
             m: Index of the first one.
             requires_grad: For each tensor of an input, whether it requires a gradient.
+            begun: Index of the last micro-batch whose code has begun, under which the time is recorded; by default
+                ``m``.
         """
         feed, recorder, num_fed = self.connections.feed, self.stage.recorder, 1
         if recorder is not None:
@@ -202,7 +208,7 @@ class Executor(NotCopyable):
         else:
             num_fed = feed.send_inputs(parts, this.number, m, requires_grad)
         if recorder is not None:
-            recorder.end("feed", m, number=this.number)
+            recorder.end("feed", m if begun is None else begun, number=this.number)
         return num_fed
 
     def run(self, operations: Iterable[Operation], this: Pass) -> None:

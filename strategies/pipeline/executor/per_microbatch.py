@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from strategies.common.autograd import GatheredGradients, with_backward
-from strategies.common.torch_compat import tree_map_only
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
@@ -33,7 +32,12 @@ from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
 from strategies.pipeline.stage.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.stage.side_outputs import is_fresh
-from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, tensors_of
+from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, leaves_of, tensors_of, with_leaves
+from strategies.pipeline.transport.channel import MOST_BUNDLED_BYTES
+
+_MOST_TOGETHER = 4
+"""Of how many micro-batches the user's code begins together, at most. What it keeps until it gets the output of the
+module takes memory, beside the inputs."""
 
 Code = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
@@ -124,8 +128,8 @@ def _release(
     share = shares()
     factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
     with executor.explained():
-        for remote in executor.remotes:
-            remote.tell(StageCommands.release, run.this.number, factor, share.kept)
+        for remote in executor.remotes:  # a message of its own would cost more than waiting for that of the step
+            remote.queue(StageCommands.release, run.this.number, factor, share.kept)
         gathered.release(factor, share.kept)
     return []
 
@@ -162,7 +166,10 @@ class _Pass:
                     for sender in executor.connections.senders:
                         sender.release(keep=timetable.limit)
                 elif isinstance(step, UserCode):
-                    (self._begin if step.part == "b" else self._answer)(step.microbatch)
+                    if step.part == "a":
+                        self._answer(step.microbatch)
+                    elif step.microbatch == len(self._steps):  # else it has begun with an earlier one
+                        self._begin(step.microbatch)
             executor.run(ahead, self._this)
             return losses
         except BaseException:
@@ -171,11 +178,37 @@ class _Pass:
             raise
 
     def _begin(self, m: int) -> None:
-        """Run the user's code until it calls the module, and send the module's input to stage 0."""
+        """Run the user's code until it calls the module, and send the module's input to stage 0.
+
+        A message costs the same for several small inputs as for one. So code of a few more micro-batches begins, if
+        their inputs fit into the message and have no graph, which would wait for its backward pass. The first input
+        goes alone, so that stage 0 starts at once.
+        """
+        executor, this = self._executor, self._this
+        input, requires_grad = self._input(m)
+        inputs, other = [input], None
+        if m and executor.bundles_inputs and not any(requires_grad):
+            size_bytes = sum(tensor.nbytes for tensor in tensors_of(input))
+            num = min(_MOST_TOGETHER, MOST_BUNDLED_BYTES // max(size_bytes, 1), this.microbatches - m)
+            while len(inputs) < num and other is None:
+                input, flags = self._input(m + len(inputs))
+                if flags == requires_grad:
+                    inputs.append(input)
+                else:
+                    other = input, flags
+        num_fed, begun = 0, len(self._steps) - 1
+        while num_fed < len(inputs):
+            num_fed += executor.feed(inputs[num_fed:], this, m + num_fed, requires_grad, begun=begun)
+        if other is not None:
+            executor.feed([other[0]], this, m + num_fed, other[1], begun=begun)
+
+    def _input(self, m: int) -> tuple[Any, list[bool]]:
+        """Run the user's code until it calls the module; return its argument, and which tensors require a gradient."""
         this, recorder = self._this, self._executor.stage.recorder
         if recorder is not None:
             recorder.begin()
-        step = self._threads.begin(partial(self._in_context, self._codes[m]), layer_seed(this.seed, m, -1))
+        code = partial(self._in_context, self._codes[m])
+        step = self._threads.begin(code, layer_seed(this.seed, m, -1), this.context)
         self._steps.append(step)
         if not step.has_called:
             raise RuntimeError(
@@ -190,12 +223,13 @@ class _Pass:
         input, step.input = step.input, None
         # Code that runs meanwhile may reuse the memory of this input for that of its next micro-batch.
         input = pack_objects(input)
-        sent = tree_map_only(Tensor, lambda tensor: plain(tensor).detach().clone(), input)
-        tensors = tensors_of(input)
+        leaves, spec = leaves_of(input)
+        sent = [plain(leaf).detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if recorder is not None:
             recorder.end("b", m, number=this.number)
-        self._executor.feed([sent], this, m, [t.requires_grad for t in tensors])
         self._inputs.append([t for t in tensors if t.requires_grad])
+        return with_leaves(sent, spec), [t.requires_grad for t in tensors]
 
     def _in_context(self, code: Code) -> Any:
         with self._this.context.entered(grad=True):

@@ -99,25 +99,35 @@ class _ThreadSettings:
             depth,
         )
 
-    def put(self) -> None:
-        """Give this thread, which has no modes, the settings."""
-        torch.set_grad_enabled(self.grad)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        depth = torch.autocast_increment_nesting()
-        while depth <= self.autocast_depth:
+    def put(self, now: "_ThreadSettings | None" = None) -> None:
+        """Give this thread, which has no modes, the settings.
+
+        Args:
+            now: The settings that it has, of which only those that differ are set; ``None`` if they are not known.
+        """
+        if now is None or now.grad != self.grad:
+            torch.set_grad_enabled(self.grad)
+        if now is None or now.autocast != self.autocast:
+            for kind, enabled, dtype in self.autocast:
+                torch.set_autocast_enabled(kind, enabled)
+                torch.set_autocast_dtype(kind, dtype)
+        if now is None or now.autocast_cache != self.autocast_cache:
+            torch.set_autocast_cache_enabled(self.autocast_cache)
+        if now is None or now.autocast_depth != self.autocast_depth:
             depth = torch.autocast_increment_nesting()
-        while depth > self.autocast_depth:
-            depth = torch.autocast_decrement_nesting()
+            while depth <= self.autocast_depth:
+                depth = torch.autocast_increment_nesting()
+            while depth > self.autocast_depth:
+                depth = torch.autocast_decrement_nesting()
         _add_modes(self.modes)  # last: function modes are called for some of the above
 
 
 class Step:
     """One run of a function, begun by :meth:`Steps.begin`."""
 
-    def __init__(self, function: Callable[[], Any], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[[], Any], seed: int, device: torch.device, expected: PassContext | None
+    ) -> None:
         self.has_called = False
         """Whether the function has called the module and is suspended until it gets the output."""
         self.input: Any = None
@@ -126,7 +136,7 @@ class Step:
         """The settings of the thread at that call."""
         self.result: Any = None
         """The return value of the function."""
-        self._device, self._seed = device, seed
+        self._device, self._seed, self._expected = device, seed, expected
         self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
@@ -152,23 +162,26 @@ class Step:
 
     def _hand_over(self, go_on: bool, output: Any) -> None:
         dtype_of_lead, settings_of_lead = torch.get_default_dtype(), _ThreadSettings.taken(self._device_types)
+        now: _ThreadSettings | None = None
         try:
             if self._settings is None or self._random_state is None or self._default_dtype is None:
                 off = tuple([(kind, False, dtype) for kind, _, dtype in settings_of_lead.autocast])
-                _ThreadSettings(settings_of_lead.modes, autocast=off).put()
+                _ThreadSettings(settings_of_lead.modes, autocast=off).put(settings_of_lead)
                 seed_device(self._seed, self._device)
             else:
-                self._settings.put()
-                torch.set_default_dtype(self._default_dtype)
+                self._settings.put(settings_of_lead)
+                if self._default_dtype != dtype_of_lead:
+                    torch.set_default_dtype(self._default_dtype)
                 set_random_state(self._random_state, self._device)
             error = self._suspended.switch(go_on, output)
             del output
-            self._settings = _ThreadSettings.taken(self._device_types)
+            self._settings = now = _ThreadSettings.taken(self._device_types)
             if not self._runs.dead:
                 self._random_state, self._default_dtype = random_state(self._device), torch.get_default_dtype()
         finally:
-            settings_of_lead.put()
-            torch.set_default_dtype(dtype_of_lead)
+            settings_of_lead.put(now)
+            if torch.get_default_dtype() != dtype_of_lead:
+                torch.set_default_dtype(dtype_of_lead)
         if error is not None:
             raise error
 
@@ -184,7 +197,10 @@ class Step:
                 "training_step called the pipelined module under no_grad, but schedule='1f1b' runs its backward pass "
                 "within the same call. Use schedule='gpipe'."
             )
-        self.input, self.context, self.has_called = input, PassContext.capture(self._device.type), True
+        expected = self._expected
+        is_expected = expected is not None and expected.is_current(self._device.type)
+        self.input, self.has_called = input, True
+        self.context = expected if is_expected else PassContext.capture(self._device.type)
         del input
         self._suspended = getcurrent()  # a greenlet of the user's, if training_step runs the module in one
         go_on, output = self._lead.switch(None)
@@ -238,13 +254,18 @@ class Steps:
             running = running.parent
         return None
 
-    def begin(self, function: Callable[[], Any], seed: int) -> Step:
+    def begin(self, function: Callable[[], Any], seed: int, expected: PassContext | None = None) -> Step:
         """Run a function until it calls the module or ends.
+
+        Args:
+            function: The function.
+            seed: The seed of its random numbers.
+            expected: The settings that it is expected to call the module under, which are then not captured again.
 
         Raises:
             Exception: Whatever the function raises.
         """
-        step = Step(function, seed, self._device)
+        step = Step(function, seed, self._device, expected)
         try:
             step.resume()
         except BaseException:  # KeyboardInterrupt too, during which the function still runs

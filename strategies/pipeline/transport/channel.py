@@ -72,6 +72,9 @@ SMALL_BYTES = 2**18
 takes one more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for
 the header's message is posted in advance, and may be larger than that message."""
 
+MOST_BUNDLED_BYTES = SMALL_BYTES // 2
+"""Maximum size of the inputs that are sent in one message. In it, each tensor starts at an aligned place."""
+
 _ALIGNMENT = 16
 """Tensors in a message start at multiples of this number of bytes, the size of the largest dtype."""
 
@@ -381,7 +384,7 @@ class Sender:
         number, size_bytes = 0, 0
         for value in inputs:
             size_bytes += sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-            if number and size_bytes > SMALL_BYTES // 2:  # in the message, each tensor starts at an aligned place
+            if number and size_bytes > MOST_BUNDLED_BYTES:
                 break
             number += 1
         self.send(list(inputs[:number]), pass_number, first, requires_grad=requires_grad * number)

@@ -15,6 +15,7 @@ import procfs
 import psutil
 import pytest
 from harness import OWN_SERVER, run
+from paths import PYTHONPATH
 
 from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, RunningForkServer, server_for
 from strategies.launch.workers import Workers, fork_server
@@ -386,6 +387,25 @@ def test_a_list_of_processes_shows_their_roles() -> None:
     assert [command.split()[2:4] for command in after] == [["strategies.launch", role] for role in ROLES]
     assert within[-2:] == [f"{python}strategies.pipeline worker {rank} DRIVER FOLDER" for rank in range(2)]
     assert all("strategies.pipeline" in command for command in [*within, *after])
+
+
+IMPORTS = """
+import psutil
+import strategies, strategies.pipeline, trainer
+from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
+from strategies.pipeline import Pipe
+from trainer import Trainer
+print([process.cmdline() for process in psutil.Process().children(recursive=True)])
+"""
+
+
+@pytest.mark.slow
+def test_an_import_starts_no_process() -> None:
+    """The fork server starts with the first run that has workers."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTS]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 def test_workers_start_without_a_fork_server() -> None:

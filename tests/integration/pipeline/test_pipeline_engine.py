@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.stage.layers import PassContext
 
 CPU = torch.device("cpu")
 
@@ -109,6 +111,62 @@ def what_passes_between_stages() -> None:
 
 def test_what_passes_between_stages() -> None:
     run(what_passes_between_stages)
+
+
+NUM_INTERLEAVED = 12
+
+
+def most_suspended(graphs: frozenset[int]) -> int:
+    """Run 12 micro-batches under 1f1b; those with numbers in ``graphs`` have an input that requires a gradient.
+
+    Returns:
+        The most micro-batches whose code had begun and not got the output of the module.
+    """
+    layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(4)]
+    suspended = most = 0
+
+    def code(m: int, module: nn.Module, scale: Tensor, row: Tensor) -> Tensor:
+        nonlocal suspended, most
+        suspended += 1
+        most = max(most, suspended)
+        output = module(row * scale if m in graphs else row)
+        suspended -= 1
+        return output.square().mean() * scale if m in graphs else output.square().mean()
+
+    with three_stages(layers, schedule="1f1b") as (module, plain, pipeline):
+        for _ in range(2):  # the gradients of the second pass are added to those of the first one
+            rows = torch.randn(NUM_INTERLEAVED, 2, 4, dtype=torch.float64)
+            scales = [torch.tensor(0.5, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+            codes = [partial(code, m, module, scales[0], row) for m, row in enumerate(rows)]
+            weights = [1 / NUM_INTERLEAVED] * NUM_INTERLEAVED
+            loss = pipeline.interleave(codes, weights, PassContext.capture("cpu"))
+            assert loss is not None
+            loss.backward()
+            interleaved = most
+            expected = sum(code(m, plain, scales[1], row) for m, row in enumerate(rows)) / NUM_INTERLEAVED
+            expected.backward()
+            torch.testing.assert_close(loss, expected)
+            if graphs:
+                torch.testing.assert_close(scales[0].grad, scales[1].grad)
+        grads = {name: grad for remote in pipeline.remotes for name, grad in remote.call(StageCommands.grads).items()}
+        grads |= {name: p.grad for name, p in module.named_parameters() if not p.is_meta}
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-9)
+        assert [remote.call(StageCommands.num_kept) for remote in pipeline.remotes] == [0, 0]
+    return interleaved
+
+
+def suspended_micro_batches() -> list[int]:
+    torch.manual_seed(1)
+    return [most_suspended(frozenset(graphs)) for graphs in (range(NUM_INTERLEAVED), (), (4, 6, 11))]
+
+
+def test_small_inputs_without_a_graph_are_sent_together_and_others_are_not() -> None:
+    """Three micro-batches may be under way before the last stage; one message has inputs of up to four."""
+    with_graphs, without, mixed = run(suspended_micro_batches)
+    assert with_graphs == 3
+    assert 3 < without <= 3 + 3
+    assert 3 < mixed <= 3 + 3
 
 
 def failure_in_the_last_backward_pass() -> list[bool]:

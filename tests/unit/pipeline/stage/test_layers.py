@@ -1,12 +1,13 @@
-"""Which layers need a seed."""
+"""Which layers need a seed, and whether the settings of a pass are those of the thread."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
 from torch import nn
 
-from strategies.pipeline.stage.layers import draws_nothing
+from strategies.pipeline.stage.layers import PassContext, draws_nothing
 
 
 class OwnLinear(nn.Linear):
@@ -74,3 +75,59 @@ def test_layers_that_draw_nothing() -> None:
         assert not draws_nothing(nn.Linear(2, 2))
     finally:
         hook.remove()
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@contextmanager
+def matmul_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def deterministic(*, warn_only: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def benchmark() -> Iterator[None]:
+    torch.backends.cudnn.benchmark = True
+    yield
+    torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        lambda: torch.autocast("cpu"),
+        lambda: torch.autocast("cpu", enabled=False, cache_enabled=False),
+        lambda: torch.autocast("cpu", dtype=torch.float16, enabled=False),
+        default_dtype,
+        matmul_precision,
+        lambda: deterministic(warn_only=True),
+        benchmark,
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.set_detect_anomaly(False, check_nan=False),
+        torch.inference_mode,
+    ],
+)
+def test_settings_are_compared_as_they_are_captured(setting: Callable[[], AbstractContextManager[None]]) -> None:
+    before = PassContext.capture("cpu")
+    assert before.is_current("cpu") and not before.is_current("cuda")
+    with setting():
+        within = PassContext.capture("cpu")
+        assert before.is_current("cpu") == (before == within)
+        assert within.is_current("cpu")
+        assert within != before
+    assert before.is_current("cpu")
