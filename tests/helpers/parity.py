@@ -133,7 +133,7 @@ def one_device() -> SingleDeviceStrategy:
 
 
 def _check_data_plane(before: Counter[str]) -> None:
-    """Asserts that a pipeline has exchanged values over the plane that ``--data-plane`` names, unless it was told not to."""
+    """Asserts that a pipeline has exchanged values over the plane of ``--data-plane``, unless it was told not to."""
     new = data_planes() - before
     assert new.keys() - {VALUES}, "no pipeline was started"
     assert new["gloo"] or new[VALUES], f"no value went from device to device: {new}"
