@@ -344,9 +344,9 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
 def nccl_backend(store: dist.Store, rank: int, size: int) -> Any:
     """Return an NCCL communicator of its own, which is registered nowhere, before ``eager_connect_single_device``.
 
-    It has no time-out to speak of: at a time-out, torch's watchdog ends the process (``TORCH_NCCL_ASYNC_ERROR_HANDLING``
-    is 3 by default), also while a debugger holds another one. Relay detects processes that hang by itself, and ends
-    waits for transfers when a process has failed.
+    It has no time-out to speak of: at a time-out, torch's watchdog ends the process (by default,
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 3), also while a debugger holds another process. Relay detects processes that
+    hang by itself, and ends waits for transfers when a process has failed.
     """
     nccl = cast(Any, dist).ProcessGroupNCCL
     options = nccl.Options()

@@ -55,6 +55,10 @@ class Transfer(Protocol):
     def synchronize(self) -> None:
         """Block until the transfer has run."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the transfer has run, or has been given up, as far as is known without waiting."""
+
 
 class Link(Protocol):
     """One direction between the devices of two processes. Transfers run in the order in which they are posted."""
@@ -202,6 +206,7 @@ class DeviceSender(Sender):
         queued = self._queued.pop((pass_number, microbatch), None)
         if queued is None:
             return
+        self.let_go()
         value, requires_grad = queued
         known, tensors, description = self._look_up(value, requires_grad)
         payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
@@ -249,6 +254,15 @@ class DeviceSender(Sender):
             return
         for place, sent in enumerate(self._under_way):
             if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+                sent.transfer.wait()
+                self._under_way[place] = replace(sent, transfer=None)
+
+    def let_go(self) -> None:
+        """Drop the tensors of values whose transfers have run, without waiting for others."""
+        for place, sent in enumerate(self._under_way):
+            if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+                if not sent.transfer.is_over:
+                    return  # neither have those after it
                 sent.transfer.wait()
                 self._under_way[place] = replace(sent, transfer=None)
 
@@ -353,7 +367,7 @@ class DeviceTransport:
 
     def __init__(self, group: ProcessGroup, rank: int, device: torch.device, links: Links, wait: Wait) -> None:
         self._group, self._rank, self._device, self._links, self._wait = group, rank, device, links, wait
-        self._senders: list[Sender] = []
+        self._senders: list[DeviceSender] = []
         self._receivers: list[Receiver] = []
         links.has_failed_peer = self._has_failed_peer
 
@@ -377,6 +391,11 @@ class DeviceTransport:
 
     def abort(self) -> None:
         self._links.abort()
+
+    def let_go(self) -> None:
+        for sender in self._senders:
+            if not self._links.is_given_up():
+                sender.let_go()
 
     def close(self) -> None:
         self._senders.clear()

@@ -52,6 +52,10 @@ class NcclTransfer:
                 time.sleep(_LOOK_SECONDS)
         self.wait()
 
+    @property
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
 
 class NcclLink:
     """One direction between the GPUs of two processes.

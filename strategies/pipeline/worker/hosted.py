@@ -150,6 +150,8 @@ class HostedStage(StageCommands):
         if this.grad:
             self._passes[this.number] = this, later
         self._stage.run(actions, this)
+        if not this.grad and self._ties is not None:
+            self._ties.flush()
         self._wiring.settle()
 
     def backward(self, number: int) -> None:
@@ -196,6 +198,8 @@ class HostedStage(StageCommands):
                 context=context,
             )
             self._stage.run(timetable.operations[self._index], this)
+            if self._ties is not None:
+                self._ties.flush()
         pass_on(None)
 
     def _set_limit(self, limit: int | None) -> None:
@@ -324,6 +328,8 @@ class HostedStage(StageCommands):
         torch.set_default_dtype(dtype)
         self._activity.doing = "optimizer step"
         own, shared, recorder = self._optimizers[optimizer], self._shared_steps, self._stage.recorder
+        if self._wiring.transport is not None:
+            self._wiring.transport.let_go()  # their memory can hold what the step needs
         if recorder is not None:
             recorder.begin()
         set_hyperparameters(own, values)
