@@ -755,6 +755,7 @@ class Pipeline(NotCopyable):
                 side_outputs=SideOutputs.of(last, self.stages[last]),
             ),
             posting=workers.connections.posting,
+            name=describe(last, self.stages[last]),
         )
         session.callback(stage.close)
         executor = Executor(

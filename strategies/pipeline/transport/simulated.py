@@ -66,10 +66,10 @@ class SimulatedTransfer:
     """
 
     def __init__(self, run: Callable[[], None], end: Callable[[], None], links: "SimulatedLinks") -> None:
-        self._run, self._end, self._links = run, end, links
+        self._run, self._links = run, links
+        self._end: Callable[[], None] | None = end
         self._has_run = threading.Event()
         self._error: BaseException | None = None
-        self._has_ended = False
 
     def run(self) -> None:
         """Run the transfer, on the thread of its link."""
@@ -111,9 +111,9 @@ class SimulatedTransfer:
     def _finish(self) -> None:
         if self._error is not None:
             raise self._error
-        if not self._has_ended:
-            self._has_ended = True
-            self._end()
+        end, self._end = self._end, None
+        if end is not None:  # which refers to the tensors: links know a transfer for longer than its receiver does
+            end()
 
 
 class SimulatedLink:

@@ -37,6 +37,7 @@ from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.timetable import forward_timetable
 from strategies.pipeline.stage.layers import PassContext, ProcessRandomState
+from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
@@ -79,8 +80,9 @@ class HostedStage(StageCommands):
             torch.cuda.set_device(device)
         self._index, self._activity, self._wiring = payload.index, activity, wiring
         self._settings = replace(payload, optimizers=[], numbers=[], copies=[])
-        self._layers = payload.layers.to(device)
-        self._copies = [_moved(copy, device) for copy in payload.copies]
+        with explaining(describe(payload.index, payload.layers), payload.layers, device, "set-up, with its parameters"):
+            self._layers = payload.layers.to(device)
+            self._copies = [_moved(copy, device) for copy in payload.copies]
         self._modules: list[nn.Sequential] = [self._layers, *self._copies]
         self._values = HeldValues(self._modules)
         self._placement = payload.placement
@@ -96,6 +98,7 @@ class HostedStage(StageCommands):
             ),
             activity=activity,
             posting=wiring.posting,
+            name=describe(payload.index, self._layers),
         )
         named = dict(self._layers.named_parameters(remove_duplicate=False))
         self._ties: TiedParameters | None = None
@@ -336,7 +339,8 @@ class HostedStage(StageCommands):
         vars(own).update(scaling)
         if shared is not None:
             shared.before_step(own)
-        own.step(**arguments)
+        with explaining(self.describe(), self._layers, self._stage.device, "the optimizer step"):
+            own.step(**arguments)
         for name in scaling:
             delattr(own, name)
         if shared is not None:
