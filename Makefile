@@ -8,13 +8,14 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: faults help demo unit test slow check coverage mutation bench bench-tiny clean
+.PHONY: device-plane device-plane-all faults help demo unit test slow check coverage mutation bench bench-tiny clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
 	@echo "make unit     run the tests that start no process (about a minute)"
 	@echo "make test     run all tests except those marked slow (about four minutes)"
-	@echo "make slow     run the tests marked slow (about 24 minutes); .ci/run runs these too"
+	@echo "make slow     run the tests marked slow (about 17 minutes); .ci/run runs these too"
+	@echo "make device-plane run tests of parity over the simulated device plane (about a minute); device-plane-all: all of them"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make faults   disturb 1,000 small runs by random faults (hours); it continues where it was interrupted"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
@@ -33,6 +34,15 @@ unit: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest -m "not slow" $(SPREAD)
+
+# Of the tests of parity, the most telling ones for the order of sends and receives; a nightly job runs all of them.
+DEVICE_PLANE = $(addprefix tests/integration/parity/test_,evaluation.py parity_calls.py parity_gradients.py parity_inputs.py parity_1f1b.py)
+
+device-plane: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest --data-plane=simulated-serial -m "not slow" $(DEVICE_PLANE) $(SPREAD)
+
+device-plane-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest --data-plane=simulated-serial tests/integration/parity $(SPREAD)
 
 slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest -m slow $(SPREAD) --durations 40

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness_child import DATA_PLANE
+from harness_child import ACCELERATOR, DATA_PLANE, VALUES, data_planes
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,11 +20,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["simulated", "simulated-serial", "nccl"],
         help="what data_plane='auto' means in processes of the harness, where stages can use it; see tests/README.md",
     )
+    parser.addoption(
+        "--accelerator",
+        choices=["cpu", "gpu"],
+        default="cpu",
+        help="what tests of parity that leave the accelerator open run on",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if plane := config.getoption("--data-plane"):
         os.environ[DATA_PLANE] = plane
+    os.environ[ACCELERATOR] = config.getoption("--accelerator")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a session with ``--data-plane`` in which nothing has gone over that plane."""
+    config = session.config
+    if hasattr(config, "workeroutput"):
+        config.workeroutput[DATA_PLANE] = dict(data_planes())
+    elif config.getoption("--data-plane") and session.testscollected and not data_planes()[VALUES]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """Takes over what a process of pytest-xdist has counted."""
+    data_planes().update(getattr(node, "workeroutput", {}).get(DATA_PLANE, {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if plane := config.getoption("--data-plane"):
+        pipelines = ", ".join(f"{number} over {name}" for name, number in data_planes().items() if name != VALUES)
+        values = data_planes()[VALUES]
+        terminalreporter.write_line(f"--data-plane={plane}: pipelines {pipelines or 'none'}; {values} values received")
 
 
 @pytest.hookimpl(wrapper=True)

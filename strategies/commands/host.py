@@ -145,8 +145,12 @@ class _Compute(Generic[T]):
 
     def _finish(self, job: _Job) -> None:
         result = self._result(job.calls)
-        for future in job.futures:
-            future.set_result(result)
+        try:
+            for future in job.futures:
+                future.set_result(result)
+        finally:  # after the caller has been told the cause, of which the failures of others are consequences
+            if isinstance(result, Failure) and self.hosted is not None:
+                self.hosted.announce_failure()
 
     def _result(self, calls: Sequence[Call]) -> Any:
         try:
@@ -154,8 +158,6 @@ class _Compute(Generic[T]):
                 self.hosted = self._create()
             result = run_calls(self.hosted, calls, self._declarations, self._activity)
         except BaseException as error:  # a layer may even call sys.exit(); the caller must hear of it
-            if self.hosted is not None:
-                self.hosted.announce_failure()
             what = self._name if self.hosted is None else self.hosted.describe()
             return Failure.of(error, what, self._activity.doing)
         return result

@@ -341,14 +341,17 @@ def gloo_options(device: Any, timeout: timedelta) -> Any:
     return options
 
 
-def nccl_backend(store: dist.Store, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
-    """Return a connected NCCL communicator of its own, which is registered nowhere."""
+def nccl_backend(store: dist.Store, rank: int, size: int) -> Any:
+    """Return an NCCL communicator of its own, which is registered nowhere, before ``eager_connect_single_device``.
+
+    It has no time-out to speak of: at a time-out, torch's watchdog ends the process (by default,
+    ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 3), also while a debugger holds another process. Relay detects processes that
+    hang by itself, and ends waits for transfers when a process has failed.
+    """
     nccl = cast(Any, dist).ProcessGroupNCCL
     options = nccl.Options()
-    options._timeout = timeout
-    backend = nccl(store, rank, size, options)
-    backend.eager_connect_single_device(device)
-    return backend
+    options._timeout = timedelta(days=20)  # c10d counts milliseconds in 31 bits
+    return nccl(store, rank, size, options)
 
 
 def group_without_backend(store: dist.Store, rank: int, size: int) -> ProcessGroup:

@@ -188,6 +188,10 @@ def _paths() -> list[str]:
     return [os.path.abspath(path) if path == "" else path for path in sys.path]
 
 
+VARIABLES_OF_NCCL = {"TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false"}
+"""torch warns that the sends and receives of a communicator run one after another, which is what Relay has them do."""
+
+
 def environment_of_worker(
     paths: Sequence[str], *, threads: int | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -204,6 +208,7 @@ def environment_of_worker(
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
         **variables_of_worker(base),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # the end of a session is no warning
+        **VARIABLES_OF_NCCL,
     }
 
 

@@ -32,8 +32,8 @@ from strategies.common.waiting import Wait, wait_here
 from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
-from strategies.launch.session import Session, join_data_plane
-from strategies.launch.workers import Workers, share_of_threads
+from strategies.launch.session import Session, environment_variables, join_data_plane
+from strategies.launch.workers import VARIABLES_OF_NCCL, Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
@@ -755,6 +755,7 @@ class Pipeline(NotCopyable):
                 side_outputs=SideOutputs.of(last, self.stages[last]),
             ),
             posting=workers.connections.posting,
+            name=describe(last, self.stages[last]),
         )
         session.callback(stage.close)
         executor = Executor(
@@ -897,7 +898,7 @@ class Pipeline(NotCopyable):
         rank_of = self.timetables.rank_of
         store = partial(store_at, f"{session.rendezvous}/devices", session.size)
         routes = routes_of(rank_of, self._ties)
-        with self.failures.explained():
+        with self.failures.explained(), environment_variables(**VARIABLES_OF_NCCL):
             transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
         ending.callback(transport.close)
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))

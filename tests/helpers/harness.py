@@ -34,7 +34,7 @@ from typing import Any
 
 import cloudpickle
 import procfs
-from harness_child import Order, Report, settled
+from harness_child import Order, Report, data_planes, settled
 
 from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, traits_of
 from strategies.launch.workers import WORKER_MODULES, WORKER_MODULES_LATER, environment_of_worker
@@ -103,6 +103,7 @@ def run(
         child = _start(scratch, env or {})
         try:
             report = _await_report(child, scratch, timeout_seconds)
+            data_planes().update(report.data_planes)
             leaks = [*report.leaks, *_leaks_outside(child.pid, scratch, order, segments_before)]
             if leaks:
                 raise AssertionError("left behind:\n  " + "\n  ".join(leaks))

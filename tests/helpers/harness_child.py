@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -16,8 +17,9 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,10 @@ LIBRARY_VARIABLES = {
 
 DATA_PLANE = "RELAY_TESTS_DATA_PLANE"
 """The environment variable in which pytest's option ``--data-plane`` reaches the child."""
+ACCELERATOR = "RELAY_TESTS_ACCELERATOR"
+"""The environment variable in which pytest's option ``--accelerator`` reaches the child."""
+VALUES = "values"
+"""The key of :func:`data_planes` for values that the driver has received from device to device."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,7 @@ class Report:
     raised: str | None = None  # the traceback
     result: bytes = b""
     leaks: tuple[str, ...] = ()
+    data_planes: Counter[str] = field(default_factory=Counter)  # see `data_planes`
 
 
 def settled(find: Callable[[], list[str]], settle_seconds: float) -> list[str]:
@@ -126,7 +133,7 @@ def main(scratch: Path) -> int:
         if not reports:
             return 0
         leaks = settled(lambda: _leaks(before, scratch, order), order.settle_seconds)
-        report = Report(result=pickle.dumps(result), leaks=tuple(leaks))
+        report = Report(result=pickle.dumps(result), leaks=tuple(leaks), data_planes=data_planes())
     except BaseException:
         if not reports:
             raise
@@ -139,20 +146,40 @@ def main(scratch: Path) -> int:
     return 0
 
 
+@functools.cache
+def data_planes() -> Counter[str]:
+    """Which data planes have been used with ``--data-plane``: in this process, or by the children of pytest.
+
+    For each plane, the number of pipelines with several stages that have chosen it; under ``VALUES``, the number of
+    values that drivers have received from device to device.
+    """
+    return Counter()
+
+
 def _use_data_plane(plane: str) -> None:
-    """Has pipelines use a data plane if the test leaves the choice to them and the stages can use it."""
+    """Has pipelines use a data plane, if the test leaves the choice to them.
+
+    Where they cannot use it, the test fails: it must not pass over another plane. ``pipelined_backward=False`` is
+    refused on planes of devices by name, so such pipelines stay on gloo.
+    """
     from strategies.pipeline.executor.settings import Settings
+    from strategies.pipeline.transport.device import DeviceReceiver
     from strategies.pipeline.transport.planes import AUTO, chosen_plane
 
-    choose = Settings.plane
+    choose, begin, used = Settings.plane, DeviceReceiver.begin, data_planes()
 
     def chosen(own: Settings, devices: Any, hosts: Any) -> str:
-        if own.data_plane == AUTO and own.pipelined_backward:
-            with contextlib.suppress(ValueError):
-                return chosen_plane(plane, devices, hosts)
-        return choose(own, devices, hosts)
+        is_ours = own.data_plane == AUTO and own.pipelined_backward
+        name = chosen_plane(plane, devices, hosts) if is_ours else choose(own, devices, hosts)
+        if len(devices) > 1:
+            used[name] += 1
+        return name
 
-    Settings.plane = chosen
+    def counted(own: DeviceReceiver, pass_number: int, microbatch: int) -> None:
+        begin(own, pass_number, microbatch)
+        used[VALUES] += 1
+
+    Settings.plane, DeviceReceiver.begin = chosen, counted
 
 
 def _end_with_parent() -> None:

@@ -5,13 +5,16 @@ overridden) and some settings, given to :func:`check`.
 """
 
 import logging
+import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from harness_child import ACCELERATOR, DATA_PLANE, VALUES, data_planes
 from pytorch_lightning import LightningModule, seed_everything
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -94,7 +97,7 @@ def fit(
     seed_everything(0, verbose=False)
     model = make()
     settings = {
-        "accelerator": "cpu",
+        "accelerator": accelerator(),
         "precision": "64-true",
         "max_epochs": 2,
         "logger": False,
@@ -104,7 +107,10 @@ def fit(
         **arguments,
     }
     trainer = Trainer(devices=devices, strategy=strategy, **settings)
+    before = data_planes().copy()
     trainer.fit(model, train(), None if val is None else val(), ckpt_path=ckpt_path)
+    if os.environ.get(DATA_PLANE) and isinstance(strategy, RPCSequentialStrategy) and devices > 1:
+        _check_data_plane(before)
     return Outcome(
         losses=list(getattr(model, "losses", [])),
         parameters={name: p.detach().clone() for name, p in model.named_parameters()},
@@ -114,6 +120,23 @@ def fit(
         model=model,
         trainer=trainer,
     )
+
+
+def accelerator() -> str:
+    """What tests run on that leave it open; see pytest's option ``--accelerator``."""
+    return os.environ.get(ACCELERATOR, "cpu")
+
+
+def one_device() -> SingleDeviceStrategy:
+    """The strategy of the one process that pipelines are compared to."""
+    return SingleDeviceStrategy("cpu" if accelerator() == "cpu" else "cuda:0")
+
+
+def _check_data_plane(before: Counter[str]) -> None:
+    """Asserts that a pipeline has exchanged values over the plane of ``--data-plane``, unless it was told not to."""
+    new = data_planes() - before
+    assert new.keys() - {VALUES}, "no pipeline was started"
+    assert new["gloo"] or new[VALUES], f"no value went from device to device: {new}"
 
 
 def check(
@@ -140,7 +163,7 @@ def check(
     def fresh() -> dict[str, Any]:
         return {name: value() if isinstance(value, Fresh) else value for name, value in arguments.items()}
 
-    single = fit(make, SingleDeviceStrategy("cpu"), 1, **fresh())
+    single = fit(make, one_device(), 1, **fresh())
     outcomes = [single]
     for number in stages:
         options = {"microbatches": 3, "balance": _even(make, number), **(strategy or {})}

@@ -69,16 +69,19 @@ class Failures:
     def add(self, error: BaseException, *, consequence: bool) -> None:
         """Record a failure."""
         with self._lock:
+            is_first = not self._found
+            is_first_cause = not consequence and all(consequence for _, consequence in self._found)
             self._found.append((error, consequence))
-            if not self.first.done():
-                self.first.set_result(None)
-            if not consequence and not self._cause.done():
-                self._cause.set_result(None)
+        # Without the lock: the callbacks of futures run here, end waits for devices, and may block.
+        if is_first_cause:
+            self._cause.set_result(None)
+        if is_first:
+            self.first.set_result(None)
 
     @property
     def any(self) -> bool:
         """Whether there is a failure."""
-        return self.first.done()
+        return bool(self._found)
 
     def raise_untold(self) -> None:
         """Raise the cause of the failures, if there are any and none has been raised."""

@@ -129,6 +129,8 @@ class WholeBatch:
             executor.stage.recorder.begin(pass_of_code=this.number)  # which runs until the backward part
         if isinstance(feed, Sender):
             feed.release()  # the outputs were computed from all of it
+        if not this.grad and executor.connections.ties is not None:
+            executor.connections.ties.flush()
         if executor.side_outputs.known:
             executor.side_outputs.insert(partial(_is_of_whole_batch, this))
         return results

@@ -26,6 +26,7 @@ from strategies.pipeline.schedule.operations import Operation, Post
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, PassContext, RandomStateKeeper
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
+from strategies.pipeline.stage.out_of_memory import Memory, Situation, explained, is_float32
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 from strategies.pipeline.stage.weight_gradients import WeightGradients
@@ -216,11 +217,18 @@ class Stage:
         chunks: The chunks by their numbers, which are those of stages in tables of actions.
         activity: Records what the stage does; ``None`` on the driver.
         posting: Posts sends and receives; ``None`` if those of an action run when the action does.
+        name: The stage in words, for errors.
     """
 
     def __init__(
-        self, chunks: "Mapping[int, Chunk]", *, activity: Activity | None = None, posting: Posting | None = None
+        self,
+        chunks: "Mapping[int, Chunk]",
+        *,
+        activity: Activity | None = None,
+        posting: Posting | None = None,
+        name: str = "a stage",
     ) -> None:
+        self._name, self._now = name, ""
         self.chunks, self._activity, self._posting = chunks, activity, posting
         first = next(iter(chunks.values()))
         self.device = first.device
@@ -261,10 +269,30 @@ class Stage:
         Raises:
             Exception: Whatever a layer raises.
             RuntimeError: If a neighbour fails or does not answer in time.
+            torch.OutOfMemoryError: If the device has no memory left; it says what helps.
         """
+        try:
+            self._run(operations, this)
+        except torch.OutOfMemoryError as error:
+            raise explained(error, self._name, Memory.of(self.device), self._situation(this)) from error
+
+    def _situation(self, this: Pass) -> Situation:
+        chunks = self.chunks.values()
+        return Situation(
+            self._now,
+            sum(len(chunk.layers) for chunk in chunks),
+            this.microbatches,
+            this.recomputed,
+            self.num_kept,
+            this.grad,
+            any(is_float32(chunk.layers) for chunk in chunks),
+        )
+
+    def _run(self, operations: Iterable[Operation], this: Pass) -> None:
         chunks, note, recorder, at_once = self.chunks, self.note, self.recorder, []
         with self._random_state.preserving():
             for kind, m, i in self._actions(operations, this):
+                self._now = f"{kind}{m}"
                 if this.at_once and kind != "F":
                     at_once.append((i, m))
                     continue

@@ -13,7 +13,10 @@ A link buffers nothing: a send may wait until its receive runs. So the values of
 :func:`~strategies.pipeline.schedule.posting.posting_order`, and tied parameters in one order of all processes.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from strategies.common.errors import PeerFailed
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
 from strategies.pipeline.transport.channel import (
@@ -38,6 +42,9 @@ from strategies.pipeline.transport.channel import (
 )
 from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, pairs_of
 
+_ABORT_SECONDS, _ABORT_SECONDS_AFTER_FAILURE = 10.0, 1.0
+"""How long :meth:`Links.close` waits for communicators to be aborted. The user waits for an error meanwhile."""
+
 
 class Transfer(Protocol):
     """Tensors that are being sent between two devices; it keeps their memory alive."""
@@ -47,6 +54,10 @@ class Transfer(Protocol):
 
     def synchronize(self) -> None:
         """Block until the transfer has run."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the transfer has run, or has been given up, as far as is known without waiting."""
 
 
 class Link(Protocol):
@@ -58,6 +69,9 @@ class Link(Protocol):
     def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
         """Post the receives of new tensors, which may be used after :meth:`Transfer.wait`."""
 
+    def abort(self) -> None:
+        """End transfers that have not run. This may block, and may wait for a transfer of another link."""
+
 
 class Route(NamedTuple):
     """The ranks of two processes and the tag of a channel between them."""
@@ -67,24 +81,72 @@ class Route(NamedTuple):
     tag: int
 
 
-class Links(Protocol):
-    """The links of one process.
+class Links:
+    """The links of one process, which are opened one after another and aborted all at once.
 
-    Attributes:
-        links: The links by their routes.
-        has_failed_peer: Returns whether a process that sends to this one has failed; a wait for a transfer ends then.
+    An abort of a link may block: ncclCommAbort waits for the device, on which the transfer of another link may spin. So
+    each link is aborted on a thread of its own, and nobody waits for these threads but :meth:`close`.
     """
 
-    has_failed_peer: Callable[[], bool]
+    def __init__(self) -> None:
+        self.links: dict[Route, Link] = {}
+        self.has_failed_peer: Callable[[], bool] = lambda: False
+        """Returns whether a process that sends to this one has failed; a wait for a transfer ends then."""
+        self._lock = threading.Lock()
+        self._is_aborted = False
+        self._aborts: list[threading.Thread] = []
 
-    @property
-    def links(self) -> Mapping[Route, Link]: ...
+    def add(self, route: Route, link: Link) -> None:
+        """Add a link that is about to be connected.
+
+        Raises:
+            PeerFailed: If the links have been aborted.
+        """
+        with self._lock:
+            if not self._is_aborted:
+                self.links[route] = link
+                return
+        raise given_up()
+
+    def is_given_up(self) -> bool:
+        """Return whether no transfer is waited for any more, because a process has failed."""
+        return self._is_aborted or self.has_failed_peer()
 
     def abort(self) -> None:
-        """End transfers that have not run, and all waits for them; called on any thread."""
+        """End transfers that have not run, and all waits for them; called on any thread. Returns at once."""
+        with self._lock:
+            if self._is_aborted:
+                return
+            self._is_aborted = True
+            links = list(self.links.values())
+        self.abort_each(links)
+
+    def abort_each(self, links: Iterable[Link]) -> None:
+        """Abort links, each on a thread of its own."""
+        for link in links:
+            thread = threading.Thread(target=_abort, args=(link,), name="relay-abort", daemon=True)
+            self._aborts.append(thread)
+            thread.start()
 
     def close(self) -> None:
-        """Give back communicators and threads."""
+        """Give back communicators and threads. An abort that still blocks after some seconds is left to itself."""
+        seconds = _ABORT_SECONDS_AFTER_FAILURE if self._is_aborted else _ABORT_SECONDS
+        self.abort()
+        deadline = time.monotonic() + seconds
+        for thread in self._aborts:
+            thread.join(max(deadline - time.monotonic(), 0))
+        self._aborts.clear()
+        self.links.clear()
+
+
+def given_up() -> PeerFailed:
+    """Return the error of a wait for a transfer that will not run."""
+    return PeerFailed("a transfer has been given up, because a process of the pipeline failed")
+
+
+def _abort(link: Link) -> None:
+    with suppress(RuntimeError):  # the communicator reports the failure again that it is aborted for
+        link.abort()
 
 
 def routes_of(rank_of: Sequence[int], ties: Iterable[Tie]) -> list[Route]:
@@ -144,6 +206,7 @@ class DeviceSender(Sender):
         queued = self._queued.pop((pass_number, microbatch), None)
         if queued is None:
             return
+        self.let_go()
         value, requires_grad = queued
         known, tensors, description = self._look_up(value, requires_grad)
         payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
@@ -191,6 +254,15 @@ class DeviceSender(Sender):
             return
         for place, sent in enumerate(self._under_way):
             if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+                sent.transfer.wait()
+                self._under_way[place] = replace(sent, transfer=None)
+
+    def let_go(self) -> None:
+        """Drop the tensors of values whose transfers have run, without waiting for others."""
+        for place, sent in enumerate(self._under_way):
+            if isinstance(sent, _SentByDevice) and sent.transfer is not None:
+                if not sent.transfer.is_over:
+                    return  # neither have those after it
                 sent.transfer.wait()
                 self._under_way[place] = replace(sent, transfer=None)
 
@@ -295,7 +367,7 @@ class DeviceTransport:
 
     def __init__(self, group: ProcessGroup, rank: int, device: torch.device, links: Links, wait: Wait) -> None:
         self._group, self._rank, self._device, self._links, self._wait = group, rank, device, links, wait
-        self._senders: list[Sender] = []
+        self._senders: list[DeviceSender] = []
         self._receivers: list[Receiver] = []
         links.has_failed_peer = self._has_failed_peer
 
@@ -319,6 +391,11 @@ class DeviceTransport:
 
     def abort(self) -> None:
         self._links.abort()
+
+    def let_go(self) -> None:
+        for sender in self._senders:
+            if not self._links.is_given_up():
+                sender.let_go()
 
     def close(self) -> None:
         self._senders.clear()

@@ -36,6 +36,9 @@ class Transport(Protocol):
     def abort(self) -> None:
         """End all waits for devices, after a failure of any process; called on any thread."""
 
+    def let_go(self) -> None:
+        """Drop tensors that have been sent, without waiting for those that have not."""
+
     def close(self) -> None:
         """Release what the channels hold, whether or not values are being sent."""
 
@@ -68,6 +71,9 @@ class HostTransport:
 
     def abort(self) -> None:
         """Do nothing: this process waits for messages, and those waits end by themselves."""
+
+    def let_go(self) -> None:
+        """Do nothing: gloo tells only those who wait, so what has been sent is kept until the next pass."""
 
     def close(self) -> None:
         self._senders.clear()

@@ -8,17 +8,15 @@ processes of a communicator wait for each other then.
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from strategies.common.errors import PeerFailed
 from strategies.common.torch_compat import nccl_backend
 from strategies.common.trees import TensorLayout
-from strategies.pipeline.transport.device import Route, Transfer
+from strategies.pipeline.transport.device import Links, Route, Transfer, given_up
 
 _LOOK_SECONDS = 5e-5
 """How often a blocked process checks whether a transfer has run. A wait within CUDA could not be interrupted."""
@@ -50,9 +48,13 @@ class NcclTransfer:
         for work in self._works:
             while not work.is_completed():
                 if self._given_up():
-                    raise PeerFailed("a transfer has been given up, because a process of the pipeline failed")
+                    raise given_up()
                 time.sleep(_LOOK_SECONDS)
         self.wait()
+
+    @property
+    def is_over(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class NcclLink:
@@ -66,22 +68,25 @@ class NcclLink:
     """
 
     def __init__(self, backend: Any, peer: int, device: torch.device, given_up: Callable[[], bool]) -> None:
-        self.backend, self._peer, self._device, self._given_up = backend, peer, device, given_up
+        self._backend, self._peer, self._device, self._given_up = backend, peer, device, given_up
         self._stream = torch.cuda.Stream(device)
         """Where memory for received tensors is taken, so that receives do not wait for what the GPU computes."""
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
-        works = [self.backend.send([_as_bytes(tensor)], self._peer, 0) for tensor in tensors]
+        works = [self._backend.send([_as_bytes(tensor)], self._peer, 0) for tensor in tensors]
         return NcclTransfer(works, tensors, are_new=False, given_up=self._given_up)
 
     def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
         with torch.cuda.stream(self._stream):
             tensors = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in layouts]
-            works = [self.backend.recv([_as_bytes(tensor)], self._peer, 0) for tensor in tensors]
+            works = [self._backend.recv([_as_bytes(tensor)], self._peer, 0) for tensor in tensors]
         return tensors, NcclTransfer(works, tensors, are_new=True, given_up=self._given_up)
 
+    def abort(self) -> None:
+        self._backend.abort()
 
-class NcclLinks:
+
+class NcclLinks(Links):
     """The links of a process with a GPU of its own. Complete after :meth:`connect`.
 
     Args:
@@ -90,44 +95,35 @@ class NcclLinks:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
+        super().__init__()
         self._rank, self._device = rank, device
-        self._is_aborted = False
-        self.has_failed_peer: Callable[[], bool] = lambda: False
-        self.links: dict[Route, NcclLink] = {}
 
-    def _given_up(self) -> bool:
-        return self._is_aborted or self.has_failed_peer()
-
-    def connect(self, routes: Iterable[Route], store: Store, timeout: timedelta) -> None:
+    def connect(self, routes: Iterable[Route], store: Store) -> None:
         """Create the communicators, in the order of ``routes``, and send one byte over each.
 
         Args:
             routes: The routes of the pipeline.
             store: Where the processes meet.
-            timeout: How long a transfer may take, which includes the wait for the other process.
+
+        Raises:
+            PeerFailed: If the links are aborted meanwhile.
         """
         with torch.cuda.device(self._device):
             for number, route in enumerate(routes):
                 if self._rank not in (route.source, route.target):
                     continue
                 own = int(self._rank == route.target)
-                backend = nccl_backend(PrefixStore(f"{number}", store), own, 2, self._device, timeout)
-                link = self.links[route] = NcclLink(backend, 1 - own, self._device, self._given_up)
+                backend = nccl_backend(PrefixStore(f"{number}", store), own, 2)
+                link = NcclLink(backend, 1 - own, self._device, self.is_given_up)
+                self.add(route, link)
+                backend.eager_connect_single_device(self._device)
+                if self._is_aborted:  # perhaps before there was a communicator to abort
+                    self.abort_each([link])
+                    raise given_up()
                 first = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 described = TensorLayout((1,), torch.uint8, False)
                 transfer = link.receive([described])[1] if own else link.send([first])
                 transfer.synchronize()
-
-    def abort(self) -> None:
-        if not self._is_aborted:
-            self._is_aborted = True
-            for link in self.links.values():
-                link.backend.abort()
-
-    def close(self) -> None:
-        """Abort the communicators: all transfers have run, or a process has failed and some never will."""
-        self.abort()
-        self.links.clear()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from functools import partial
 import torch
 from torch.distributed import ProcessGroup, Store
 
-from strategies.common.torch_compat import timeout_of
 from strategies.common.waiting import Wait
 from strategies.pipeline.transport.device import DeviceTransport, Route
 from strategies.pipeline.transport.interface import HostTransport, Transport
@@ -88,7 +87,11 @@ def open_transport(
         return HostTransport(group, device, wait)
     if plane == NCCL:
         links = NcclLinks(rank, device)
-        wait(partial(links.connect, routes, store(), timeout_of(group)))
+        try:
+            wait(partial(links.connect, routes, store()))
+        except BaseException:  # Ctrl-C as well: another thread may still wait within NCCL
+            links.abort()
+            raise
         return DeviceTransport(group, rank, device, links, wait)
     simulated = SimulatedLinks(group, rank, routes, wait, one_at_a_time=plane == SERIAL)
     return DeviceTransport(group, rank, device, simulated, wait)

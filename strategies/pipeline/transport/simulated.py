@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from strategies.common.errors import PeerFailed
 from strategies.common.torch_compat import cpu_backend, timeout_of
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
 from strategies.pipeline.transport.channel import unrecorded
-from strategies.pipeline.transport.device import Route, Transfer
+from strategies.pipeline.transport.device import Links, Route, Transfer, given_up
 
 _FIRST_TAG = 1000
 """Payloads of a channel have its tag plus this number."""
@@ -67,10 +66,10 @@ class SimulatedTransfer:
     """
 
     def __init__(self, run: Callable[[], None], end: Callable[[], None], links: "SimulatedLinks") -> None:
-        self._run, self._end, self._links = run, end, links
+        self._run, self._links = run, links
+        self._end: Callable[[], None] | None = end
         self._has_run = threading.Event()
         self._error: BaseException | None = None
-        self._has_ended = False
 
     def run(self) -> None:
         """Run the transfer, on the thread of its link."""
@@ -83,7 +82,7 @@ class SimulatedTransfer:
     def abort(self) -> None:
         """End waits for the transfer, unless it has run."""
         if not self._has_run.is_set():
-            self._error = PeerFailed("a transfer has been given up, because a process of the pipeline failed")
+            self._error = given_up()
             self._has_run.set()
 
     @property
@@ -98,7 +97,7 @@ class SimulatedTransfer:
 
     def _block(self) -> None:
         while not self._has_run.wait(_LOOK_SECONDS):
-            if self._links.has_failed_peer():
+            if self._links.is_given_up():
                 self.abort()
 
     def wait(self) -> None:
@@ -112,9 +111,9 @@ class SimulatedTransfer:
     def _finish(self) -> None:
         if self._error is not None:
             raise self._error
-        if not self._has_ended:
-            self._has_ended = True
-            self._end()
+        end, self._end = self._end, None
+        if end is not None:  # which refers to the tensors: links know a transfer for longer than its receiver does
+            end()
 
 
 class SimulatedLink:
@@ -131,6 +130,8 @@ class SimulatedLink:
         self._backend, self._timeout, self._route = cpu_backend(group), timeout_of(group), route
         self._peer = route.target if rank == route.source else route.source
         self._tag, self._links, self._stream = _FIRST_TAG + route.tag, links, links.stream()
+        self._lock = threading.Lock()
+        self._under_way: list[SimulatedTransfer] = []
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
         sent = [_as_bytes(tensor).clone() for tensor in tensors]
@@ -147,11 +148,17 @@ class SimulatedLink:
 
     def _posted(self, run: Callable[[], None], end: Callable[[], None]) -> Transfer:
         transfer = SimulatedTransfer(run, end, self._links)
-        self._links.add(transfer)
+        with self._lock:
+            self._under_way = [*(each for each in self._under_way if not each.is_over), transfer]
         self._stream.run(transfer.run)
         if self._links.one_at_a_time:
             transfer.let_run()
         return transfer
+
+    def abort(self) -> None:
+        with self._lock:
+            for transfer in self._under_way:
+                transfer.abort()
 
     def _move(self, post: Callable[[list[Tensor], int, int], Any], messages: Sequence[Tensor]) -> None:
         for message in messages:
@@ -167,7 +174,7 @@ class SimulatedLink:
                 )
 
 
-class SimulatedLinks:
+class SimulatedLinks(Links):
     """The links of a process without a device of its own.
 
     Args:
@@ -181,14 +188,12 @@ class SimulatedLinks:
     def __init__(
         self, group: ProcessGroup, rank: int, routes: Iterable[Route], wait: Wait, *, one_at_a_time: bool
     ) -> None:
+        super().__init__()
         self.wait, self.one_at_a_time = wait, one_at_a_time
-        self.has_failed_peer: Callable[[], bool] = lambda: False
-        self._lock = threading.Lock()
         self._streams: list[_Stream] = []
-        self._under_way: list[SimulatedTransfer] = []
-        self._is_aborted = False
-        own = [route for route in routes if rank in (route.source, route.target)]
-        self.links = {route: SimulatedLink(group, route, rank, self) for route in own}
+        for route in routes:
+            if rank in (route.source, route.target):
+                self.add(route, SimulatedLink(group, route, rank, self))
 
     def stream(self) -> _Stream:
         """Return the stream of a new link."""
@@ -196,25 +201,10 @@ class SimulatedLinks:
             self._streams.append(_Stream())
         return self._streams[-1]
 
-    def add(self, transfer: SimulatedTransfer) -> None:
-        """Add a transfer to those that :meth:`abort` ends."""
-        with self._lock:
-            self._under_way = [each for each in self._under_way if not each.is_over]
-            self._under_way.append(transfer)
-            if self._is_aborted:
-                transfer.abort()
-
-    def abort(self) -> None:
-        with self._lock:
-            self._is_aborted = True
-            for transfer in self._under_way:
-                transfer.abort()
-
     def close(self) -> None:
-        self.abort()
+        super().close()
         for stream in self._streams:
             stream.end()
-        self.links.clear()
 
 
 @torch.no_grad()

@@ -172,6 +172,14 @@ class TiedParameters:
             for parameter, value in zip(self._copied[owner], values, strict=True):
                 parameter.copy_(value)
 
+    def flush(self) -> None:
+        """After a forward pass without a backward pass: let the owned parameters be changed in place from now on.
+
+        Their own memory is sent. After an evaluation, weights that were put in for it may be restored in place at once.
+        """
+        for sender in self._values_to.values():
+            sender.flush()
+
 
 def pairs_of(ties: Iterable[Tie], rank: int | None = None) -> list[tuple[int, int]]:
     """Return the owner and a holder of copies for all exchanges, or for those of one rank, in order."""

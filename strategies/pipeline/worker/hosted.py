@@ -37,6 +37,7 @@ from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.timetable import forward_timetable
 from strategies.pipeline.stage.layers import PassContext, ProcessRandomState
+from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
@@ -79,8 +80,9 @@ class HostedStage(StageCommands):
             torch.cuda.set_device(device)
         self._index, self._activity, self._wiring = payload.index, activity, wiring
         self._settings = replace(payload, optimizers=[], numbers=[], copies=[])
-        self._layers = payload.layers.to(device)
-        self._copies = [_moved(copy, device) for copy in payload.copies]
+        with explaining(describe(payload.index, payload.layers), payload.layers, device, "set-up, with its parameters"):
+            self._layers = payload.layers.to(device)
+            self._copies = [_moved(copy, device) for copy in payload.copies]
         self._modules: list[nn.Sequential] = [self._layers, *self._copies]
         self._values = HeldValues(self._modules)
         self._placement = payload.placement
@@ -96,6 +98,7 @@ class HostedStage(StageCommands):
             ),
             activity=activity,
             posting=wiring.posting,
+            name=describe(payload.index, self._layers),
         )
         named = dict(self._layers.named_parameters(remove_duplicate=False))
         self._ties: TiedParameters | None = None
@@ -150,6 +153,8 @@ class HostedStage(StageCommands):
         if this.grad:
             self._passes[this.number] = this, later
         self._stage.run(actions, this)
+        if not this.grad and self._ties is not None:
+            self._ties.flush()
         self._wiring.settle()
 
     def backward(self, number: int) -> None:
@@ -196,6 +201,8 @@ class HostedStage(StageCommands):
                 context=context,
             )
             self._stage.run(timetable.operations[self._index], this)
+            if self._ties is not None:
+                self._ties.flush()
         pass_on(None)
 
     def _set_limit(self, limit: int | None) -> None:
@@ -324,13 +331,16 @@ class HostedStage(StageCommands):
         torch.set_default_dtype(dtype)
         self._activity.doing = "optimizer step"
         own, shared, recorder = self._optimizers[optimizer], self._shared_steps, self._stage.recorder
+        if self._wiring.transport is not None:
+            self._wiring.transport.let_go()  # their memory can hold what the step needs
         if recorder is not None:
             recorder.begin()
         set_hyperparameters(own, values)
         vars(own).update(scaling)
         if shared is not None:
             shared.before_step(own)
-        own.step(**arguments)
+        with explaining(self.describe(), self._layers, self._stage.device, "the optimizer step"):
+            own.step(**arguments)
         for name in scaling:
             delattr(own, name)
         if shared is not None:

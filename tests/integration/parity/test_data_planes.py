@@ -3,6 +3,7 @@
 ``pytest --data-plane=simulated-serial tests/integration/parity`` runs all tests of parity in that way.
 """
 
+import time
 from functools import partial
 from itertools import product
 from typing import Any
@@ -19,6 +20,7 @@ from strategies import RPCSequentialStrategy
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.layers import PassContext, Seeds
+from strategies.pipeline.transport.simulated import SimulatedLink
 
 SCHEDULES: dict[str, int | None] = {
     "gpipe": None,
@@ -141,6 +143,52 @@ class ChangesItsOutput(nn.Module):
 class OnMeta(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.to("meta")
+
+
+def slow_aborts() -> None:
+    """Lets each abort of a link in this process block for 5 s, as ncclCommAbort can, and then fail."""
+
+    def abort(link: SimulatedLink) -> None:
+        time.sleep(5)
+        raise RuntimeError("NCCL watchdog: timed out")
+
+    SimulatedLink.abort = abort
+
+
+class Raises(nn.Module):
+    """Raises an error in the forward pass of the third micro-batch, with the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls < 3:
+            return x
+        slow_aborts()
+        raise ArithmeticError(f"raised by a layer at {time.time()}")
+
+
+def seconds_until_the_error(place: int, schedule: str) -> float:
+    slow_aborts()
+    model = Small()
+    model.sequential_module[place] = Raises()
+    strategy = RPCSequentialStrategy([2, 2, 2], microbatches=4, schedule=schedule, data_plane="simulated")
+    try:
+        fit(lambda: model, strategy, 3)
+    except ArithmeticError as error:
+        return time.time() - float(str(error).rpartition(" ")[2])
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(
+    ("place", "schedule"),
+    [(1, "1f1b"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, "gpipe"), (4, "1f1b")])],
+)
+def test_the_error_of_a_layer_does_not_wait_for_slow_aborts(place: int, schedule: str) -> None:
+    """On stage 0, on stage 1, and on the driver."""
+    assert run(seconds_until_the_error, place, schedule, allow=("thread",)) < 2
 
 
 class Misuses(Small):

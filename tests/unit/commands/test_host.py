@@ -157,3 +157,27 @@ def holds_within_seconds(condition: Callable[[], bool], seconds: float = 10.0) -
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return condition()
+
+
+class AnnouncesSlowly(Numbers):
+    """As a stage whose communicators cannot be aborted at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def announce_failure(self) -> None:
+        super().announce_failure()
+        self.may_go_on.wait(5)
+
+
+def test_the_caller_hears_of_a_failure_before_others_do() -> None:
+    numbers = AnnouncesSlowly()
+    held = host(lambda: numbers)
+    begin = time.monotonic()
+    failed = held.submit([call_of(Commands.fail, KeyError("cause"))]).wait()
+    assert isinstance(failed, Failure) and time.monotonic() - begin < 2
+    numbers.may_go_on.set()
+    assert held.submit([call_of(Commands.append, 1)]).wait() == [1]
+    assert numbers.num_announced == 1
+    held.close()

@@ -5,6 +5,8 @@ Which failure of a pipeline is raised, and waits that end with a failure.
 
 import pickle
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -196,6 +198,22 @@ def test_the_first_cause_is_raised_not_its_consequences() -> None:
     for _ in range(2):
         with pytest.raises(KeyError, match="cause"):
             failures.raise_cause()
+
+
+def test_a_callback_that_blocks_delays_neither_another_failure_nor_its_report() -> None:
+    """The driver ends waits for devices in such a callback."""
+    failures, may_go_on = Failures(), threading.Event()
+    failures.first.add_done_callback(lambda _: may_go_on.wait(5))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(failures.add, PeerFailed("rank 0 failed"), consequence=True)
+        while not failures.first.done():
+            time.sleep(0.001)
+        begin = time.monotonic()
+        failures.add(KeyError("cause"), consequence=False)
+        with pytest.raises(KeyError, match="cause"):
+            failures.raise_cause()
+        assert time.monotonic() - begin < 2 and not first.done()
+        may_go_on.set()
 
 
 def test_a_consequence_alone_is_raised_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,8 @@ def test_receives_right_before_their_actions_deadlock(make: Callable[[int, int],
     """pytorch/pytorch#172668: two ranks wait for their sends, and neither has posted its receive.
 
     So do devices that run one operation at a time, and independent streams with one communicator per pair of ranks
-    (NVIDIA/nccl#783) or for all (pytorch/pytorch#195760). With one per edge and direction, independent streams run.
+    (NVIDIA/nccl#783, #1347) or for all (pytorch/pytorch#186173, #195760). With one per edge and direction, independent
+    streams run.
     """
     rows = naive(make(p, m))
     others: dict[str, Any]

@@ -198,6 +198,15 @@ def test_all_tables_run_on_devices_in_the_worst_case(p: int) -> None:
         gc.enable()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_largest_tables_run_on_independent_streams(name: str) -> None:
+    """16 processes and 64 micro-batches, where posting a receive waits for its header."""
+    tables = Settings(**CHOICES[name]).timetables(16)
+    for timetable in passes(tables, 64):
+        check_runs(posting_order(timetable, len(tables.rank_of)), independent_streams=True)
+
+
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> None:
     """Neither if processes post far ahead of their devices, nor if posting takes as long as the actions."""

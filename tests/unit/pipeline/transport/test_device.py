@@ -1,5 +1,6 @@
 """Values over the device plane: headers on gloo, payloads on links, in the order of posting."""
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -207,3 +208,34 @@ def test_tied_parameters_need_no_turn(transports: Two) -> None:
         assert list(pool.map(exchange, [copy, owner])) == [None, None]
     assert weights[0].tolist() == [0, 1, 2]
     assert weights[0].grad is None and weights[1].grad is not None and weights[1].grad.tolist() == [2, 2, 2]
+
+
+def test_owned_parameters_may_change_in_place_after_an_evaluation(transports: Two) -> None:
+    """Such as weights that an average replaced for the evaluation; their own memory is sent."""
+    weights = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.arange(3.0))]
+    copy, owner = (TiedParameters(rank, [TIE], {"weight": weights[rank]}, transports[rank]) for rank in range(2))
+    with torch.no_grad():
+        for number in range(2):
+            owner.share_values(number)
+            with ThreadPoolExecutor(1) as pool:
+                receiving = pool.submit(copy.share_values, number)
+                owner.flush()  # waits here for the transfer; without this, the next change is an error
+                receiving.result()
+            weights[1].add_(1)
+    owner.flush()
+    assert weights[0].tolist() == [1, 2, 3] and weights[1].tolist() == [2, 3, 4]
+
+
+def test_tensors_that_have_arrived_are_let_go_without_a_wait(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    for m in range(2):
+        sender.send(torch.ones(1), 0, m)
+        sender.post(0, m)
+    receiver.begin(0, 0)
+    receiver.receive(0, 0)
+    deadline = time.monotonic() + 5
+    while len(held := [sent for sent in sender._under_way if getattr(sent, "transfer", None) is not None]) > 1:
+        sender.let_go()
+        assert time.monotonic() < deadline
+    assert len(held) == 1  # the other one waits for its receive
+    receiver.begin(0, 1)

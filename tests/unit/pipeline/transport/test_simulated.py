@@ -1,6 +1,7 @@
 """Simulated links behave as NCCL's: they buffer nothing, keep the order of posting, and report misuse."""
 
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -84,6 +85,17 @@ def test_what_has_arrived_is_there_after_the_wait_only(links: Two) -> None:
     assert received[0].isnan().all() and received[1].tolist() == [-1] * 4
     transfer.wait()
     assert all(torch.equal(one, other) for one, other in zip(received, tensors, strict=True))
+
+
+def test_nobody_keeps_what_has_been_received(links: Two) -> None:
+    x = torch.ones(3)
+    sent = links[0].links[THERE].send([x])
+    received, transfer = links[1].links[THERE].receive(layouts(x))
+    transfer.wait()
+    sent.wait()
+    alive = [weakref.ref(received.pop()), weakref.ref(x)]
+    del x
+    assert [each() for each in alive] == [None, None]
 
 
 def test_a_tensor_must_not_change_while_it_is_sent(links: Two) -> None:
