@@ -729,7 +729,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 rank_zero_warn(f"The balance stays {found.balance} from now on: {error}")
                 self._rebalancing = None
                 return
-        rebalancing.begin_batch(pipeline, model.trainer.num_training_batches)
+        trainer = model.trainer
+        rebalancing.begin_batch(
+            pipeline, trainer.fit_loop.epoch_loop.total_batch_idx, float(trainer.num_training_batches)
+        )
 
     def on_validation_start(self) -> None:
         """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
