@@ -64,7 +64,7 @@ from strategies.lightning.planning.partitioning import BALANCE_MODES, find_balan
 from strategies.lightning.planning.plan import PipelineOptions, PlanChoices, PlanTable, plan_table
 from strategies.lightning.planning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.profiler import ProfiledStages
-from strategies.lightning.recovery.steps import StepRecovery
+from strategies.lightning.recovery.steps import Recovery, StepRecovery
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -745,6 +745,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._rebalancing is not None:
             self._rebalancing.stop()
         self.replace_lost_workers()
+
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """The losses of workers after which this run went on from a snapshot (``snapshot_every_n_steps``)."""
+        return self._recovery.recoveries if self._recovery is not None else ()
 
     def replace_lost_workers(self) -> None:
         """With ``snapshot_every_n_steps``, wait until every stage has done all steps, and replace lost workers.

@@ -9,9 +9,11 @@ What the pipeline is, and when training began, began again, was saved and ended,
 """
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,6 +49,8 @@ from strategies.rpc_sequential import RPCSequentialStrategy
 
 WORTH_TELLING = 0.05
 """The share of a step's time that another balance must be predicted to save before the monitor names it."""
+
+_OWN_FILES = re.compile(r"events\.jsonl|step-\d+\.(svg|trace\.json)")
 
 
 @dataclass
@@ -140,6 +144,7 @@ class PipelineMonitor(Callback):
         self._balance: list[int] = []
         self._costs = LastSteps(STEPS_TO_ASSESS)
         self._told: dict[tuple[int, ...], _Told] = {}
+        self._num_recoveries = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -156,6 +161,8 @@ class PipelineMonitor(Callback):
         if (bar := trainer.progress_bar_callback) is not None:
             self._undo = add_to_progress_bar(bar, lambda: self._use)
         begins_again, self._is_training, self._notes_checkpoints = self._is_training, True, False
+        if not begins_again and not logged_step(trainer) and trainer.is_global_zero:
+            self._put_away()
         pipeline = _pipeline_of(trainer)
         self._balance = pipeline.balance
         self._note(trainer, "restart" if begins_again else "start", **_described(pipeline))
@@ -175,6 +182,7 @@ class PipelineMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report the recorded step before this one, and stop to record this one."""
+        self._note_recoveries(trainer)
         if (pipeline := _pipeline_of(trainer)).balance != self._balance:
             before, self._balance = self._balance, pipeline.balance
             self._note(trainer, "rebalance", before=before, **_described(pipeline))
@@ -189,6 +197,7 @@ class PipelineMonitor(Callback):
         """Report the last recorded step, while its stages still run."""
         if self._waiting is not None:
             self._report(trainer)
+        self._note_recoveries(trainer)
         self._note(trainer, "end")
         self._is_training = False
 
@@ -200,6 +209,7 @@ class PipelineMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Note the error with which training ended."""
         if self._is_training:
+            self._note_recoveries(trainer)
             told = str(exception).strip().partition("\n")[0]
             self._note(trainer, "error", error=": ".join(filter(None, (type(exception).__name__, told))))
         self._is_training = False
@@ -213,6 +223,7 @@ class PipelineMonitor(Callback):
         self._use = {}
         self._costs.clear()
         self._told.clear()
+        self._num_recoveries = 0
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -317,6 +328,25 @@ class PipelineMonitor(Callback):
     def _write(self, name: str, text: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / name).write_text(text)
+
+    def _put_away(self) -> None:
+        """Move what an earlier run has left in the folder to a folder of its own."""
+        left = [path for path in self._folder.glob("*") if path.is_file() and _OWN_FILES.fullmatch(path.name)]
+        if left:
+            number = next(n for n in count(1) if not (self._folder / f"earlier-{n}").exists())
+            (folder := self._folder / f"earlier-{number}").mkdir()
+            for path in left:
+                path.rename(folder / path.name)
+
+    def _note_recoveries(self, trainer: Trainer) -> None:
+        """Note the workers that have been lost and replaced since the last time."""
+        recoveries = cast(RPCSequentialStrategy, trainer.strategy).recoveries
+        for each in recoveries[self._num_recoveries :]:
+            lost = each.lost.partition("\n")[0]
+            seconds = round(each.seconds, 2)
+            facts = {"time": each.time, "lost": lost, "repeated": each.num_repeated, "seconds": seconds}
+            self._note(trainer, "recovery", **facts)
+        self._num_recoveries = len(recoveries)
 
     def _note(self, trainer: Trainer, event: str, **facts: Any) -> None:
         if not trainer.is_global_zero:
