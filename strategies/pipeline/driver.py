@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
-from strategies.common.stage_layers import StageLayers, describe, kind_of, locate
+from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.allocator import keep_freed_memory
@@ -373,7 +373,7 @@ class Pipeline(NotCopyable):
         """Return what each layer is, in the order in which the pipeline runs them."""
         places = (place for stage in self.stages for span in stage.spans for place in span)
         layers = (layer for stage in self.stages for layer in stage)
-        return [kind_of(layer) for _, layer in sorted(zip(places, layers, strict=True), key=itemgetter(0))]
+        return kinds_of([layer for _, layer in sorted(zip(places, layers, strict=True), key=itemgetter(0))])
 
     @property
     def remotes(self) -> Sequence[RemoteStage]:

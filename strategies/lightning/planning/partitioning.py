@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from strategies.common.names import did_you_mean
-from strategies.common.stage_layers import kind_of
+from strategies.common.stage_layers import kinds_of
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.transformers_compat import example_of, lists_of_blocks, switch_off_cache
 from strategies.common.trees import tensors_in
@@ -356,8 +356,8 @@ def _explained(
 
 
 def _are_alike(layers: Pipelined) -> bool:
-    """Return whether all layers have the same class, the same modules inside, and tensors of the same shapes."""
-    return len(set(map(kind_of, layers))) == 1
+    """Return whether all layers are of one kind: modules, shapes of tensors, plain attributes."""
+    return len(set(kinds_of([*layers]))) == 1
 
 
 @contextmanager
