@@ -371,6 +371,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._loss_weight,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(self._choices, name) is not None],
             NUM_SLOTS if self._snapshot_every_n_steps else 0,
+            self._gathers_on_end,
         )
         return plan_table(trainer, model, data, options, choices)
 
@@ -522,6 +523,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             "device": self.root_device,
             "precision": self.precision_plugin,
             "in_reverse": self._is_reversed,
+            "num_processes": len(self.stages_on_host()),
         }
         if settings.is_auto:
             sets = num_gradient_sets(model.trainer, model) if fitting else 1

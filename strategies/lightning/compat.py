@@ -412,7 +412,7 @@ def logged_step(trainer: Trainer) -> int:
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Return whether the gradients of the batch that runs are kept for the next one, so that nothing is logged of it."""
+    """Return whether the gradients of this batch are kept for the next one, so that nothing is logged of it."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 

@@ -203,6 +203,7 @@ def find_balance(
     device: torch.device,
     precision: Precision | None = None,
     in_reverse: bool = False,
+    num_processes: int | None = None,
 ) -> list[int]:
     """Return the number of layers of each stage, as given or measured.
 
@@ -221,6 +222,7 @@ def find_balance(
         device: Where a copy of one layer at a time is measured.
         precision: The precision of the training; by default that of the tensors.
         in_reverse: Whether the first stage has the last layers.
+        num_processes: Number of processes on a host, of all replicas; by default one for each stage.
 
     Raises:
         MisconfigurationException: If the given numbers do not fit the layers, or if there are too few layers or no
@@ -253,7 +255,7 @@ def find_balance(
             'balance="even" gives each the same number of layers, whatever they cost.'
         )
     precision = precision or Precision()
-    with measuring(model, num_stages, precision):
+    with measuring(model, num_processes or num_stages, precision):
         costs = _costs(model, module, by_time=by_time, settings=settings, device=device, precision=precision)
     is_counted = settings.interleaves or not by_time
     layers = costs.layers[::-1] if in_reverse else costs.layers
@@ -361,14 +363,14 @@ def _are_alike(layers: Pipelined) -> bool:
 
 
 @contextmanager
-def measuring(model: nn.Module, num_stages: int, precision: Precision) -> Iterator[None]:
+def measuring(model: nn.Module, num_processes: int, precision: Precision) -> Iterator[None]:
     """Within this, a layer computes as in training.
 
-    That is with a stage's share of threads, in the precision of the training, without a key-value cache, and with
-    memory that earlier passes have freed.
+    That is with the share of threads of a process among so many on a host, in the precision of the training, without a
+    key-value cache, and with memory that earlier passes have freed.
     """
     caches = torch.is_autocast_cache_enabled()
-    threads = share_of_threads(num_stages)
+    threads = share_of_threads(num_processes)
     with with_threads(threads), all_freed_memory_kept(), _without_cache(model), precision.forward_context():
         torch.set_autocast_cache_enabled(False)  # it keeps weights cast to bfloat16 or float16 until the context ends
         try:
