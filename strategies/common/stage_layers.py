@@ -43,7 +43,7 @@ def kinds_of(layers: Sequence[nn.Module]) -> list[Hashable]:
     Hugging Face, or a number that grows evenly over at least three layers that are otherwise alike.
     """
     shapes, attributes = [_shapes(layer) for layer in layers], [_attributes(layer) for layer in layers]
-    alike: dict[Hashable, list[int]] = {}
+    alike: dict[tuple[Hashable, tuple[tuple[str, str], ...]], list[int]] = {}
     for place, (shape, own) in enumerate(zip(shapes, attributes, strict=True)):
         alike.setdefault((shape, tuple(own)), []).append(place)
     for (_, keys), places in alike.items():

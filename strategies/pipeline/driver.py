@@ -196,7 +196,7 @@ class Recording:
         """The workers have ended: their records are lost, unless they have been taken."""
         if self._records is None:
             self._is_lost = True
-            self._answers = list
+            self._answers = lambda: []
 
 
 class Pipeline(NotCopyable):

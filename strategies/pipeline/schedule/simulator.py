@@ -340,11 +340,11 @@ def on_cores(simulation: Simulation, cores: float, last: Sequence[float]) -> tup
     if cores >= len(simulation.rows):
         return simulation, max(end for _, end in after)
     working: dict[float, int] = {0.0: 0}
-    for start, end in ((simulation.start[step], simulation.end[step]) for step in simulation.end):
-        working[start], working[end] = working.get(start, 0) + 1, working.get(end, 0) - 1
-    for start, end in after:
-        working[start], working[end] = working.get(start, 0) + 1, working.get(end, 0) - 1
-    now, before, number, later = 0.0, 0.0, 0, {}
+    for begins, ended in [*((simulation.start[step], simulation.end[step]) for step in simulation.end), *after]:
+        working[begins] = working.get(begins, 0) + 1
+        working[ended] = working.get(ended, 0) - 1
+    later: dict[float, float] = {}
+    now, before, number = 0.0, 0.0, 0
     for time in sorted(working):
         now += (time - before) * max(1.0, number / cores)
         later[time], before, number = now, time, number + working[time]

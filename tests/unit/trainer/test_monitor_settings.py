@@ -42,8 +42,9 @@ class Gan(Net):
         self.automatic_optimization = False
         self.generator = nn.Linear(32, 32)
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:
-        for optimizer, sign in zip(self.optimizers(), (-1.0, 1.0), strict=True):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizers: Any = self.optimizers()
+        for optimizer, sign in zip(optimizers, (-1.0, 1.0), strict=True):
             loss = sign * self.sequential_module(self.generator(batch)).square().mean()
             optimizer.zero_grad()
             self.manual_backward(loss)

@@ -529,7 +529,7 @@ class Large(Model):
 @pytest.mark.parametrize("gathers", [None, False])
 def test_the_driver_has_the_whole_model_at_the_start_and_at_the_end(gathers: bool | None, capsys: Any) -> None:
     num_bytes = (2 * BLOCKS + 1) * LAYER_BYTES
-    settings = {"balance": [7, 1], "gather_on_end": gathers}
+    settings: dict[str, Any] = {"balance": [7, 1], "gather_on_end": gathers}
     given: dict[str, Any] = {"microbatches": 2, "schedules": "1f1b", "memory_limit_bytes": 3 * num_bytes - 1}
     table = trainer_with(**settings).plan(Large(), **given)
     worker, driver = table.best.processes
@@ -568,7 +568,7 @@ def test_bytes_on_meta_are_those_on_the_cpu() -> None:
                 precision=precision,
             )
             if device == "meta":
-                model.configure_model = partial(on_meta, model.configure_model)
+                vars(model)["configure_model"] = partial(on_meta, model.configure_model)
             with redirect_stdout(io.StringIO()):
                 table = trainer.plan(model, microbatches=4, schedules=["gpipe", "1f1b", "zb-h1"])
             found.append([[replace(p, step=StepCost()) for p in row.processes] for row in table.rows])
