@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from strategies.common.stage_layers import kinds_of
 
@@ -51,9 +51,9 @@ def test_blocks_of_hugging_face() -> None:
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
     }
-    llama = AutoModelForCausalLM.from_config(LlamaConfig(**sizes))
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
     assert num_kinds(*llama.model.layers) == 1
     types = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
-    gemma = AutoModelForCausalLM.from_config(Gemma3TextConfig(**sizes, head_dim=4, layer_types=types))
+    gemma = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, head_dim=4, layer_types=types))
     kinds = kinds_of([*gemma.model.layers])
     assert kinds[0] == kinds[1] == kinds[3] != kinds[2]
