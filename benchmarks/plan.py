@@ -167,7 +167,7 @@ class Planner:
                 "schedule": row.schedule,
                 "arguments": strategy_block(table, row)["init_args"],
                 "seconds": row.seconds,
-                "bytes": [process.peak_bytes for process in row.processes],
+                "bytes": [max(process.start_bytes, process.training_bytes) for process in row.processes],
             }
             for row in table.rows
         ]

@@ -64,7 +64,7 @@ from strategies.lightning.planning.partitioning import BALANCE_MODES, find_balan
 from strategies.lightning.planning.plan import PipelineOptions, PlanChoices, PlanTable, plan_table
 from strategies.lightning.planning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.profiler import ProfiledStages
-from strategies.lightning.recovery.steps import StepRecovery
+from strategies.lightning.recovery.steps import Recovery, StepRecovery
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -372,6 +372,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._loss_weight,
             [name for name in ("max_microbatches", "memory_limit_bytes") if getattr(self._choices, name) is not None],
             NUM_SLOTS if self._snapshot_every_n_steps else 0,
+            self._gathers_on_end,
         )
         return plan_table(trainer, model, data, options, choices)
 
@@ -523,6 +524,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             "device": self.root_device,
             "precision": self.precision_plugin,
             "in_reverse": self._is_reversed,
+            "num_processes": len(self.stages_on_host()),
         }
         if settings.is_auto:
             sets = num_gradient_sets(model.trainer, model) if fitting else 1
@@ -730,7 +732,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 rank_zero_warn(f"The balance stays {found.balance} from now on: {error}")
                 self._rebalancing = None
                 return
-        rebalancing.begin_batch(pipeline, model.trainer.num_training_batches)
+        trainer = model.trainer
+        rebalancing.begin_batch(
+            pipeline, trainer.fit_loop.epoch_loop.total_batch_idx, float(trainer.num_training_batches)
+        )
 
     def on_validation_start(self) -> None:
         """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
@@ -743,6 +748,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._rebalancing is not None:
             self._rebalancing.stop()
         self.replace_lost_workers()
+
+    @property
+    def recoveries(self) -> Sequence[Recovery]:
+        """The losses of workers after which this run went on from a snapshot (``snapshot_every_n_steps``)."""
+        return self._recovery.recoveries if self._recovery is not None else ()
 
     def replace_lost_workers(self) -> None:
         """With ``snapshot_every_n_steps``, wait until every stage has done all steps, and replace lost workers.

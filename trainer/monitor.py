@@ -9,9 +9,11 @@ What the pipeline is, and when training began, began again, was saved and ended,
 """
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +23,8 @@ from strategies.lightning.compat import (
     MisconfigurationException,
     TensorBoardLogger,
     Trainer,
+    is_accumulating,
+    logged_step,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -46,25 +50,21 @@ from strategies.rpc_sequential import RPCSequentialStrategy
 WORTH_TELLING = 0.05
 """The share of a step's time that another balance must be predicted to save before the monitor names it."""
 
+_OWN_FILES = re.compile(r"events\.jsonl|step-\d+\.(svg|trace\.json)")
+
 
 @dataclass
 class _Step:
     """A step that is recorded.
 
     Attributes:
-        number: The number of the training batch over all epochs, from 0.
-        logged_at: The number of the step in loggers.
+        number: The number of the step in loggers.
         recording: What each process did.
-        balance: The balance of the pipeline then.
-        begin: When the driver began it.
         end: When the driver had done it.
     """
 
     number: int
-    logged_at: int
     recording: Recording
-    balance: list[int]
-    begin: float
     end: float = 0.0
 
 
@@ -97,12 +97,15 @@ class PipelineMonitor(Callback):
     the others wait for, and the better balance with its predicted time. It is said again only if it gets much worse.
 
     Of the steps in ``trace_steps``, also ``pipeline/step-N.trace.json`` is written, which Perfetto
-    (https://ui.perfetto.dev) and ``chrome://tracing`` show. Steps are counted as in Lightning's logs: training batches
-    over all epochs, from 0. With several replicas, the first one is recorded.
+    (https://ui.perfetto.dev) and ``chrome://tracing`` show. Steps are counted from 0 and as Lightning counts them for
+    ``self.log``: training batches over all epochs, of accumulated batches the last one. With several replicas, the
+    first one is recorded.
 
     ``pipeline/events.jsonl`` gets a line for each event: ``start`` and ``restart`` (with balance, layers, schedule and
     number of micro-batches), ``rebalance`` (the same, after layers have moved), ``imbalance`` (the line),
-    ``checkpoint``, ``end`` and ``error``, with the time, the epoch and the optimizer's steps.
+    ``checkpoint``, ``recovery`` (after a worker was lost, if ``snapshot_every_n_steps`` replaced it), ``end`` and
+    ``error``, with the time, the epoch and the step. If training begins at step 0, what an earlier run has left in the
+    folder moves to ``pipeline/earlier-1`` and so on.
 
     Args:
         every_n_steps: Record a step in so many.
@@ -141,6 +144,7 @@ class PipelineMonitor(Callback):
         self._balance: list[int] = []
         self._costs = LastSteps(STEPS_TO_ASSESS)
         self._told: dict[tuple[int, ...], _Told] = {}
+        self._num_recoveries = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, before any process is started."""
@@ -157,6 +161,8 @@ class PipelineMonitor(Callback):
         if (bar := trainer.progress_bar_callback) is not None:
             self._undo = add_to_progress_bar(bar, lambda: self._use)
         begins_again, self._is_training, self._notes_checkpoints = self._is_training, True, False
+        if not begins_again and not logged_step(trainer) and trainer.is_global_zero:
+            self._put_away()
         pipeline = _pipeline_of(trainer)
         self._balance = pipeline.balance
         self._note(trainer, "restart" if begins_again else "start", **_described(pipeline))
@@ -164,19 +170,19 @@ class PipelineMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Start to record, if it is this step's turn."""
         self._notes_checkpoints = True
-        number = trainer.fit_loop.epoch_loop.total_batch_idx
+        number = logged_step(trainer)
         if (number + 1) % self.every_n_steps and number not in self.trace_steps:
             return
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or is_accumulating(trainer):
             return
-        pipeline = _pipeline_of(trainer)
-        recording = pipeline.start_recording()
-        self._current = _Step(number, trainer.global_step, recording, pipeline.balance, time.perf_counter())
+        recording = _pipeline_of(trainer).start_recording(trainer.fit_loop.epoch_loop.total_batch_idx)
+        self._current = _Step(number, recording)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report the recorded step before this one, and stop to record this one."""
+        self._note_recoveries(trainer)
         if (pipeline := _pipeline_of(trainer)).balance != self._balance:
             before, self._balance = self._balance, pipeline.balance
             self._note(trainer, "rebalance", before=before, **_described(pipeline))
@@ -191,6 +197,7 @@ class PipelineMonitor(Callback):
         """Report the last recorded step, while its stages still run."""
         if self._waiting is not None:
             self._report(trainer)
+        self._note_recoveries(trainer)
         self._note(trainer, "end")
         self._is_training = False
 
@@ -202,6 +209,7 @@ class PipelineMonitor(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Note the error with which training ended."""
         if self._is_training:
+            self._note_recoveries(trainer)
             told = str(exception).strip().partition("\n")[0]
             self._note(trainer, "error", error=": ".join(filter(None, (type(exception).__name__, told))))
         self._is_training = False
@@ -215,6 +223,7 @@ class PipelineMonitor(Callback):
         self._use = {}
         self._costs.clear()
         self._told.clear()
+        self._num_recoveries = 0
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -224,7 +233,8 @@ class PipelineMonitor(Callback):
         assert step is not None
         pipeline = _pipeline_of(trainer)
         cast(RPCSequentialStrategy, trainer.strategy).replace_lost_workers()  # which may have the records
-        recorded = step.recording.take()
+        if (recorded := step.recording.take()) is None:
+            return  # a worker was lost, and its records with it
         rows = self._on_one_clock(pipeline, recorded)
         names = [*(f"stage {i}" for i in range(len(rows) - 1)), "driver"]
         if step.number in self.trace_steps:
@@ -232,7 +242,7 @@ class PipelineMonitor(Callback):
         if (step.number + 1) % self.every_n_steps:
             return
         end = max((record.end for row in rows for record in row), default=step.end)
-        metrics = {"step_ms": 1e3 * (max(end, step.end) - step.begin)}
+        metrics = {"step_ms": 1e3 * (max(end, step.end) - step.recording.begin)}
         for name, row, own in zip(names, rows, recorded, strict=True):
             key = name.replace(" ", "_")
             metrics |= {f"{key}/{part}_ms": 1e3 * seconds for part, seconds in parts_of(row).items()}
@@ -250,23 +260,24 @@ class PipelineMonitor(Callback):
                 metrics["bubble_predicted"] = predicted.bubble_fraction
                 timetables.append((f"predicted: bubble {predicted.bubble_fraction:.1%}", predicted))
             self._draw(trainer, step, timetables, names)
-            self._assess(trainer, step, rows, names)
+            self._assess(trainer, step, recorded, rows, names)
         for logger in trainer.loggers:
-            logger.log_metrics({f"pipeline/{name}": value for name, value in metrics.items()}, step.logged_at)
+            logger.log_metrics({f"pipeline/{name}": value for name, value in metrics.items()}, step.number)
 
     def _assess(
         self,
         trainer: Trainer,
         step: _Step,
+        recorded: Sequence[Recorded],
         rows: Sequence[Sequence[Record]],
         names: Sequence[str],
     ) -> None:
         """Tell if another balance would be faster, or if a process is slow, unless this has been told."""
         pipeline = _pipeline_of(trainer)
         settings, balance = pipeline.settings, pipeline.balance
-        if len(pipeline.stages) < 2 or not settings.pipelined_backward or step.balance != balance:
+        if len(pipeline.stages) < 2 or not settings.pipelined_backward or step.recording.balance != balance:
             return
-        costs = step_costs(rows, step.recording.take(), balance, whole_batch=not settings.interleaves)
+        costs = step_costs(rows, recorded, balance, whole_batch=not settings.interleaves)
         if costs is None or not self._costs.add(costs) or len(self._costs.steps) < STEPS_TO_ASSESS:
             return
         found = assess(
@@ -312,16 +323,35 @@ class PipelineMonitor(Callback):
             )
             return
         for logger in boards:
-            logger.experiment.add_image("pipeline/timetable", image, step.logged_at, dataformats="HWC")
+            logger.experiment.add_image("pipeline/timetable", image, step.number, dataformats="HWC")
 
     def _write(self, name: str, text: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / name).write_text(text)
 
+    def _put_away(self) -> None:
+        """Move what an earlier run has left in the folder to a folder of its own."""
+        left = [path for path in self._folder.glob("*") if path.is_file() and _OWN_FILES.fullmatch(path.name)]
+        if left:
+            number = next(n for n in count(1) if not (self._folder / f"earlier-{n}").exists())
+            (folder := self._folder / f"earlier-{number}").mkdir()
+            for path in left:
+                path.rename(folder / path.name)
+
+    def _note_recoveries(self, trainer: Trainer) -> None:
+        """Note the workers that have been lost and replaced since the last time."""
+        recoveries = cast(RPCSequentialStrategy, trainer.strategy).recoveries
+        for each in recoveries[self._num_recoveries :]:
+            lost = each.lost.partition("\n")[0]
+            seconds = round(each.seconds, 2)
+            facts = {"time": each.time, "lost": lost, "repeated": each.num_repeated, "seconds": seconds}
+            self._note(trainer, "recovery", **facts)
+        self._num_recoveries = len(recoveries)
+
     def _note(self, trainer: Trainer, event: str, **facts: Any) -> None:
         if not trainer.is_global_zero:
             return
-        line = {"time": time.time(), "event": event, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        line = {"time": time.time(), "event": event, "epoch": trainer.current_epoch, "step": logged_step(trainer)}
         self._folder.mkdir(parents=True, exist_ok=True)
         with (self._folder / "events.jsonl").open("a") as file:  # one write of a whole line
             file.write(json.dumps({**line, **facts}) + "\n")

@@ -127,7 +127,11 @@ def _row_as_dict(row: "PlanRow") -> dict[str, Any]:
                 "activations_bytes": process.activations,
                 "optimizer_step_bytes": process.step.extra_bytes,
                 "optimizer_step_seconds": process.step.seconds if row.seconds is not None else None,
+                "start_bytes": process.start_bytes,
+                "training_bytes": process.training_bytes,
+                "end_bytes": process.end_bytes,
                 "peak_bytes": process.peak_bytes,
+                "peak_at": process.peak_at,
             }
             for name, process in zip(names_of(row), row.processes, strict=True)
         ],
@@ -224,6 +228,8 @@ def print_plan(table: "PlanTable") -> None:
     console.print(shown)
     if is_narrow:
         console.print(f"A terminal of {_WIDTH} columns shows what the peaks consist of; so does --json.\n")
+    if marked := {process.peak_at for row in table.rows for process in row.processes} - {"training"}:
+        console.print(f"* Its peak is at the {' or '.join(sorted(marked))} of the run, when it has the whole model.\n")
     for note in table.notes:
         console.print(f"Note: {note[0].upper()}{note[1:]}", markup=False, highlight=False, soft_wrap=True)
     console.print(why_best(table), markup=False, highlight=False, soft_wrap=True)
@@ -250,7 +256,10 @@ def _cells(row: "PlanRow") -> list[str]:
         "" if row.seconds is None else _milliseconds(row.seconds),
         "" if row.idle is None else f"{row.idle:.1%}",
         "" if row.rows_per_second is None else f"{row.rows_per_second:,.1f}",
-        "\n".join(names_of(row)),
+        "\n".join(
+            name if process.peak_at == "training" else f"{name}*"
+            for name, process in zip(names_of(row), row.processes, strict=True)
+        ),
         *("\n".join(column) for column in columns),
     ]
 

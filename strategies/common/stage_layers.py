@@ -1,8 +1,12 @@
 """The layers of one stage, and descriptions of stages and their parameters for messages."""
 
+import math
+import re
 from collections.abc import Hashable, Sequence
 
 from torch import Tensor, nn
+
+_NUMBER_OF_LAYER = re.compile(r"(^|_)(idx|index|layer_id|layer_number)$")
 
 
 class StageLayers(nn.Sequential):
@@ -31,8 +35,26 @@ class StageLayers(nn.Sequential):
         return chunks
 
 
-def kind_of(layer: nn.Module) -> Hashable:
-    """Return a value that is equal for layers with the same modules inside and tensors of the same shapes."""
+def kinds_of(layers: Sequence[nn.Module]) -> list[Hashable]:
+    """Return a value for each layer that is equal for layers that do the same.
+
+    They have the same modules inside, with tensors of the same shapes and equal plain attributes, such as a stride. An
+    attribute that only counts the layers does not make them differ: one that is called so, such as ``layer_idx`` of
+    Hugging Face, or a number that grows evenly over at least three layers that are otherwise alike.
+    """
+    shapes, attributes = [_shapes(layer) for layer in layers], [_attributes(layer) for layer in layers]
+    alike: dict[tuple[Hashable, tuple[tuple[str, str], ...]], list[int]] = {}
+    for place, (shape, own) in enumerate(zip(shapes, attributes, strict=True)):
+        alike.setdefault((shape, tuple(own)), []).append(place)
+    for (_, keys), places in alike.items():
+        for key in keys:
+            if _counts(places, [attributes[place][key] for place in places]):
+                for place in places:
+                    del attributes[place][key]
+    return [(shape, tuple(own.items())) for shape, own in zip(shapes, attributes, strict=True)]
+
+
+def _shapes(layer: nn.Module) -> Hashable:
     return tuple(
         (
             name,
@@ -40,6 +62,34 @@ def kind_of(layer: nn.Module) -> Hashable:
             tuple((n, t.shape) for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None),
         )
         for name, module in layer.named_modules()
+    )
+
+
+def _attributes(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """Return public attributes of the modules that are numbers, strings or tuples of these."""
+    return {
+        (path, name): value
+        for path, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name != "training" and not _NUMBER_OF_LAYER.search(name) and _is_plain(value)
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str)
+
+
+def _counts(places: Sequence[int], values: Sequence[Hashable]) -> bool:
+    """Return whether numbers grow as evenly as the places of the layers."""
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) < max(3, len(values)):
+        return False
+    slope = (numbers[-1] - numbers[0]) / (places[-1] - places[0])
+    return slope != 0 and all(
+        math.isclose(number, numbers[0] + slope * (place - places[0]), rel_tol=1e-6, abs_tol=1e-9)
+        for place, number in zip(places, numbers, strict=True)
     )
 
 

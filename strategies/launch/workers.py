@@ -217,5 +217,9 @@ def share_of_threads(processes: int) -> int:
 
     Never more than this process uses now, so that a limit set by the user holds.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(torch.get_num_threads(), max(1, cores // processes))
+    return min(torch.get_num_threads(), max(1, num_cores() // processes))
+
+
+def num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -406,6 +406,16 @@ def logged_results(trainer: Trainer) -> tuple[ResultCollection, ResultCollection
     return epoch_loop._results, epoch_loop.val_loop._results
 
 
+def logged_step(trainer: Trainer) -> int:
+    """Return the number of the step at which ``self.log`` logs: of batches after which gradients were not kept."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def is_accumulating(trainer: Trainer) -> bool:
+    """Return whether the gradients of this batch are kept for the next one, so that nothing is logged of it."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
 def training_loaders(trainer: Trainer) -> list[Any]:
     """Return the loaders of the training loop, in the order in which the user's collection holds them."""
     combined: Any = trainer.fit_loop._combined_loader

@@ -8,6 +8,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 ``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.partition.blocks`).
 """
 
+import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 
 from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
-from strategies.common.stage_layers import StageLayers, describe, kind_of, locate
+from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.allocator import keep_freed_memory
@@ -143,16 +144,27 @@ def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
 
 
 class Recording:
-    """What every process of a pipeline does from now on, until somebody stops it.
+    """What every process of a pipeline does in a batch from now on, until somebody stops it.
 
     Args:
         pipeline: The pipeline.
+        batch: The number of the batch.
+
+    Attributes:
+        begin: When the processes that record began to: later than the recording if layers have moved since.
+        balance: The balance of the pipeline then.
     """
 
-    def __init__(self, pipeline: "Pipeline") -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: "Pipeline", batch: int) -> None:
+        self._pipeline, self.batch = pipeline, batch
+        self.begin, self.balance = time.perf_counter(), pipeline.balance
         self._answers: Callable[[], list[Recorded]] | None = None
         self._records: list[Recorded] | None = None
+        self._is_lost = False
+
+    def begin_again(self) -> None:
+        """The processes that have recorded so far have ended, and others record instead of them."""
+        self.begin, self.balance = time.perf_counter(), self._pipeline.balance
 
     @property
     def is_over(self) -> bool:
@@ -161,26 +173,30 @@ class Recording:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the records are here."""
-        return self._records is not None
+        """Whether the records are here, or lost."""
+        return self._is_lost or self._records is not None
 
     def stop(self) -> None:
         """Stop recording, without waiting for the workers, which may still be busy; once or more often."""
         if self._answers is None:
             self._answers = self._pipeline.stop_recording()
 
-    def take(self) -> list[Recorded]:
-        """Wait for the records of a recording that is over; return those of each process, the driver's last."""
+    def take(self) -> list[Recorded] | None:
+        """Wait for the records of a recording that is over.
+
+        Returns:
+            The records of each process, the driver's last; ``None`` if a worker was lost that had some of them.
+        """
         assert self._answers is not None
-        if self._records is None:
+        if self._records is None and not self._is_lost:
             self._records = self._answers()
         return self._records
 
-    def lose(self, empty: Sequence[Recorded]) -> None:
-        """The workers have ended: take these records, which are empty, if those of the workers have not been taken."""
+    def lose(self) -> None:
+        """The workers have ended: their records are lost, unless they have been taken."""
         if self._records is None:
-            self._records = list(empty)
-            self._answers = lambda: list(empty)
+            self._is_lost = True
+            self._answers = lambda: []
 
 
 class Pipeline(NotCopyable):
@@ -357,7 +373,7 @@ class Pipeline(NotCopyable):
         """Return what each layer is, in the order in which the pipeline runs them."""
         places = (place for stage in self.stages for span in stage.spans for place in span)
         layers = (layer for stage in self.stages for layer in stage)
-        return [kind_of(layer) for _, layer in sorted(zip(places, layers, strict=True), key=itemgetter(0))]
+        return kinds_of([layer for _, layer in sorted(zip(places, layers, strict=True), key=itemgetter(0))])
 
     @property
     def remotes(self) -> Sequence[RemoteStage]:
@@ -400,16 +416,22 @@ class Pipeline(NotCopyable):
         if self._replicas is not None and self._running is not None:
             self._running.executor.complete_gradients()
 
-    def start_recording(self) -> "Recording":
-        """Record from now on what every process does, until the recording is stopped.
+    def start_recording(self, batch: int) -> "Recording":
+        """Record from now on what every process does in a batch, until the recording is stopped.
 
-        If somebody else records already, this is the same recording.
+        If somebody else records this batch already, this is the same recording. That of another batch is stopped.
+
+        Args:
+            batch: The number of the batch over all epochs.
         """
-        current = next((each for each in self._recordings if not each.is_over), None)
-        if current is None:
-            current = Recording(self)
-            self._recordings = [*(each for each in self._recordings if not each.is_taken), current]
-            self._record()
+        for current in self._recordings:
+            if not current.is_over:
+                if current.batch == batch:
+                    return current
+                current.stop()
+        current = Recording(self, batch)
+        self._recordings = [*(each for each in self._recordings if not each.is_taken), current]
+        self._record()
         return current
 
     def _record(self) -> None:
@@ -451,7 +473,7 @@ class Pipeline(NotCopyable):
             RuntimeError: If a step is under way.
         """
         running, before = self._usable(), self.balance
-        remotes = running.executor.remotes
+        remotes, recorder = running.executor.remotes, running.executor.stage.recorder
         with self.failures.explained():
             kept = [remote.result(answer) for remote, answer in [(r, r.start(StageCommands.num_kept)) for r in remotes]]
         if any(kept) or running.executor.stage.num_kept:
@@ -460,6 +482,8 @@ class Pipeline(NotCopyable):
                 "in a hook such as on_train_batch_end or on_train_epoch_end"
             )
         for recording in self._recordings:
+            if recorder is not None and recorder.has_records:  # of a batch that has run
+                recording.stop()
             if recording.is_over:
                 recording.take()
         try:
@@ -602,7 +626,7 @@ class Pipeline(NotCopyable):
             workers=workers.processes,
         )
         for recording in self._recordings:
-            recording.lose([Recorder(device).recorded() for device in self._devices])
+            recording.lose()
         executor.stage.recorder = self.optimizers.recorder = None
         return whole.number
 
@@ -671,8 +695,10 @@ class Pipeline(NotCopyable):
             except BaseException:
                 self._bring_back([holder.stage for holder in holders])
                 raise
-        if any(not recording.is_over for recording in self._recordings):
-            self._record()  # the workers before these have been recorded
+        for recording in self._recordings:
+            if not recording.is_over:  # the workers before these have been recorded
+                self._record()
+                recording.begin_again()
 
     def _warn_of_held_tensors(self, built: set[int]) -> None:
         held = self._construction.held_elsewhere(built) if self._construction is not None else []

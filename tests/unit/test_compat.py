@@ -200,6 +200,7 @@ _IN_LIGHTNING_COMPAT = {
     f"{_LIGHTNING}.Trainer._logger_connector": "resume metrics",
     f"{_LIGHTNING}.loops.fit_loop._FitLoop._combined_loader": "find the size of the smallest batch",
     f"{_LIGHTNING}.strategies.strategy.Strategy._lightning_module": "connect a model to a Trainer for a plan",
+    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._batches_that_stepped": "count steps as loggers do",
     f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._results": "restart a fit, and resume epoch means",
     f"{_LIGHTNING}.trainer.connectors.logger_connector._LoggerConnector._callback_metrics": "resume metrics",
     "torchmetrics.Metric._defaults": "resume epoch means",

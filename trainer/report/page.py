@@ -38,7 +38,7 @@ _OF_EVERY_EVENT = {"time", "event", "epoch", "step", "processes"}
 _USUAL = ("start", "checkpoint", "end", "error")
 """Events that every run may have; the steps of others are marked in charts."""
 
-_WORDS = {"microbatches": "micro-batches", "error": "", "line": ""}
+_WORDS = {"microbatches": "micro-batches", "error": "", "line": "", "lost": "", "repeated": "steps run again"}
 """Keys of what an event tells in other words; sentences need none."""
 
 _PART_COLOURS = {**COLOURS, "sending": "#f2c6de", "optimizer": "#c9b8e8"}

@@ -92,6 +92,7 @@ def find_schedule(
     gradient_sets: int = 1,
     budget_seconds: float = 1.0,
     effort: int = EFFORT,
+    num_processes: int | None = None,
 ) -> PlannedSchedule:
     """Measure a model and return the schedule that takes least time for a batch.
 
@@ -109,6 +110,7 @@ def find_schedule(
         gradient_sets: Number of gradients that a parameter has at once.
         budget_seconds: The time that the passes of all layers may take together, beyond warm-up and the first few.
         effort: As of :func:`~strategies.pipeline.schedule.search.search`.
+        num_processes: Number of processes on a host, of all replicas; by default one for each stage.
 
     Raises:
         MisconfigurationException: If there is no example input, if the model does not take it, if there are too few
@@ -131,7 +133,7 @@ def find_schedule(
     numbers = _numbers(found.rows, choices)
     num_chunks = [num_stages * chunks for chunks in range(1, (settings.chunks_per_stage or MAX_CHUNKS) + 1)]
     balances = {number: _balance(given, len(module), number, num_stages, num_chunks) for number in num_chunks}
-    with as_misconfiguration(), measuring(model, num_stages, precision):
+    with as_misconfiguration(), measuring(model, num_processes or num_stages, precision):
         try:
             measured = measure_actions(
                 model,

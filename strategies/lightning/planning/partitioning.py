@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from strategies.common.names import did_you_mean
-from strategies.common.stage_layers import kind_of
+from strategies.common.stage_layers import kinds_of
 from strategies.common.torch_compat import tree_map_only
 from strategies.common.transformers_compat import example_of, lists_of_blocks, switch_off_cache
 from strategies.common.trees import tensors_in
@@ -203,6 +203,7 @@ def find_balance(
     device: torch.device,
     precision: Precision | None = None,
     in_reverse: bool = False,
+    num_processes: int | None = None,
 ) -> list[int]:
     """Return the number of layers of each stage, as given or measured.
 
@@ -221,6 +222,7 @@ def find_balance(
         device: Where a copy of one layer at a time is measured.
         precision: The precision of the training; by default that of the tensors.
         in_reverse: Whether the first stage has the last layers.
+        num_processes: Number of processes on a host, of all replicas; by default one for each stage.
 
     Raises:
         MisconfigurationException: If the given numbers do not fit the layers, or if there are too few layers or no
@@ -253,7 +255,7 @@ def find_balance(
             'balance="even" gives each the same number of layers, whatever they cost.'
         )
     precision = precision or Precision()
-    with measuring(model, num_stages, precision):
+    with measuring(model, num_processes or num_stages, precision):
         costs = _costs(model, module, by_time=by_time, settings=settings, device=device, precision=precision)
     is_counted = settings.interleaves or not by_time
     layers = costs.layers[::-1] if in_reverse else costs.layers
@@ -356,19 +358,19 @@ def _explained(
 
 
 def _are_alike(layers: Pipelined) -> bool:
-    """Return whether all layers have the same class, the same modules inside, and tensors of the same shapes."""
-    return len(set(map(kind_of, layers))) == 1
+    """Return whether all layers are of one kind: modules, shapes of tensors, plain attributes."""
+    return len(set(kinds_of([*layers]))) == 1
 
 
 @contextmanager
-def measuring(model: nn.Module, num_stages: int, precision: Precision) -> Iterator[None]:
+def measuring(model: nn.Module, num_processes: int, precision: Precision) -> Iterator[None]:
     """Within this, a layer computes as in training.
 
-    That is with a stage's share of threads, in the precision of the training, without a key-value cache, and with
-    memory that earlier passes have freed.
+    That is with the share of threads of a process among so many on a host, in the precision of the training, without a
+    key-value cache, and with memory that earlier passes have freed.
     """
     caches = torch.is_autocast_cache_enabled()
-    threads = share_of_threads(num_stages)
+    threads = share_of_threads(num_processes)
     with with_threads(threads), all_freed_memory_kept(), _without_cache(model), precision.forward_context():
         torch.set_autocast_cache_enabled(False)  # it keeps weights cast to bfloat16 or float16 until the context ends
         try:

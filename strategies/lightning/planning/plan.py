@@ -4,6 +4,7 @@ data, else example input ──▶ a micro-batch of each size ──▶ costs of
 configure_optimizers ──▶ bytes of states, seconds of a step ──────────────────────────────────────────┴─▶ rows
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from strategies.common.names import did_you_mean
 from strategies.common.patching import unchanged
 from strategies.launch.allocator import all_freed_memory_kept
 from strategies.launch.limits import room_on_host
-from strategies.launch.workers import share_of_threads
+from strategies.launch.workers import num_cores, share_of_threads
 from strategies.lightning.checks import as_misconfiguration, check_automatic_optimization, check_loss_weight
 from strategies.lightning.compat import (
     CombinedLoader,
@@ -138,6 +139,7 @@ class PipelineOptions:
         loss_weight: How micro-batches are weighted.
         only_auto: Names of settings that are given, but are for ``schedule="auto"`` only.
         num_snapshots: Number of snapshots that each process keeps.
+        gathers_on_end: Whether the driver gets the whole model after the run; ``None``: if it had it before.
     """
 
     path: str | None
@@ -150,6 +152,7 @@ class PipelineOptions:
     loss_weight: str = "rows"
     only_auto: Sequence[str] = ()
     num_snapshots: int = 0
+    gathers_on_end: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -194,12 +197,13 @@ def plan_table(
     """
     precision = trainer.precision_plugin
     is_late = is_overridden("configure_model", model)
+    is_whole = not is_late and not is_on_meta(model)
     converts = type(precision).convert_module is not Precision.convert_module
     if is_late or converts or options.device.type != "cpu":
         model = copy_of(model)
     with attached(trainer, model, data), _set_up(model, data):
         model = _prepared(trainer, model, options.device, is_late=is_late)
-        return _Plan(trainer, model, data, options, choices).table()
+        return _Plan(trainer, model, data, options, choices, is_whole=is_whole).table()
 
 
 def _prepared(trainer: Trainer, model: LightningModule, device: torch.device, *, is_late: bool) -> LightningModule:
@@ -308,10 +312,18 @@ class _Plan:
         data: Gives batches.
         options: The settings of the strategy.
         choices: What to compare.
+        is_whole: Whether the driver has the whole model before the run.
     """
 
     def __init__(
-        self, trainer: Trainer, model: LightningModule, data: Any, options: PipelineOptions, choices: PlanChoices
+        self,
+        trainer: Trainer,
+        model: LightningModule,
+        data: Any,
+        options: PipelineOptions,
+        choices: PlanChoices,
+        *,
+        is_whole: bool,
     ) -> None:
         self._trainer, self._model, self._data = trainer, model, data
         self._options, self._choices = options, choices
@@ -322,6 +334,7 @@ class _Plan:
         self._outside = [module for module in model.modules() if module not in inside]
         self._on_meta = is_on_meta(model)
         self._device = torch.device("meta") if self._on_meta else options.device
+        self._is_whole = is_whole
         self._notes: list[str] = []
 
     def table(self) -> PlanTable:
@@ -343,15 +356,18 @@ class _Plan:
                 with as_misconfiguration():  # such as chunks that share a BatchNorm layer
                     rows.append(
                         plan_row(
-                            known[share_of_threads(stages)][number],
+                            known[self._threads(stages)][number],
                             stages,
                             schedule,
                             chunks,
                             balance=self._balance(stages, chunks),
                             memory_limit_bytes=choices.memory_limit_bytes,
+                            cores=self._cores(),
                         )
                     )
         self._note(costs)
+        self._note_cores(ways)
+        self._note_whole(rows)
         rows.sort(key=lambda row: (row.stages, row.microbatches))
         kinds = dict.fromkeys(type(layer).__name__ for layer in self._module)
         return PlanTable(
@@ -363,6 +379,22 @@ class _Plan:
             options=self._options,
             notes=[*dict.fromkeys(self._notes)],
         )
+
+    # Where it would run
+
+    def _num_processes(self, stages: int) -> int:
+        """Return the number of processes on a host."""
+        return -(-stages * self._options.num_replicas // self._options.num_nodes)
+
+    def _threads(self, stages: int) -> int:
+        """Return the number of threads that each of them would have."""
+        return share_of_threads(self._num_processes(stages))
+
+    def _cores(self) -> float:
+        """Return the number of cores for the processes of one replica."""
+        if self._options.device.type != "cpu":
+            return math.inf
+        return num_cores() * self._options.num_nodes / self._options.num_replicas
 
     # What to compare
 
@@ -526,14 +558,15 @@ class _Plan:
     def _costs_of(self, given: _Input, ways: Sequence[tuple[int, str, int]]) -> dict[int, dict[int, _Costs]]:
         found: dict[int, dict[int, _Costs]] = {}
         for stages, *_ in ways:
-            if share_of_threads(stages) in found:
+            threads = self._threads(stages)
+            if threads in found:
                 continue
             with (
                 as_misconfiguration(),
                 unchanged(self._model.modules()),
-                measuring(self._model, stages, self._precision),
+                measuring(self._model, self._num_processes(stages), self._precision),
             ):
-                found[share_of_threads(stages)] = measure_actions(
+                found[threads] = measure_actions(
                     self._model,
                     self._module,
                     given.found,
@@ -594,6 +627,7 @@ class _Plan:
 
         of_layers = [sizes.need(layer.modules()) for layer in layers], [step([*layer.modules()]) for layer in layers]
         outside = sizes.need(self._outside), step(self._outside)
+        whole, gathers = sizes.need(self._model.modules()), self._options.gathers_on_end
         for each, optimizer in zip(steps, optimizers, strict=True):
             if each.refused is not None:
                 self._notes.append(
@@ -616,6 +650,8 @@ class _Plan:
                 input_bytes=input_bytes(given.found, number),
                 gradient_sets=num_gradient_sets(self._trainer, self._model, optimizers),
                 has_times=not self._on_meta,
+                start_bytes=whole.parameters if self._is_whole else 0,
+                end_bytes=whole.parameters + whole.states if gathers or (gathers is None and self._is_whole) else 0,
             )
             for number, cost in costs.items()
         }
@@ -629,6 +665,31 @@ class _Plan:
                 f"snapshot_every_n_steps takes {size:,.1f} MiB of memory that is not in these figures, on all "
                 f"processes together: {num} copies of parameters and optimizer states"
             )
+
+    def _note_cores(self, ways: Sequence[tuple[int, str, int]]) -> None:
+        """Note where processes share cores."""
+        for stages in dict.fromkeys(stages for stages, *_ in ways):
+            if not self._on_meta and stages > self._cores():
+                number = self._num_processes(stages)
+                self._notes.append(
+                    f"with {stages} stages, {number} processes share the {num_cores()} cores of a host; their times "
+                    "count that"
+                )
+
+    def _note_whole(self, rows: Sequence[PlanRow]) -> None:
+        """Note what would help if the driver cannot hold the whole model at the start or the end."""
+        limit = self._choices.memory_limit_bytes
+        drivers = [row.processes[-1] for row in rows]
+        for when, ways_out in (
+            ("start", "build its layers in configure_model, so that each process builds its own"),
+            ("end", "set gather_on_end=False, or build its layers in configure_model"),
+        ):
+            most = max(driver.start_bytes if when == "start" else driver.end_bytes for driver in drivers)
+            if limit is not None and most > limit:
+                self._notes.append(
+                    f"at the {when} of a run the driver holds the whole model, {most / 2**20:,.1f} MiB, which is more "
+                    f"than the limit; {ways_out}"
+                )
 
     def _note(self, costs: dict[int, dict[int, _Costs]]) -> None:
         """Note what a reader has to know about the figures."""

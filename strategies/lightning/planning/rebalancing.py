@@ -45,7 +45,6 @@ class Rebalancing:
         """Forget an earlier run."""
         self._steps = LastSteps()
         self._recording: Recording | None = None
-        self._balance: list[int] = []
         self._epoch: int | None = None
         self._num_batches = 0
 
@@ -84,20 +83,27 @@ class Rebalancing:
         )
         return found if found.gain >= self._least_gain else None
 
-    def begin_batch(self, pipeline: Pipeline, batches_per_epoch: float) -> None:
-        """Record the batch that begins, if it is its turn."""
+    def begin_batch(self, pipeline: Pipeline, batch: int, batches_per_epoch: float) -> None:
+        """Record the batch that begins, if it is its turn.
+
+        Args:
+            pipeline: The pipeline.
+            batch: The number of the batch over all epochs.
+            batches_per_epoch: The number of batches of an epoch.
+        """
         self._num_batches += 1
         period = self._every_n_steps or min(batches_per_epoch, _UNKNOWN_PERIOD)
         spacing = max(1, int(period) // _RECORDED_PER_PERIOD)
         if self._num_batches % spacing == 0:
-            self._recording, self._balance = pipeline.start_recording(), pipeline.balance
+            self._recording = pipeline.start_recording(batch)
 
     def _take(self, pipeline: Pipeline) -> None:
         self.stop()
         recording, self._recording = self._recording, None
-        if recording is None or self._balance != pipeline.balance:  # the user has moved layers since
+        if recording is None or recording.balance != pipeline.balance:  # the user has moved layers since
             return
-        recorded = recording.take()
+        if (recorded := recording.take()) is None:
+            return
         rows = [own.records for own in recorded]  # of one clock, because all processes are on one host
         costs = step_costs(rows, recorded, pipeline.balance, whole_batch=not pipeline.settings.interleaves)
         if costs is not None:

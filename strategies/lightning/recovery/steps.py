@@ -53,6 +53,23 @@ class _Unrecoverable(WorkerLost):
     """Raised if a worker is lost and steps cannot run again."""
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """A worker was lost, and training went on from a snapshot.
+
+    Attributes:
+        time: When, in seconds since 1970.
+        lost: Which worker was lost, and how.
+        num_repeated: How many steps that were over have run again.
+        seconds: How long that took.
+    """
+
+    time: float
+    lost: str
+    num_repeated: int
+    seconds: float
+
+
 @dataclass
 class _Step:
     """A training step: one batch.
@@ -119,6 +136,8 @@ class StepRecovery:
         self._has_warned = False
         self._undo_hooks: list[Undo] = []
         self._followed: set[int] = set()
+        self.recoveries: list[Recovery] = []
+        """Those so far."""
 
     def follow(self) -> Iterator[Undo]:
         """Run the steps of Lightning's loops from now on; return what ends that."""
@@ -434,7 +453,9 @@ class StepRecovery:
                 )
         until.restore()
         again = f"{len(repeated)} steps run again" if len(repeated) != 1 else "one step run again"
-        rank_zero_warn(f"{lost}\nTraining goes on from a snapshot ({again}, {time.perf_counter() - begin:.1f} s).")
+        seconds = time.perf_counter() - begin
+        self.recoveries.append(Recovery(time.time(), lost, len(repeated), seconds))
+        rank_zero_warn(f"{lost}\nTraining goes on from a snapshot ({again}, {seconds:.1f} s).")
 
     def _check(self, steps: Sequence[_Step], lost: str) -> None:
         """Raise an error if something has changed since the beginning of these steps that cannot be restored."""

@@ -13,6 +13,7 @@ Legend: m micro-batch, i stage of a table (a chunk of layers), r process (the nu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +25,7 @@ from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.search import ModelCosts, balanced
-from strategies.pipeline.schedule.simulator import DriverCosts, Simulation, with_driver_between
+from strategies.pipeline.schedule.simulator import DriverCosts, Simulation, on_cores, with_driver_between
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement, Schedule
 from strategies.pipeline.schedule.timetable import ranks_of
 
@@ -73,6 +74,8 @@ class Measured(MeasuredPasses):
         gradient_sets: Number of gradients that a parameter has at once where ``training_step`` runs once per
             micro-batch.
         has_times: Whether times were measured, or only bytes.
+        start_bytes: The bytes of the model that the driver holds as a whole before its layers leave.
+        end_bytes: The bytes that the driver holds of it as a whole after the run, without gradients.
     """
 
     needs: Sequence[Need]
@@ -84,6 +87,8 @@ class Measured(MeasuredPasses):
     rows: int
     gradient_sets: int = 1
     has_times: bool = True
+    start_bytes: int = 0
+    end_bytes: int = 0
 
     def costs(self, *, at_once: bool) -> ModelCosts:
         """Return the costs for the search; ``at_once``: the driver's own part runs for the whole batch between passes.
@@ -123,6 +128,8 @@ class Process:
         activations: The maximum of the bytes that it holds for micro-batches.
         step: The optimizer's step.
         earlier_gradients: Bytes of gradients that there are during the passes beside those that the passes make.
+        start_bytes: What the driver holds of the whole model before its layers have left; 0 if that is never whole.
+        end_bytes: The same after the run, when layers and optimizer states are back.
     """
 
     layers: list[int]
@@ -130,16 +137,29 @@ class Process:
     activations: int
     step: StepCost
     earlier_gradients: int = 0
+    start_bytes: int = 0
+    end_bytes: int = 0
 
     @property
     def tensor_bytes(self) -> int:
-        """The most that the process holds in tensors at once."""
+        """The most that the process holds in tensors at once in training."""
         return self.need.total + max(self.activations + self.earlier_gradients, self.step.extra_bytes)
 
     @property
-    def peak_bytes(self) -> int:
-        """The predicted peak of the process's memory, beyond what it takes without a model."""
+    def training_bytes(self) -> int:
+        """The predicted peak of the process's memory in training, beyond what it takes without a model."""
         return round((1 + ALLOCATOR_SHARE) * self.tensor_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The predicted peak of the whole run."""
+        return max(self.training_bytes, self.start_bytes, self.end_bytes)
+
+    @property
+    def peak_at(self) -> str:
+        """When that is: ``"training"``, or ``"start"`` or ``"end"``, when the driver has the whole model."""
+        sizes = {"training": self.training_bytes, "start": self.start_bytes, "end": self.end_bytes}
+        return max(sizes, key=lambda when: sizes[when])
 
 
 @dataclass(frozen=True)
@@ -202,6 +222,7 @@ def plan_row(
     *,
     balance: Sequence[int] | None = None,
     memory_limit_bytes: int | None = None,
+    cores: float = math.inf,
     effort: int = EFFORT,
 ) -> PlanRow:
     """Predict time and memory of a schedule.
@@ -214,6 +235,7 @@ def plan_row(
         balance: The number of layers of each chunk; found by default: with measured times, the one that takes least
             time among those that obey the limit; without, the one whose largest process is smallest.
         memory_limit_bytes: What a process may hold.
+        cores: The number of cores that the processes share, if there are fewer of them.
         effort: The number of simulated actions that are spent on the balance.
     """
     named = SCHEDULES[schedule]
@@ -233,8 +255,8 @@ def plan_row(
     seconds = None
     if simulation is not None:
         ranks = rank_of_row(way.placement)
-        ends = [max((simulation.end[step] for step in row), default=0.0) for row in simulation.rows]
-        seconds = max(end + processes[ranks[r]].step.seconds for r, end in enumerate(ends))
+        last = [processes[rank].step.seconds for rank in ranks]
+        simulation, seconds = on_cores(simulation, cores, last)
     return PlanRow(
         stages=stages,
         microbatches=measured.microbatches,
@@ -349,12 +371,15 @@ def _processes(
     processes: dict[int, Process] = {}
     for r, rank in enumerate(rank_of_row(placement)):
         layers = [layer for i in placement.stages_of(r) for layer in range(ends[i], ends[i + 1])]
-        steps = [measured.steps[layer] for layer in layers]
-        if r == placement.driver:
+        steps, is_driver = [measured.steps[layer] for layer in layers], r == placement.driver
+        if is_driver:
             steps.append(measured.outside_step)
         step, need = StepCost.of_all(steps), needs[rank]
         earlier = measured.earlier_gradients(need, at_once=at_once)
         processes[rank] = Process(layers, need, round(activations[r]), step, earlier)
+        if is_driver:
+            end = measured.end_bytes + need.gradients if measured.end_bytes else 0
+            processes[rank] = replace(processes[rank], start_bytes=measured.start_bytes, end_bytes=end)
     return [processes[rank] for rank in sorted(processes)]
 
 

@@ -23,6 +23,7 @@ from strategies.pipeline.schedule.measured import (
     Record,
     Recorded,
     from_first_forward,
+    last_pass,
     measured_timetable,
     transfer_seconds,
     uses_of,
@@ -171,7 +172,7 @@ def step_costs(
         return None
     timetable = from_first_forward(whole)
     microbatches = 1 + max(step.microbatch for step in whole.end)
-    number = max(record.number for row in rows for record in row if record.kind in ("B", "I"))
+    number = last_pass(rows)
     seconds: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     sending: list[float] = []
     for record in (record for row in rows for record in row if record.number == number):

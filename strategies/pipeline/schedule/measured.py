@@ -130,8 +130,7 @@ def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
     Returns:
         The timetable; ``None`` if there is no such pass.
     """
-    number = max((record.number for row in rows for record in row if record.kind in ("B", "I")), default=None)
-    if number is None:
+    if (number := last_pass(rows)) is None:
         return None
     start: dict[Step, float] = {}
     end: dict[Step, float] = {}
@@ -170,6 +169,11 @@ def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
         peak_activations=[],
         peak_bytes=[],
     )
+
+
+def last_pass(rows: Sequence[Sequence[Record]]) -> int | None:
+    """Return the number of the last pass of a step that has a backward part; ``None`` if there is no such pass."""
+    return max((record.number for row in rows for record in row if record.kind in ("B", "I")), default=None)
 
 
 def from_first_forward(timetable: Simulation) -> Simulation:
@@ -232,7 +236,8 @@ def predicted_timetable(
     forward, loss = means("F"), 0.0
     if whole_batch:
         i, m = num_stages - 1, max(step.microbatch for step in measured.end)
-        loss = sum(record.end - record.begin for row in rows for record in row if record.kind == "loss")
+        own = (record for row in rows for record in row if record.number == last_pass(rows))
+        loss = sum(record.end - record.begin for record in own if record.kind == "loss")
         forward[i] = (sum(seconds["F", i]) - loss) / (m + 1)
     costs = Costs(
         forward=forward,

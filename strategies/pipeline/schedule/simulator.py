@@ -323,6 +323,47 @@ def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulati
     return replace(simulation, rows=rows, start=start, end=end, total_time=total, bubble_fraction=idle)
 
 
+def on_cores(simulation: Simulation, cores: float, last: Sequence[float]) -> tuple[Simulation, float]:
+    """Let processes share cores: while more of them have work than there are cores, all take longer by the same factor.
+
+    As all are slowed alike, no action overtakes another one, so only the time between starts and ends changes. Two
+    cores, four processes::
+
+        without      A1 A1 A2 .           with       A1 A1 A1 A2 .
+                     .  B1 .  .                      .  B1 B1 .  .
+                     .  C1 .  C2                     .  C1 C1 .  C2
+                     .  D1 .  .                      .  D1 D1 .  .
+
+    Args:
+        simulation: The times with a core for each process.
+        cores: The number of cores for them.
+        last: What each process does after its row, in the unit of the costs, such as a step of the optimizer.
+
+    Returns:
+        The times with these cores, and the end of everything.
+    """
+    ends = [max((simulation.end[step] for step in row), default=0.0) for row in simulation.rows]
+    after = [(end, end + seconds) for end, seconds in zip(ends, last, strict=True)]
+    if cores >= len(simulation.rows):
+        return simulation, max(end for _, end in after)
+    working: dict[float, int] = {0.0: 0}
+    for begins, ended in [*((simulation.start[step], simulation.end[step]) for step in simulation.end), *after]:
+        working[begins] = working.get(begins, 0) + 1
+        working[ended] = working.get(ended, 0) - 1
+    later: dict[float, float] = {}
+    now, before, number = 0.0, 0.0, 0
+    for time in sorted(working):
+        now += (time - before) * max(1.0, number / cores)
+        later[time], before, number = now, time, number + working[time]
+    start = {step: later[time] for step, time in simulation.start.items()}
+    end = {step: later[time] for step, time in simulation.end.items()}
+    total = later[simulation.total_time]
+    busy = sum(end[step] - start[step] for step in end)
+    idle = 1 - busy / (total * len(simulation.rows)) if total else 0.0
+    shared = replace(simulation, start=start, end=end, total_time=total, bubble_fraction=idle)
+    return shared, max(later[time] for _, time in after)
+
+
 def driver_row(schedule: Schedule) -> list[Step]:
     """Return the driver's row with the user's code before the call of the module (``b``) and its backward pass (``a``).
 

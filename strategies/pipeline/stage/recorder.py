@@ -78,6 +78,11 @@ class Recorder:
         known = self._layers[place]
         self._layers[place] = LayerRecord(known.seconds + self._now() - begin, known.elements)
 
+    @property
+    def has_records(self) -> bool:
+        """Whether anything has been recorded."""
+        return bool(self._records)
+
     def recorded(self) -> Recorded:
         """Return what has been recorded."""
         return Recorded(self._records, memory_bytes(self._device), self._layers)

@@ -15,9 +15,11 @@ from harness import run
 from parity import WIDTH, Small, batches, compare, fit
 from pytorch_lightning import Callback
 from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from sleep_layer import slept
 from sleeping import Sleepy
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from benchmarks.messages import told
 from strategies import RPCSequentialStrategy
@@ -92,15 +94,19 @@ def monitored() -> dict[str, dict[str, Any]]:
         with (folder / "metrics.csv").open() as file:
             rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
         images: list[int] = []
+        on_board: dict[str, list[tuple[int, float]]] = {}
         if schedule == "1f1b":
             board = EventAccumulator(str(Path("board", schedule, "version_0")), size_guidance={"images": 0}).Reload()
             images = [event.step for event in board.Images("pipeline/timetable")]
+            names = [name for name in board.Tags()["scalars"] if name.startswith("pipeline/")]
+            on_board = {name: [(event.step, event.value) for event in board.Scalars(name)] for name in names}
         found[schedule] = {
             "rows": rows,
             "files": {path.name: path.read_text() for path in (folder / "pipeline").iterdir()},
             "shown": bar.shown,
             "added": monitor.added,
             "images": images,
+            "board": on_board,
             "after": "get_metrics" in vars(outcome.trainer.progress_bar_callback),
         }
     return found
@@ -190,9 +196,86 @@ def test_pictures_and_progress_bar(found: dict[str, dict[str, Any]], schedule: s
     assert own["images"] == (REPORTED if schedule == "1f1b" else [])
 
 
+def test_tensorboard_has_the_scalars_of_the_csv_log(found: dict[str, dict[str, Any]]) -> None:
+    rows, board = found["1f1b"]["rows"], found["1f1b"]["board"]
+    names = {name for row in rows for name in row if name.startswith("pipeline/")}
+    assert set(board) == names and "pipeline/stage_0/forward_ms" in names
+    for name, points in board.items():
+        expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows]
+        assert points == expected, name
+
+
 def test_a_step_that_is_not_recorded_costs_little(found: dict[str, dict[str, Any]]) -> None:
     added = [seconds for own in found.values() for seconds in own["added"]]
     assert len(added) >= 8 and statistics.median(added) < MOST_ADDED_SECONDS
+
+
+MARK, SLOW_STEP, SLOW_SECONDS = 100.0, 3, 0.03
+
+
+class SleepsIfMarked(nn.Linear):
+    """A layer that sleeps in the batch that is marked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        marks = x.detach().amax() >= MARK
+        return super().forward(slept(x.clamp(max=1.0), SLOW_SECONDS if marks else 0.0, 0.0))
+
+
+class Marked(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module.insert(0, SleepsIfMarked(WIDTH, WIDTH))
+
+
+class Moves(Callback):
+    """Moves a layer at the start or the end of a batch; takes a while before."""
+
+    def __init__(self, hook: str, number: int, balance: list[int]) -> None:
+        self.hook, self.number, self.balance = hook, number, balance
+
+    def _move(self, hook: str, trainer: Any, number: int) -> None:
+        if (hook, number) == (self.hook, self.number):
+            time.sleep(0.5)
+            trainer.strategy.rebalance(self.balance)
+
+    def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
+        self._move("start", trainer, batch_idx)
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._move("end", trainer, batch_idx)
+
+
+def scalars(folder: Path) -> list[dict[str, float]]:
+    """The rows of a CSV log that have scalars of the monitor."""
+    with (folder / "metrics.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return [row for row in rows if "pipeline/step_ms" in row]
+
+
+def beside_rebalancing() -> list[dict[str, float]]:
+    made = list(batches([8] * 8))
+    made[SLOW_STEP][0][0::2] = MARK
+    fit(
+        Marked,
+        RPCSequentialStrategy(microbatches=MICROBATCHES, balance=[4, 3], rebalance="auto", rebalance_threshold=0.99),
+        2,
+        train=lambda: DataLoader(made, batch_size=None),
+        max_epochs=1,
+        callbacks=[Moves("end", 1, [3, 4]), PipelineMonitor(2), Moves("start", 5, [4, 3])],
+        logger=CSVLogger(".", name="own"),
+    )
+    return scalars(Path("own", "version_0"))
+
+
+def test_records_are_those_of_their_step_beside_rebalancing() -> None:
+    """The strategy records every batch too, and layers move at the end of one batch and at the start of another one."""
+    rows = run(beside_rebalancing)
+    assert [row["step"] for row in rows] == [1, 3, 5, 7]
+    slow = [row["step"] for row in rows if row["pipeline/stage_0/forward_ms"] >= 1e3 * MICROBATCHES * SLOW_SECONDS]
+    assert slow == [SLOW_STEP]
+    for row in rows:
+        assert all(row[f"pipeline/{name}/forward_ms"] > 0 for name in ("stage_0", "driver")), row
+        assert row["pipeline/step_ms"] < (500 if row["step"] != 1 else 5000), row
 
 
 def unbalanced() -> dict[str, list[str]]:

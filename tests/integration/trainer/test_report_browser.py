@@ -1,5 +1,9 @@
-"""The page of ``python -m trainer report`` in a real browser, where there is one (``apt-get install chromium``)."""
+"""The page of ``python -m trainer report`` in a real browser, where there is one (``apt-get install chromium``).
 
+``CHROMIUM`` may name its command.
+"""
+
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,7 +20,8 @@ from strategies import RPCSequentialStrategy
 from trainer import PipelineMonitor
 from trainer.cli import main
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+NAMES = (os.environ.get("CHROMIUM", ""), "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+CHROMIUM = next(filter(None, map(shutil.which, filter(None, NAMES))), None)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
 
 SCHEMES = {"light": "1", "dark": "0"}

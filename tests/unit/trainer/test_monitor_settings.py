@@ -1,15 +1,17 @@
 """``PipelineMonitor``: what it refuses, and what it does where there is one stage, no logger, or no Pillow."""
 
+import csv
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import pytorch_lightning as pl
 from pytorch_lightning.demos.boring_classes import RandomDataset
-from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
@@ -17,6 +19,7 @@ from torch.utils.data import DataLoader
 from strategies import RPCSequentialStrategy
 from strategies.lightning.compat import LightningModule
 from trainer import PipelineMonitor, Trainer
+from trainer.report.run_folder import read_run
 
 
 class Net(LightningModule):
@@ -31,9 +34,42 @@ class Net(LightningModule):
         return optim.SGD(self.parameters(), 0.1)
 
 
+class Gan(Net):
+    """Two optimizers, of which the model steps each in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Linear(32, 32)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        optimizers: Any = self.optimizers()
+        for optimizer, sign in zip(optimizers, (-1.0, 1.0), strict=True):
+            loss = sign * self.sequential_module(self.generator(batch)).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.log("loss", loss)
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.generator.parameters(), 0.1), optim.SGD(self.sequential_module.parameters(), 0.1)
+
+
+class Logs(Net):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
 def fit(
-    monitor: PipelineMonitor, folder: Path, strategy: Any, make: type[pl.Trainer] = Trainer, **arguments: Any
-) -> None:
+    monitor: PipelineMonitor,
+    folder: Path,
+    strategy: Any,
+    make: type[pl.Trainer] = Trainer,
+    model: type[Net] = Net,
+    **arguments: Any,
+) -> pl.Trainer:
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": 1,
@@ -45,7 +81,8 @@ def fit(
         "enable_model_summary": False,
     }
     trainer = make(**{"strategy": strategy, "callbacks": [monitor], **settings, **arguments})
-    trainer.fit(Net(), DataLoader(RandomDataset(32, 64), batch_size=8))
+    trainer.fit(model(), DataLoader(RandomDataset(32, 64), batch_size=8))
+    return trainer
 
 
 @pytest.mark.parametrize("number", [0, -1, 2.0, True, "2"])
@@ -104,12 +141,60 @@ def test_a_run_that_fails_leaves_nothing_for_the_next_one(tmp_path: Path) -> Non
     fit(monitor, tmp_path / "2", RPCSequentialStrategy(microbatches=2), max_steps=1)
     assert [path.name for path in (tmp_path / "2" / "pipeline").glob("step-*")] == ["step-0.svg"]
     assert [event["event"] for event in events(tmp_path / "1")] == ["start", "error"]
-    assert events(tmp_path / "1")[1]["error"] == "KeyError: 'on purpose'" and events(tmp_path / "1")[1]["step"] == 3
+    assert events(tmp_path / "1")[1]["error"] == "KeyError: 'on purpose'" and events(tmp_path / "1")[1]["step"] == 2
     assert [event["event"] for event in events(tmp_path / "2")] == ["start", "end"]  # no restart of the first one
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "pipeline" / "events.jsonl").read_text().splitlines()]
+def events(folder: Path, part: str = "") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "pipeline" / part / "events.jsonl").read_text().splitlines()]
+
+
+def test_a_run_does_not_show_what_an_earlier_one_left(tmp_path: Path) -> None:
+    """A run that begins anew puts it away; one that goes on, at a later step, keeps it."""
+    strategy = partial(RPCSequentialStrategy, microbatches=2)
+    fit(PipelineMonitor(1, trace_steps=[3]), tmp_path, strategy(), max_steps=4)
+    (tmp_path / "pipeline" / "notes.txt").touch()  # of the user
+    trainer = fit(PipelineMonitor(1), tmp_path, strategy(), max_steps=2)
+    run = read_run(tmp_path)
+    assert list(run.pictures) == [0, 1] and [event["event"] for event in run.events] == ["start", "end"]
+    names = {"events.jsonl", "step-3.trace.json", *(f"step-{i}.svg" for i in range(4))}
+    assert {path.name for path in (tmp_path / "pipeline" / "earlier-1").iterdir()} == names
+    trainer.fit_loop.epoch_loop.max_steps = 3
+    trainer.fit(cast(Any, trainer).model, DataLoader(RandomDataset(32, 64), batch_size=8))
+    run = read_run(tmp_path)
+    assert list(run.pictures) == [0, 1, 2]
+    assert [event["event"] for event in run.events] == ["start", "end"] * 2
+    fit(PipelineMonitor(), tmp_path, strategy(), max_steps=1)
+    assert list(read_run(tmp_path).pictures) == []
+    assert {path.name for path in (tmp_path / "pipeline").iterdir() if not path.name.startswith("earlier")} == {
+        "events.jsonl",
+        "notes.txt",
+    }
+    assert len(list((tmp_path / "pipeline" / "earlier-2").iterdir())) == 4
+
+
+@pytest.mark.parametrize(("model", "accumulated"), [(Gan, 1), (Logs, 2)])
+def test_steps_are_those_of_lightnings_own_logs(tmp_path: Path, model: type[Net], accumulated: int) -> None:
+    """Whatever the number of optimizers, and with accumulated batches."""
+    trainer = fit(
+        PipelineMonitor(2),
+        tmp_path,
+        RPCSequentialStrategy(microbatches=2),
+        model=model,
+        max_steps=-1,
+        max_epochs=1,
+        accumulate_grad_batches=accumulated,
+        logger=CSVLogger(tmp_path, name="own"),
+        log_every_n_steps=1,
+    )
+    folder, num = Path(cast(str, trainer.log_dir)), 8 // accumulated
+    with (folder / "metrics.csv").open() as file:
+        rows = [{name: value for name, value in row.items() if value} for row in csv.DictReader(file)]
+    assert [int(row["step"]) for row in rows if "loss" in row] == [*range(num)]
+    recorded = [*range(1, num, 2)]
+    assert [int(row["step"]) for row in rows if "pipeline/step_ms" in row] == recorded
+    assert list(read_run(folder).pictures) == recorded
+    assert [(event["event"], event["step"]) for event in events(folder)] == [("start", 0), ("end", num)]
 
 
 def test_events(tmp_path: Path) -> None:
@@ -118,15 +203,10 @@ def test_events(tmp_path: Path) -> None:
     strategy = RPCSequentialStrategy([1, 2], microbatches=2, schedule="interleaved", chunks_per_stage=2)
     fit(monitor := PipelineMonitor(), tmp_path, strategy, enable_checkpointing=True, callbacks=[monitor, saved])
     fit(monitor, tmp_path, RPCSequentialStrategy(microbatches=4, max_restarts=1))  # has a checkpoint of its own
-    noted = events(tmp_path)
-    assert [(event["event"], event["step"]) for event in noted] == [
-        ("start", 0),
-        ("checkpoint", 2),
-        ("end", 3),
-        ("start", 0),
-        ("end", 3),
-    ]
-    first, second = noted[0], noted[3]
+    noted, later = events(tmp_path, "earlier-1"), events(tmp_path)
+    assert [(event["event"], event["step"]) for event in noted] == [("start", 0), ("checkpoint", 1), ("end", 3)]
+    assert [(event["event"], event["step"]) for event in later] == [("start", 0), ("end", 3)]
+    first, second = noted[0], later[0]
     assert first["balance"] == [1, 2] and first["schedule"] == "interleaved" and first["microbatches"] == 2
     assert second["balance"] == [3] and second["schedule"] == "gpipe" and second["microbatches"] == 4
     assert first["processes"] == [
@@ -139,7 +219,7 @@ def test_events(tmp_path: Path) -> None:
             ],
         }
     ]
-    times = [event["time"] for event in noted]
+    times = [event["time"] for event in (*noted, *later)]
     assert times == sorted(times) and begin <= times[0] and times[-1] <= time.time()
 
 

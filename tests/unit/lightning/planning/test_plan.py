@@ -3,8 +3,10 @@
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -15,13 +17,16 @@ import torch
 import yaml
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from sleep_layer import Sleep
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.planning import plan
+from strategies.launch import workers
+from strategies.lightning.planning import partitioning, plan
 from strategies.lightning.planning.plan import PlanTable
+from strategies.optim.trial import StepCost
 from trainer import Trainer
 from trainer.plan_report import strategy_block, why_best, yaml_of
 
@@ -461,3 +466,117 @@ def test_snapshots_are_noted_with_their_size() -> None:
     (note,) = planned(Model(), Data(), settings={"snapshot_every_n_steps": 3}, microbatches=2, schedules="1f1b").notes
     size = 2 * 3 * (BLOCKS + 1) * LAYER_BYTES / 2**20  # two copies of the parameters and of AdamW's two states
     assert note.startswith(f"snapshot_every_n_steps takes {size:.1f} MiB of memory that is not in these figures")
+
+
+class Slow(Model):
+    """Layers that take a millisecond each, on whichever machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(
+            *(nn.Sequential(Sleep(1e-3, 2e-3), nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS))
+        )
+
+
+def test_more_processes_than_cores_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four stages on two cores cannot do in the same time twice what two stages do."""
+    monkeypatch.setattr(workers, "num_cores", lambda: 2)
+    monkeypatch.setattr(plan, "num_cores", lambda: 2)
+    work = 8 * BLOCKS * 3e-3  # of all micro-batches
+    table = planned(Slow(), Data(), stages=[2, 4], microbatches=8, schedules=["gpipe", "1f1b"])
+    for row in table.rows:
+        assert row.seconds is not None and row.simulation is not None and row.seconds > work / 2
+        assert row.simulation.total_time > work / 2
+    (note,) = table.notes
+    assert note == "with 4 stages, 4 processes share the 2 cores of a host; their times count that"
+    monkeypatch.setattr(plan, "num_cores", lambda: 4)
+    quick = planned(Slow(), Data(), stages=[4], microbatches=8, schedules=["1f1b"])
+    alone = quick.best.simulation
+    assert alone is not None and quick.best.seconds is not None
+    assert quick.best.seconds < sum(end - alone.start[step] for step, end in alone.end.items()) / 2
+    assert quick.notes == []
+
+
+def test_replicas_share_cores_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def share(processes: int) -> int:
+        asked.append(processes)
+        return 1
+
+    for module in (plan, partitioning):
+        monkeypatch.setattr(module, "share_of_threads", share)
+    monkeypatch.setattr(plan, "num_cores", lambda: 2)
+    settings = {"data_parallel_size": 2}
+    with redirect_stdout(io.StringIO()):
+        table = trainer_with(devices=4, **settings).plan(Slow(), Data(), microbatches=4, schedules="1f1b")
+    assert set(asked) == {4}
+    assert "with 2 stages, 4 processes share the 2 cores of a host; their times count that" in table.notes
+    assert table.best.seconds is not None
+    assert table.best.seconds > 4 * BLOCKS * 3e-3, "a replica has one core, which does all its work"
+
+
+class Large(Model):
+    """Whose parameters are much more than anything else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2 * BLOCKS)))
+        self.example_input_array = torch.rand(2, WIDTH)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("gathers", [None, False])
+def test_the_driver_has_the_whole_model_at_the_start_and_at_the_end(gathers: bool | None, capsys: Any) -> None:
+    num_bytes = (2 * BLOCKS + 1) * LAYER_BYTES
+    settings: dict[str, Any] = {"balance": [7, 1], "gather_on_end": gathers}
+    given: dict[str, Any] = {"microbatches": 2, "schedules": "1f1b", "memory_limit_bytes": 3 * num_bytes - 1}
+    table = trainer_with(**settings).plan(Large(), **given)
+    worker, driver = table.best.processes
+    assert worker.start_bytes == worker.end_bytes == 0 and worker.peak_at == "training"
+    assert driver.start_bytes == num_bytes
+    said = capsys.readouterr().out
+    if gathers is False:
+        assert driver.end_bytes == 0 and driver.peak_bytes == max(driver.training_bytes, num_bytes)
+        assert "at the end" not in said
+    else:
+        assert driver.end_bytes == 3 * num_bytes + driver.need.gradients  # with the two states of AdamW
+        assert driver.peak_bytes == driver.end_bytes and driver.peak_at == "end" and not table.best.fits
+        assert "driver*" in said and "* Its peak is at the end of the run, when it has the whole model" in said
+        assert "does not fit" in said and "set gather_on_end=False, or build its layers in" in said
+    assert "at the start of a run" not in said
+
+
+def test_a_model_that_configure_model_builds_is_never_whole() -> None:
+    driver = planned(Late(), microbatches=2, schedules="1f1b").best.processes[-1]
+    assert driver.start_bytes == driver.end_bytes == 0 and driver.peak_bytes == driver.training_bytes
+    gathered = planned(Late(), microbatches=2, schedules="1f1b", settings={"gather_on_end": True}).best.processes[-1]
+    assert gathered.start_bytes == 0 and gathered.end_bytes == 3 * 5 * LAYER_BYTES + gathered.need.gradients
+
+
+def test_bytes_on_meta_are_those_on_the_cpu() -> None:
+    for precision in ("32-true", "bf16-true"):
+        found = []
+        for device in ("cpu", "meta"):
+            with torch.device(device):
+                model = Late()
+            trainer = Trainer(
+                accelerator="cpu",
+                devices=2,
+                strategy=RPCSequentialStrategy([2, 2], checkpoint="never"),
+                logger=False,
+                precision=precision,
+            )
+            if device == "meta":
+                vars(model)["configure_model"] = partial(on_meta, model.configure_model)
+            with redirect_stdout(io.StringIO()):
+                table = trainer.plan(model, microbatches=4, schedules=["gpipe", "1f1b", "zb-h1"])
+            found.append([[replace(p, step=StepCost()) for p in row.processes] for row in table.rows])
+        assert found[0] == found[1]
+
+
+def on_meta(build: Callable[[], None]) -> None:
+    with torch.device("meta"):
+        build()

@@ -10,12 +10,15 @@ from strategies.pipeline.schedule.simulator import (
     Costs,
     DriverCosts,
     Program,
+    Simulation,
     UserCode,
     driver_row,
+    on_cores,
     render,
     simulate,
 )
 from strategies.pipeline.schedule.tables import (
+    SCHEDULES,
     Action,
     gpipe,
     interleaved,
@@ -278,3 +281,28 @@ def test_preparation_is_linear_in_the_actions(monkeypatch):
     table = zbv(4, 200)
     Program(table)
     assert calls < 3 * sum(map(len, table))
+
+
+def test_processes_that_share_cores() -> None:
+    """Four processes on two cores: where all of them have work, that takes twice as long."""
+    table = SCHEDULES["1f1b"].table(4, 8, 1)
+    alone = simulate(table, Costs(forward=[1.0, 2.0, 1.0, 3.0], backward=2.0, transfer=0.125))
+    last = [0.5, 0.0, 0.25, 0.0]
+    assert on_cores(alone, 4, last) == (alone, max(alone.total_time, *map(sum, zip(ends(alone), last, strict=True))))
+    shared, end = on_cores(alone, 2, last)
+    work = sum(time - alone.start[step] for step, time in alone.end.items())
+    assert max(work / 2, alone.total_time) < shared.total_time < 2 * alone.total_time
+    assert sorted(shared.end, key=lambda step: (shared.end[step], step)) == sorted(
+        alone.end, key=lambda step: (alone.end[step], step)
+    )
+    assert 0 < shared.bubble_fraction < alone.bubble_fraction
+    assert shared.total_time < end <= shared.total_time + 2 * max(last)
+    first = Action("F", 0, 0)
+    assert shared.start[first] == 0.0 and shared.end[first] == 1.0, "nobody else has work yet"
+    equal = simulate([[Action("F", 0, i), Action("B", 0, i)] for i in range(2)], Costs(transfer=0.0))
+    assert on_cores(equal, 1, [0.0, 0.0])[1] == equal.total_time
+    assert on_cores(equal, 1, [1.0, 2.0])[1] == equal.total_time + 3.0, "all work, one after the other"
+
+
+def ends(simulation: Simulation) -> list[float]:
+    return [max(simulation.end[step] for step in row) for row in simulation.rows]
