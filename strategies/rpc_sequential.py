@@ -19,9 +19,11 @@ from strategies.checkpoint.store import load_sharded, local_path, read_tensors
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
 from strategies.common.names import did_you_mean
+from strategies.common.patching import replaced
 from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.common.transformers_compat import lazy_safetensors, switch_off_cache, switch_off_recomputation
 from strategies.common.trees import flat, with_tensors
+from strategies.launch.rounds import shared_store
 from strategies.launch.workers import fork_server, share_of_threads
 from strategies.lightning import checks
 from strategies.lightning.checkpoints import AtomicCheckpointIO
@@ -65,6 +67,7 @@ from strategies.lightning.planning.plan import PipelineOptions, PlanChoices, Pla
 from strategies.lightning.planning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.recovery.steps import StepRecovery
+from strategies.lightning.recovery.together import Together
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -193,8 +196,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         snapshot_every_n_steps: After so many optimizer steps, every process copies its part of the model and of the
             optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
             and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
-            losses that cannot be repaired in this way. Only for one pipeline whose workers the strategy starts, on
-            CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
+            losses that cannot be repaired in this way. With several replicas, all of them go back together. Only for
+            workers that the strategy starts, on CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
             other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
             such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
@@ -268,7 +271,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checks.check_loss_weight(loss_weight, self._settings)
         check_rebalance(rebalance, rebalance_every_n_steps, rebalance_threshold, self._settings)
         checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
-        checks.check_snapshot_setting(snapshot_every_n_steps, data_parallel_size)
+        checks.check_snapshot_setting(snapshot_every_n_steps)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -636,9 +639,20 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             is_collecting=(lambda: False) if steps is None else (lambda: steps.collector() is not None),
             finish_saving=lambda: self._writer.wait(),
             recovered=self._forget_step,
+            together=self._together(pipeline),
         )
         self._undo += recovery.follow()
+        if self.is_distributed:
+            self._undo.append(replaced(self, "_before_collective", recovery.meet))
         return recovery
+
+    def _together(self, pipeline: Pipeline) -> Together | None:
+        """Return the drivers of the other replicas, with which this one recovers, if there are any."""
+        if not self.is_distributed:
+            return None
+        with checks.as_misconfiguration():
+            connect = shared_store(f"relay{self._rendezvous_directory}")
+        return Together(connect, self.global_rank, self.world_size, self._settings.patience_seconds, pipeline)
 
     def _forget_step(self) -> None:
         """All stages have gone back to a snapshot: forget what was read or recorded of them."""
@@ -735,13 +749,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
-        self.replace_lost_workers()
+        self._settle_together()
 
     def on_train_end(self) -> None:
         """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
-        self.replace_lost_workers()
+        self._settle_together()
+
+    def _settle_together(self) -> None:
+        """Do what :meth:`replace_lost_workers` does, where all replicas come by."""
+        if self._recovery is not None and not self._has_failed():
+            self._recovery.settle(together=True)
 
     def replace_lost_workers(self) -> None:
         """With ``snapshot_every_n_steps``, wait until every stage has done all steps, and replace lost workers.
@@ -823,9 +842,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
         Values of other stages are fetched when they are read or written.
         """
+        self._settle_together()
         if not self.is_global_zero:
             return {}
-        self.replace_lost_workers()
         return super().lightning_module_state_dict() if self._stage_states is None else self._stage_states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -93,24 +93,23 @@ def _check_whole_number(name: str, value: object, least: int) -> None:
         raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
-def check_snapshot_setting(every_n_steps: int, num_replicas: int) -> None:
+def check_snapshot_setting(every_n_steps: int) -> None:
     """Check how often snapshots are made.
 
     Args:
         every_n_steps: ``snapshot_every_n_steps``.
-        num_replicas: ``data_parallel_size``.
 
     Raises:
-        MisconfigurationException: If the number is wrong, or if there are several pipelines.
+        MisconfigurationException: If the number is wrong, or if this system cannot make snapshots.
     """
     _check_whole_number("snapshot_every_n_steps", every_n_steps, 0)
     if every_n_steps:
-        _check_snapshots(every_n_steps, num_replicas, is_external=False, devices=[])
+        _check_snapshots(every_n_steps, is_external=False, devices=[])
 
 
-def _check_snapshots(every_n_steps: int, replicas: int, *, is_external: bool, devices: Sequence[torch.device]) -> None:
+def _check_snapshots(every_n_steps: int, *, is_external: bool, devices: Sequence[torch.device]) -> None:
     try:
-        check_snapshots(replicas=replicas, is_external=is_external, devices=devices)
+        check_snapshots(is_external=is_external, devices=devices)
     except ValueError as error:
         raise MisconfigurationException(f"snapshot_every_n_steps={every_n_steps}: {error}") from error
 
@@ -130,7 +129,7 @@ def check_snapshot_run(
         MisconfigurationException: If they cannot.
     """
     what = f"snapshot_every_n_steps={every_n_steps}"
-    _check_snapshots(every_n_steps, 1, is_external=is_external, devices=devices)
+    _check_snapshots(every_n_steps, is_external=is_external, devices=devices)
     if isinstance(cast(Any, model.trainer).profiler, PyTorchProfiler):
         raise MisconfigurationException(
             f"{what} replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them out."

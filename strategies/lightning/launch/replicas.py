@@ -1,5 +1,6 @@
 """A strategy whose ranks are replicas. A replica has several devices and is one rank for Lightning."""
 
+from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -43,6 +44,8 @@ class ReplicatedStrategy(ParallelStrategy):
         self._num_replicas = num_replicas
         self._rendezvous_directory: str | None = None
         self.num_nodes = 1  # the Trainer sets the value that the user gave
+        self._before_collective: Callable[[], None] = _nothing
+        """Called before each operation in which all replicas take part."""
         self.world: World | None = None
 
     @property
@@ -166,12 +169,14 @@ class ReplicatedStrategy(ParallelStrategy):
     def barrier(self, name: str | None = None) -> None:
         """Waits for all replicas."""
         if distributed_is_initialized() and self.is_distributed:
+            self._before_collective()
             torch.distributed.barrier()
 
     def broadcast(self, obj: _Value, src: int = 0) -> _Value:
         """Returns the object that replica ``src`` has passed."""
         if not (distributed_is_initialized() and self.is_distributed):
             return obj
+        self._before_collective()
         objects = [obj]
         torch.distributed.broadcast_object_list(objects, src)
         return objects[0]
@@ -179,8 +184,15 @@ class ReplicatedStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """Returns the mean or the sum of a tensor over the replicas. Other objects are returned unchanged."""
         if isinstance(tensor, torch.Tensor) and self.is_distributed:
+            self._before_collective()
             return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
+        """Returns the tensors of all replicas, ``[replicas, ...]``."""
+        if self.is_distributed:
+            self._before_collective()
+        return super().all_gather(tensor, group, sync_grads)
 
     def teardown(self) -> None:
         """Removes the rendezvous of the replicas. The process group stays for the next ``fit`` or ``test``."""
@@ -188,3 +200,7 @@ class ReplicatedStrategy(ParallelStrategy):
             rmtree(Path(self._rendezvous_directory), ignore_errors=True)
         self._rendezvous_directory = None
         super().teardown()
+
+
+def _nothing() -> None:
+    pass

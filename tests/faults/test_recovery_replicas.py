@@ -1,0 +1,35 @@
+"""``snapshot_every_n_steps`` with replicas: fits that lose workers end as one that loses none, in both replicas."""
+
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recovery_replicas_job
+from harness import run
+from paths import environment
+
+
+def launch(name: str) -> list[Any]:
+    """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", recovery_replicas_job.__file__, folder, name]
+        assert subprocess.run(command, env=environment(), timeout=280).returncode == 0
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", recovery_replicas_job.CASES)
+def test_workers_of_replicas_are_killed(name: str) -> None:
+    first, second = run(launch, name, timeout_seconds=290)
+    _, cases = recovery_replicas_job.CASES[name]
+    for (differing, recovered, restarts), (differing_there, _, _), (kills, _) in zip(first, second, cases, strict=True):
+        assert differing == [] and differing_there == []
+        assert restarts == []
+        batches = kills[0].keys() | kills[1].keys()
+        assert bool(recovered) == bool(batches) and len(recovered) >= len(batches)
+        assert all(line.startswith("In replica ") for line in recovered)
