@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,28 @@ def test_workers_of_replicas_are_killed(name: str) -> None:
         batches = kills[0].keys() | kills[1].keys()
         assert bool(recovered) == bool(batches) and len(recovered) >= len(batches)
         assert all(line.startswith("In replica ") for line in recovered)
+
+
+def ending(name: str) -> tuple[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", recovery_replicas_job.__file__, folder, name]
+        start = time.monotonic()
+        job = subprocess.run(command, env=environment(), timeout=100, stderr=subprocess.PIPE, text=True)
+        assert job.returncode
+        return job.stderr, time.monotonic() - start
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("error", ["KeyError: 'of the user'", "RuntimeError: rank 1, process ", "ended with status 1"]),
+        ("driver", ["RuntimeError: rank 1, process ", "was killed by signal 9"]),
+    ],
+)
+def test_other_failures_of_a_replica_end_the_run(name: str, messages: list[str]) -> None:
+    """Nobody waits until a time-out is over; the harness fails where a process is left."""
+    said, seconds = run(ending, name, timeout_seconds=110)
+    assert all(message in said for message in messages), said
+    assert seconds < 60  # rpc_timeout_sec

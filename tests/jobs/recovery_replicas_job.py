@@ -6,6 +6,7 @@ Lightning starts the second driver by running this script once more.
 
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,6 +39,26 @@ class ReplicaNet(Net):
         self.log("val_loss", error, sync_dist=True)
 
 
+class Ending(ReplicaNet):
+    """Fails in the second replica, whose workers live."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4 and self.trainer.global_rank == 1:
+            raise KeyError("of the user")
+        return super().training_step(batch, batch_idx)
+
+
+class Killed(ReplicaNet):
+    """The driver of the second replica is killed while the first one recovers."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 4:
+            self.trainer.strategy.pipeline.workers.kill(0)
+        return super().training_step(batch, batch_idx)
+
+
 Case = tuple[dict[str, Any], Sequence[tuple[tuple[Kills, Kills], int]]]
 """Arguments of ``fit``, and for each fit the kills in both replicas and ``snapshot_every_n_steps``."""
 
@@ -62,12 +83,17 @@ CASES: dict[str, Case] = {
     "between": ({"accumulate_grad_batches": 1}, [(BETWEEN, 1), (BETWEEN, 4)]),
 }
 
+ENDS: dict[str, type[Net]] = {"error": Ending, "driver": Killed}
+"""Fits that end by an error."""
+
 
 def main(folder: Path, name: str) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     place = folder / f"replica-{rank}"
     place.mkdir()
     os.chdir(place)
+    if name in ENDS:
+        fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
     options, cases = CASES[name]
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
     expected = fit({}, 0, **settings)
