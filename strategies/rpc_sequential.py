@@ -18,8 +18,8 @@ from strategies.checkpoint.stages import StageStates
 from strategies.checkpoint.store import load_sharded, local_path, read_tensors
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
+from strategies.common.errors import WorkerLost
 from strategies.common.names import did_you_mean
-from strategies.common.patching import replaced
 from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.common.transformers_compat import lazy_safetensors, switch_off_cache, switch_off_recomputation
 from strategies.common.trees import flat, with_tensors
@@ -53,6 +53,7 @@ from strategies.lightning.hooks import (
 from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
+from strategies.lightning.launch.script_launcher import ScriptLauncher
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch, num_gradient_sets
 from strategies.lightning.planning.automatic import (
@@ -67,7 +68,7 @@ from strategies.lightning.planning.plan import PipelineOptions, PlanChoices, Pla
 from strategies.lightning.planning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.recovery.steps import StepRecovery
-from strategies.lightning.recovery.together import Together
+from strategies.lightning.recovery.together import Together, gather_within, gathering_after
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -289,7 +290,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._per_microbatch: TrainingStepPerMicrobatch | None = None
         self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
         self._max_restarts = max_restarts
-        self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
+        self._restarts: Restarts | None = None
+        if max_restarts:
+            several = (self._agree_on_checkpoint, self.broadcast) if data_parallel_size > 1 else ()
+            self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon, *several)
+        self._meet: Callable[[], None] | None = None  # waits for the other replicas before a collective operation
+        self._together: Together | None = None  # the drivers of other replicas, while steps can be lost and repaired
         self._snapshot_every_n_steps = snapshot_every_n_steps
         self._recovery: StepRecovery | None = None
         self._rebalancing: Rebalancing | None = None
@@ -621,6 +627,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo += follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers))
         self._undo += self._stage_states.check_before_loading()
         self._undo += average_on_stages(trainer, pipeline.reading_late)
+        if trainer.state.fn == TrainerFn.FITTING and len(self.devices) > 1:
+            self._connect_replicas(pipeline, model)
         if trainer.state.fn == TrainerFn.FITTING and self._snapshot_every_n_steps and len(self.devices) > 1:
             self._recovery = self._following_steps(trainer, pipeline, model)
 
@@ -639,20 +647,45 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             is_collecting=(lambda: False) if steps is None else (lambda: steps.collector() is not None),
             finish_saving=lambda: self._writer.wait(),
             recovered=self._forget_step,
-            together=self._together(pipeline),
+            together=self._together,
         )
         self._undo += recovery.follow()
-        if self.is_distributed:
-            self._undo.append(replaced(self, "_before_collective", recovery.meet))
+        if self._together is not None:
+            self._meet = recovery.meet
         return recovery
 
-    def _together(self, pipeline: Pipeline) -> Together | None:
-        """Return the drivers of the other replicas, with which this one recovers, if there are any."""
-        if not self.is_distributed:
-            return None
+    def _connect_replicas(self, pipeline: Pipeline, model: LightningModule) -> None:
+        """Recover from lost workers together with the other replicas, until ``teardown``."""
+        if not (self.is_distributed and (self._snapshot_every_n_steps or self._restarts is not None)):
+            return
         with checks.as_misconfiguration():
             connect = shared_store(f"relay{self._rendezvous_directory}")
-        return Together(connect, self.global_rank, self.world_size, self._settings.patience_seconds, pipeline)
+        together = self._together = Together(
+            connect,
+            self.global_rank,
+            self.world_size,
+            self._settings.patience_seconds,
+            pipeline,
+            always=not self._snapshot_every_n_steps,
+        )
+        self._undo.append(self._leave_replicas)
+        self._meet = together.pass_gate
+        self._undo += gather_within(model, gathering_after(self._before_collective))
+
+    def _before_collective(self) -> None:
+        if self._meet is not None:
+            self._meet()
+
+    def _leave_replicas(self) -> None:
+        together, self._together, self._meet = self._together, None, None
+        if together is not None:
+            together.end()
+
+    def _agree_on_checkpoint(self, error: WorkerLost, numbers: Sequence[int]) -> int | None:
+        """Return the number of the checkpoint from which all replicas start again."""
+        if self._together is None:
+            raise error
+        return self._together.agree_on_checkpoint(error, numbers)
 
     def _forget_step(self) -> None:
         """All stages have gone back to a snapshot: forget what was read or recorded of them."""
@@ -676,8 +709,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._restarts is not None:
-            checks.check_restarts(self.num_nodes)
-            self._launcher = self._restarts if self.world is None else RanksLauncher(self.world, self._restarts)
+            checks.check_restarts(self.num_nodes, self._num_replicas, is_external=self.world is not None)
+            if isinstance(self._launcher, ScriptLauncher):
+                self._launcher.inner = self._restarts
+            else:
+                self._launcher = self._restarts if self.world is None else RanksLauncher(self.world, self._restarts)
 
     def on_train_start(self) -> None:
         """Write the first checkpoint from which a run can be restarted."""
@@ -756,6 +792,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._rebalancing is not None:
             self._rebalancing.stop()
         self._settle_together()
+        if self._recovery is None and self._together is not None:
+            self._running().wait()  # a replica that has left cannot start again with the others
+            self._before_collective()
 
     def _settle_together(self) -> None:
         """Do what :meth:`replace_lost_workers` does, where all replicas come by."""

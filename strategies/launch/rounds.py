@@ -26,6 +26,10 @@ class MemberGone(RuntimeError):
     """Raised if a member has left, or does not come."""
 
 
+class Disagreement(RuntimeError):
+    """Raised in all members if they go back to different things; another round has begun."""
+
+
 def shared_store(key: str) -> Callable[[], dist.Store]:
     """Return a function that connects to the store of torch's default process group.
 
@@ -106,20 +110,22 @@ class Rounds:
         self._num_passed += 1
         return True
 
-    def agree(self, numbers: Collection[int]) -> int | None:
+    def agree(self, numbers: Collection[int], what: str = "") -> int | None:
         """Wait until all members have called this; the next round begins.
 
         Args:
             numbers: Those that this member can go back to.
+            what: What the numbers count.
 
         Returns:
             The largest number that all members have given; ``None`` if there is none.
 
         Raises:
             MemberGone: If a member has left, or does not come in time.
+            Disagreement: If a member goes back to something else.
         """
         names = [f"{self.number}/numbers/{rank}" for rank in range(self._size)]
-        self._store.set(names[self._rank], json.dumps(sorted(numbers)))
+        self._store.set(names[self._rank], json.dumps([what, *sorted(numbers)]))
         sleep_seconds, deadline = _FIRST_LOOK_SECONDS, time.monotonic() + self._timeout_seconds
         while not self._store.check(names):
             if left := self._left():
@@ -128,10 +134,12 @@ class Rounds:
                 raise MemberGone(f"another replica did not go back within {self._timeout_seconds:g} s")
             time.sleep(sleep_seconds)
             sleep_seconds = min(2 * sleep_seconds, _LOOK_SECONDS)
-        found = [set(json.loads(self._store.get(name))) for name in names]
+        found = [json.loads(self._store.get(name)) for name in names]
         self._num_passed = 0
         self.number += 1
-        return max(set.intersection(*found), default=None)
+        if any(other != what for other, *_ in found):
+            raise Disagreement
+        return max(set.intersection(*(set(each) for _, *each in found)), default=None)
 
     def leave(self) -> None:
         """Go back no more."""

@@ -65,7 +65,7 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
 
 
 def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
-    """Check the number of pipelines and how often one may be restarted.
+    """Check the number of pipelines and how often they may be restarted.
 
     Args:
         number: ``data_parallel_size``.
@@ -81,10 +81,6 @@ def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
         raise MisconfigurationException(
             "shard_optimizer_states=True divides the states of a stage among its replicas, but there is only one: "
             "set data_parallel_size to 2 or more, or leave shard_optimizer_states out."
-        )
-    if max_restarts and number > 1:
-        raise MisconfigurationException(
-            f"max_restarts={max_restarts} is for one pipeline, but data_parallel_size={number}. {_RESTART_OUTSIDE}"
         )
 
 
@@ -160,11 +156,13 @@ def check_loss_weight(loss_weight: str, settings: Settings) -> None:
         )
 
 
-def check_restarts(num_nodes: int) -> None:
+def check_restarts(num_nodes: int, num_replicas: int, *, is_external: bool) -> None:
     """Check that all workers are on the driver's host, which sees there how a worker has ended.
 
     Args:
         num_nodes: Number of hosts.
+        num_replicas: Number of pipelines.
+        is_external: Whether torchrun, SLURM or the like have started the workers.
 
     Raises:
         MisconfigurationException: If they are not.
@@ -172,6 +170,11 @@ def check_restarts(num_nodes: int) -> None:
     if num_nodes > 1:
         raise MisconfigurationException(
             f"max_restarts restarts workers on the driver's host, but num_nodes={num_nodes}. {_RESTART_OUTSIDE}"
+        )
+    if is_external and num_replicas > 1:
+        raise MisconfigurationException(
+            f"max_restarts is for one pipeline where torchrun, SLURM or the like have started the processes, but "
+            f"data_parallel_size={num_replicas}. {_RESTART_OUTSIDE}"
         )
 
 

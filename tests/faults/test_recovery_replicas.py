@@ -36,6 +36,17 @@ def test_workers_of_replicas_are_killed(name: str) -> None:
         assert all(line.startswith("In replica ") for line in recovered)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_restarts() -> None:
+    first, second = run(launch, "restarts", timeout_seconds=290)
+    for (differing, _, restarts), (differing_there, _, _), kills in zip(
+        first, second, recovery_replicas_job.RESTARTS["restarts"], strict=True
+    ):
+        assert differing == [] and differing_there == []
+        assert len(restarts) == sum(len(batches) for batches in kills)
+
+
 def ending(name: str) -> tuple[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", recovery_replicas_job.__file__, folder, name]

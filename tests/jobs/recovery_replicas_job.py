@@ -83,6 +83,14 @@ CASES: dict[str, Case] = {
     "between": ({"accumulate_grad_batches": 1}, [(BETWEEN, 1), (BETWEEN, 4)]),
 }
 
+RESTARTS: dict[str, Sequence[tuple[Kills, Kills]]] = {
+    "restarts": [
+        ({3: ["backward-0"], 12: ["forward-0"]}, {0: ["forward-0"], 8: ["step-0"]}),
+        ({8: ["on_validation_batch_start-0"]}, {6: ["on_train_batch_end-0"], 13: ["on_train_end-0"]}),
+    ],
+}
+"""Kills of fits with ``max_restarts``."""
+
 ENDS: dict[str, type[Net]] = {"error": Ending, "driver": Killed}
 """Fits that end by an error."""
 
@@ -94,13 +102,21 @@ def main(folder: Path, name: str) -> None:
     os.chdir(place)
     if name in ENDS:
         fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
-    options, cases = CASES[name]
+    options, cases = CASES.get(name, ({"accumulate_grad_batches": 1}, ()))
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
     expected = fit({}, 0, **settings)
     answers = []
     for kills, every_n_steps in cases:
         found = fit(kills[rank], every_n_steps, **settings)
         answers.append((differences(found, expected), found["recovered"], found["restarts"]))
+    for kills in RESTARTS.get(name, ()):
+        found = fit(kills[rank], 0, **settings, options={"max_restarts": 4})
+        same = ("weights", "optimizers", "schedules", "random")
+        differing = differences([found[key] for key in same], [expected[key] for key in same])
+        for metrics in (found["metrics"], expected["metrics"]):  # a checkpoint within an epoch has no metric objects
+            metrics.update(dict.fromkeys([key for key in metrics if key.startswith("error")]))
+        differing += differences(found["metrics"], expected["metrics"], "metrics")
+        answers.append((differing, found["recovered"], found["restarts"]))
     (folder / str(rank)).write_bytes(pickle.dumps(answers))
     torch.distributed.destroy_process_group()
 

@@ -1,6 +1,5 @@
 """A strategy whose ranks are replicas. A replica has several devices and is one rank for Lightning."""
 
-from collections.abc import Callable
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -44,8 +43,6 @@ class ReplicatedStrategy(ParallelStrategy):
         self._num_replicas = num_replicas
         self._rendezvous_directory: str | None = None
         self.num_nodes = 1  # the Trainer sets the value that the user gave
-        self._before_collective: Callable[[], None] = _nothing
-        """Called before each operation in which all replicas take part."""
         self.world: World | None = None
 
     @property
@@ -188,6 +185,9 @@ class ReplicatedStrategy(ParallelStrategy):
             return sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
         return tensor
 
+    def _before_collective(self) -> None:
+        """Called before each operation in which all replicas take part."""
+
     def all_gather(self, tensor: torch.Tensor, group: Any | None = None, sync_grads: bool = False) -> torch.Tensor:
         """Returns the tensors of all replicas, ``[replicas, ...]``."""
         if self.is_distributed:
@@ -200,7 +200,3 @@ class ReplicatedStrategy(ParallelStrategy):
             rmtree(Path(self._rendezvous_directory), ignore_errors=True)
         self._rendezvous_directory = None
         super().teardown()
-
-
-def _nothing() -> None:
-    pass

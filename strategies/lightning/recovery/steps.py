@@ -37,7 +37,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import Undo, around_hooks_of_steps, around_log, around_steps
 from strategies.lightning.recovery.events import Events
 from strategies.lightning.recovery.moment import Moment, Moments
-from strategies.lightning.recovery.together import Together, gather_within, gathering_after
+from strategies.lightning.recovery.together import Together
 from strategies.lightning.recovery.values import Remembered
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.stage.layers import Seeds
@@ -129,9 +129,6 @@ class StepRecovery:
         yield from around_steps(self._trainer, self._run)
         yield replaced(self._pipeline, "on_call", self._events.note)
         yield self._unfollow_callbacks
-        if self._together is not None:
-            yield self._together.end
-            yield from gather_within(self._model, gathering_after(self.meet))
 
     def _unfollow_callbacks(self) -> None:
         for undo in reversed(self._undo_hooks):

@@ -21,7 +21,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
-from strategies.launch.rounds import Rounds
+from strategies.launch.rounds import Disagreement, MemberGone, Rounds
 from strategies.pipeline.control.client import Failures
 from strategies.pipeline.driver import Pipeline
 
@@ -38,15 +38,23 @@ class Together:
         size: The number of replicas.
         timeout_seconds: How long another driver may take to come to a collective, or to go back.
         pipeline: The pipeline of this replica.
+        always: Whether a loss is a failure of this pipeline at any time.
     """
 
     def __init__(
-        self, connect: Callable[[], dist.Store], rank: int, size: int, timeout_seconds: float, pipeline: Pipeline
+        self,
+        connect: Callable[[], dist.Store],
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        pipeline: Pipeline,
+        *,
+        always: bool = False,
     ) -> None:
         self._rounds = Rounds(connect(), rank, size, timeout_seconds)
         self._rank, self._pipeline, self._connect = rank, pipeline, connect
         self._lock, self._ended = threading.Lock(), threading.Event()
-        self._is_listening = False
+        self._is_listening = always
         self._told: Failures | None = None
         self._thread = threading.Thread(target=self._watch, name="relay-replicas-watch", daemon=True)
         self._thread.start()
@@ -76,10 +84,33 @@ class Together:
         return self._rounds.announce(f"In replica {self._rank}: {why}")
 
     def agree(self, numbers: Sequence[int]) -> int | None:
-        """Return the largest number that all drivers have given, when each has given its numbers."""
+        """Return the largest number that all drivers have given, when each has given those of its snapshots.
+
+        Raises:
+            RuntimeError: If another driver has ended its run, or starts ``fit`` again.
+        """
         with self._lock:
-            number = self._rounds.agree(numbers)
-        return number
+            return self._rounds.agree(numbers, "snapshots")
+
+    def agree_on_checkpoint(self, error: WorkerLost, numbers: Sequence[int]) -> int | None:
+        """Return the largest number that all drivers have given, when each is about to start ``fit`` again.
+
+        Args:
+            error: Why.
+            numbers: Those of the checkpoints that this driver knows of.
+
+        Raises:
+            WorkerLost: If another driver has ended its run.
+        """
+        with self._lock:
+            while True:
+                self.announce(str(error))
+                try:
+                    return self._rounds.agree(numbers, "checkpoints")
+                except Disagreement:  # another one has tried to go back to a snapshot, and learns of this now
+                    continue
+                except MemberGone as gone:
+                    raise WorkerLost(f"{error}\n{gone}") from error
 
     def pass_gate(self) -> None:
         """Wait until all drivers are here.
