@@ -193,7 +193,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
-            died or hung. Only for one pipeline, on one host. Default: 0.
+            died or hung. Only on one host; under torchrun or SLURM, only for one pipeline. Default: 0.
         snapshot_every_n_steps: After so many optimizer steps, every process copies its part of the model and of the
             optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
             and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
