@@ -44,6 +44,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import (
     Undo,
     after_backward,
+    before_batches,
     collect_logs,
     follow_optimizers,
     follow_precision,
@@ -628,7 +629,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo += self._stage_states.check_before_loading()
         self._undo += average_on_stages(trainer, pipeline.reading_late)
         if trainer.state.fn == TrainerFn.FITTING and len(self.devices) > 1:
-            self._connect_replicas(pipeline, model)
+            self._connect_replicas(trainer, pipeline, model)
         if trainer.state.fn == TrainerFn.FITTING and self._snapshot_every_n_steps and len(self.devices) > 1:
             self._recovery = self._following_steps(trainer, pipeline, model)
 
@@ -654,7 +655,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._meet = recovery.meet
         return recovery
 
-    def _connect_replicas(self, pipeline: Pipeline, model: LightningModule) -> None:
+    def _connect_replicas(self, trainer: Trainer, pipeline: Pipeline, model: LightningModule) -> None:
         """Recover from lost workers together with the other replicas, until ``teardown``."""
         if not (self.is_distributed and (self._snapshot_every_n_steps or self._restarts is not None)):
             return
@@ -671,6 +672,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo.append(self._leave_replicas)
         self._meet = together.pass_gate
         self._undo += gather_within(model, gathering_after(self._before_collective))
+        self._undo.append(before_batches(trainer, self._before_collective))
 
     def _before_collective(self) -> None:
         if self._meet is not None:

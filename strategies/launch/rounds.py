@@ -16,7 +16,7 @@ from torch import distributed as dist
 from strategies.common.torch_compat import default_store
 from strategies.launch.rendezvous import InterruptibleTCPStore
 
-_FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.0002, 0.005
+_FIRST_LOOK_SECONDS, _LOOK_SECONDS = 0.0002, 0.002
 
 _CLOSED = -(2**40)
 """What a gate counts that a member has closed; others that come to it later do not make it positive."""

@@ -68,6 +68,7 @@ STEPS: tuple[Kills, Kills] = (
 )
 """Batch 8: two losses at once."""
 THIRD: tuple[Kills, Kills] = ({5: ["backward-0"]}, {1: ["step-0"], 13: ["forward-0"]})
+QUIET: tuple[Kills, Kills] = ({1: ["step-0"], 4: ["backward-0"]}, {2: ["step-0"], 9: ["forward-0"]})
 BETWEEN: tuple[Kills, Kills] = (
     {2: ["on_train_batch_end-0"], 6: ["on_validation_start-0"], 13: ["on_train_end-0"]},
     {4: ["on_train_batch_end-0"], 8: ["on_train_batch_end-0"], 13: ["on_validation_batch_start-0"]},
@@ -76,6 +77,7 @@ BETWEEN: tuple[Kills, Kills] = (
 CASES: dict[str, Case] = {
     "gpipe": ({"accumulate_grad_batches": 1}, [(({}, {}), 1), (STEPS, 1), (THIRD, 3)]),
     "1f1b": ({"schedule": "1f1b"}, [(STEPS, 1), (THIRD, 3)]),
+    "quiet": ({"net": Net}, [(QUIET, 1)]),
     "divided": (
         {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
         [(STEPS, 1), (BETWEEN, 3)],
