@@ -11,7 +11,7 @@ between two steps is not disturbed, unless its own workers fail.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -63,7 +63,8 @@ class Together:
         """Go back no more."""
         self._ended.set()
         self._thread.join()
-        self._rounds.leave()
+        with suppress(dist.DistError):  # rank 0 is gone, and this process is about to end
+            self._rounds.leave()
 
     @contextmanager
     def listening(self) -> Iterator[None]:
