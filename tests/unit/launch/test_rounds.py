@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from strategies.launch.rounds import MemberGone, Rounds
+from strategies.launch.rounds import Disagreement, MemberGone, Rounds
 
 
 @pytest.fixture
@@ -81,6 +81,15 @@ def test_who_knows_that_it_has_to_go_back_does_not_come(
 def test_nothing_in_common(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
     first = start(pair[0].agree, [1, 2])
     assert pair[1].agree([3]) is None and first.result(5) is None
+
+
+def test_different_things(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
+    first = start(pair[0].agree, [1], "snapshots")
+    with pytest.raises(Disagreement):
+        pair[1].agree([1], "checkpoints")
+    assert isinstance(first.exception(5), Disagreement)
+    first = start(pair[0].agree, [1], "checkpoints")
+    assert pair[1].agree([1], "checkpoints") == first.result(5) == 1 and pair[0].number == 2
 
 
 def test_a_member_that_has_left(pair: tuple[Rounds, Rounds]) -> None:
