@@ -100,7 +100,7 @@ RESTARTS: dict[str, Sequence[tuple[type[Net], int, tuple[Kills, Kills]]]] = {
         (
             ReplicaNet,
             0,
-            ({8: ["on_validation_batch_start-0"]}, {6: ["on_train_batch_end-0"], 13: ["on_train_end-0"]}),
+            ({6: ["on_validation_batch_start-0"]}, {2: ["on_train_batch_end-0"], 13: ["on_train_end-0"]}),
         ),
         (Streaming, 1, ({5: ["backward-0"]}, {10: ["forward-0"]})),
     ],
