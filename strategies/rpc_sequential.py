@@ -18,10 +18,12 @@ from strategies.checkpoint.stages import StageStates
 from strategies.checkpoint.store import load_sharded, local_path, read_tensors
 from strategies.checkpoint.validate import DescribeStage, check_fit, no_stage, stages_by_name
 from strategies.checkpoint.writer import snapshot
+from strategies.common.errors import WorkerLost
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm, default_group
 from strategies.common.transformers_compat import lazy_safetensors, switch_off_cache, switch_off_recomputation
 from strategies.common.trees import flat, with_tensors
+from strategies.launch.rounds import shared_store
 from strategies.launch.workers import fork_server, share_of_threads
 from strategies.lightning import checks
 from strategies.lightning.checkpoints import AtomicCheckpointIO
@@ -42,6 +44,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import (
     Undo,
     after_backward,
+    before_batches,
     collect_logs,
     follow_optimizers,
     follow_precision,
@@ -51,6 +54,7 @@ from strategies.lightning.hooks import (
 from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
+from strategies.lightning.launch.script_launcher import ScriptLauncher
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch, num_gradient_sets
 from strategies.lightning.planning.automatic import (
@@ -65,6 +69,7 @@ from strategies.lightning.planning.plan import PipelineOptions, PlanChoices, Pla
 from strategies.lightning.planning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.recovery.steps import Recovery, StepRecovery
+from strategies.lightning.recovery.together import Together, gather_within, gathering_after
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -190,12 +195,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
-            died or hung. Only for one pipeline, on one host. Default: 0.
+            died or hung. Only on one host; under torchrun or SLURM, only for one pipeline. Default: 0.
         snapshot_every_n_steps: After so many optimizer steps, every process copies its part of the model and of the
             optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
             and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
-            losses that cannot be repaired in this way. Only for one pipeline whose workers the strategy starts, on
-            CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
+            losses that cannot be repaired in this way. With several replicas, all of them go back together. Only for
+            workers that the strategy starts, on CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
             other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
             such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
@@ -269,7 +274,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         checks.check_loss_weight(loss_weight, self._settings)
         check_rebalance(rebalance, rebalance_every_n_steps, rebalance_threshold, self._settings)
         checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
-        checks.check_snapshot_setting(snapshot_every_n_steps, data_parallel_size)
+        checks.check_snapshot_setting(snapshot_every_n_steps)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -287,7 +292,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._per_microbatch: TrainingStepPerMicrobatch | None = None
         self._divides_states, self._gathers_on_end = shard_optimizer_states, gather_on_end
         self._max_restarts = max_restarts
-        self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon) if max_restarts else None
+        self._restarts: Restarts | None = None
+        if max_restarts:
+            several = (self._agree_on_checkpoint, self.broadcast) if data_parallel_size > 1 else ()
+            self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon, *several)
+        self._meet: Callable[[], None] | None = None  # waits for the other replicas before a collective operation
+        self._together: Together | None = None  # the drivers of other replicas, while steps can be lost and repaired
         self._snapshot_every_n_steps = snapshot_every_n_steps
         self._recovery: StepRecovery | None = None
         self._rebalancing: Rebalancing | None = None
@@ -621,6 +631,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._undo += follow_precision(self.precision_plugin, operations_over_stages(pipeline.optimizers))
         self._undo += self._stage_states.check_before_loading()
         self._undo += average_on_stages(trainer, pipeline.reading_late)
+        if trainer.state.fn == TrainerFn.FITTING and len(self.devices) > 1:
+            self._connect_replicas(trainer, pipeline, model)
         if trainer.state.fn == TrainerFn.FITTING and self._snapshot_every_n_steps and len(self.devices) > 1:
             self._recovery = self._following_steps(trainer, pipeline, model)
 
@@ -639,9 +651,46 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             is_collecting=(lambda: False) if steps is None else (lambda: steps.collector() is not None),
             finish_saving=lambda: self._writer.wait(),
             recovered=self._forget_step,
+            together=self._together,
         )
         self._undo += recovery.follow()
+        if self._together is not None:
+            self._meet = recovery.meet
         return recovery
+
+    def _connect_replicas(self, trainer: Trainer, pipeline: Pipeline, model: LightningModule) -> None:
+        """Recover from lost workers together with the other replicas, until ``teardown``."""
+        if not (self.is_distributed and (self._snapshot_every_n_steps or self._restarts is not None)):
+            return
+        with checks.as_misconfiguration():
+            connect = shared_store(f"relay{self._rendezvous_directory}")
+        together = self._together = Together(
+            connect,
+            self.global_rank,
+            self.world_size,
+            self._settings.patience_seconds,
+            pipeline,
+            always=not self._snapshot_every_n_steps,
+        )
+        self._undo.append(self._leave_replicas)
+        self._meet = together.pass_gate
+        self._undo += gather_within(model, gathering_after(self._before_collective))
+        self._undo.append(before_batches(trainer, self._before_collective))
+
+    def _before_collective(self) -> None:
+        if self._meet is not None:
+            self._meet()
+
+    def _leave_replicas(self) -> None:
+        together, self._together, self._meet = self._together, None, None
+        if together is not None:
+            together.end()
+
+    def _agree_on_checkpoint(self, error: WorkerLost, numbers: Sequence[int]) -> int | None:
+        """Return the number of the checkpoint from which all replicas start again."""
+        if self._together is None:
+            raise error
+        return self._together.agree_on_checkpoint(error, numbers)
 
     def _forget_step(self) -> None:
         """All stages have gone back to a snapshot: forget what was read or recorded of them."""
@@ -665,8 +714,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._restarts is not None:
-            checks.check_restarts(self.num_nodes)
-            self._launcher = self._restarts if self.world is None else RanksLauncher(self.world, self._restarts)
+            checks.check_restarts(self.num_nodes, self._num_replicas, is_external=self.world is not None)
+            if isinstance(self._launcher, ScriptLauncher):
+                self._launcher.inner = self._restarts
+            else:
+                self._launcher = self._restarts if self.world is None else RanksLauncher(self.world, self._restarts)
 
     def on_train_start(self) -> None:
         """Write the first checkpoint from which a run can be restarted."""
@@ -741,13 +793,21 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
-        self.replace_lost_workers()
+        self._settle_together()
 
     def on_train_end(self) -> None:
         """Stop recording the last batch, and wait for the last step if a lost worker can be replaced."""
         if self._rebalancing is not None:
             self._rebalancing.stop()
-        self.replace_lost_workers()
+        self._settle_together()
+        if self._recovery is None and self._together is not None:
+            self._running().wait()  # a replica that has left cannot start again with the others
+            self._before_collective()
+
+    def _settle_together(self) -> None:
+        """Do what :meth:`replace_lost_workers` does, where all replicas come by."""
+        if self._recovery is not None and not self._has_failed():
+            self._recovery.settle(together=True)
 
     @property
     def recoveries(self) -> Sequence[Recovery]:
@@ -834,9 +894,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
         Values of other stages are fetched when they are read or written.
         """
+        self._settle_together()
         if not self.is_global_zero:
             return {}
-        self.replace_lost_workers()
         return super().lightning_module_state_dict() if self._stage_states is None else self._stage_states.weights()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -19,5 +19,6 @@ def is_consequence(error: BaseException) -> bool:
         isinstance(error, PeerFailed | PeerSilent)
         or "onnection closed by peer" in str(error)
         or "onnection reset" in str(error)
+        or ("Broken pipe" in str(error) and "gloo/transport" in str(error))
         or "failed to connect" in str(error)
     )

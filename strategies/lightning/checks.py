@@ -65,7 +65,7 @@ def check_state_dict_type(state_dict_type: str, checkpoint_io: object | None) ->
 
 
 def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
-    """Check the number of pipelines and how often one may be restarted.
+    """Check the number of pipelines and how often they may be restarted.
 
     Args:
         number: ``data_parallel_size``.
@@ -82,10 +82,6 @@ def check_counts(number: int, divides_states: bool, max_restarts: int) -> None:
             "shard_optimizer_states=True divides the states of a stage among its replicas, but there is only one: "
             "set data_parallel_size to 2 or more, or leave shard_optimizer_states out."
         )
-    if max_restarts and number > 1:
-        raise MisconfigurationException(
-            f"max_restarts={max_restarts} is for one pipeline, but data_parallel_size={number}. {_RESTART_OUTSIDE}"
-        )
 
 
 def _check_whole_number(name: str, value: object, least: int) -> None:
@@ -93,24 +89,23 @@ def _check_whole_number(name: str, value: object, least: int) -> None:
         raise MisconfigurationException(f"{name} must be a whole number of at least {least}, got {value!r}.")
 
 
-def check_snapshot_setting(every_n_steps: int, num_replicas: int) -> None:
+def check_snapshot_setting(every_n_steps: int) -> None:
     """Check how often snapshots are made.
 
     Args:
         every_n_steps: ``snapshot_every_n_steps``.
-        num_replicas: ``data_parallel_size``.
 
     Raises:
-        MisconfigurationException: If the number is wrong, or if there are several pipelines.
+        MisconfigurationException: If the number is wrong, or if this system cannot make snapshots.
     """
     _check_whole_number("snapshot_every_n_steps", every_n_steps, 0)
     if every_n_steps:
-        _check_snapshots(every_n_steps, num_replicas, is_external=False, devices=[])
+        _check_snapshots(every_n_steps, is_external=False, devices=[])
 
 
-def _check_snapshots(every_n_steps: int, replicas: int, *, is_external: bool, devices: Sequence[torch.device]) -> None:
+def _check_snapshots(every_n_steps: int, *, is_external: bool, devices: Sequence[torch.device]) -> None:
     try:
-        check_snapshots(replicas=replicas, is_external=is_external, devices=devices)
+        check_snapshots(is_external=is_external, devices=devices)
     except ValueError as error:
         raise MisconfigurationException(f"snapshot_every_n_steps={every_n_steps}: {error}") from error
 
@@ -130,7 +125,7 @@ def check_snapshot_run(
         MisconfigurationException: If they cannot.
     """
     what = f"snapshot_every_n_steps={every_n_steps}"
-    _check_snapshots(every_n_steps, 1, is_external=is_external, devices=devices)
+    _check_snapshots(every_n_steps, is_external=is_external, devices=devices)
     if isinstance(cast(Any, model.trainer).profiler, PyTorchProfiler):
         raise MisconfigurationException(
             f"{what} replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them out."
@@ -161,11 +156,13 @@ def check_loss_weight(loss_weight: str, settings: Settings) -> None:
         )
 
 
-def check_restarts(num_nodes: int) -> None:
+def check_restarts(num_nodes: int, num_replicas: int, *, is_external: bool) -> None:
     """Check that all workers are on the driver's host, which sees there how a worker has ended.
 
     Args:
         num_nodes: Number of hosts.
+        num_replicas: Number of pipelines.
+        is_external: Whether torchrun, SLURM or the like have started the workers.
 
     Raises:
         MisconfigurationException: If they are not.
@@ -173,6 +170,11 @@ def check_restarts(num_nodes: int) -> None:
     if num_nodes > 1:
         raise MisconfigurationException(
             f"max_restarts restarts workers on the driver's host, but num_nodes={num_nodes}. {_RESTART_OUTSIDE}"
+        )
+    if is_external and num_replicas > 1:
+        raise MisconfigurationException(
+            f"max_restarts is for one pipeline where torchrun, SLURM or the like have started the processes, but "
+            f"data_parallel_size={num_replicas}. {_RESTART_OUTSIDE}"
         )
 
 

@@ -238,6 +238,21 @@ def around_steps(trainer: Trainer, run: Callable[..., Any]) -> list[Undo]:
     return [replaced(each, "run", partial(run, each.run)) for each in own]
 
 
+def before_batches(trainer: Trainer, function: Callable[[], None]) -> Undo:
+    """Call a function before Lightning's loop fetches a training batch.
+
+    Some versions of Lightning exchange there whether rank 0 has received a signal to end.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    advance = loop.advance
+
+    def function_and_advance(*args: Any) -> None:
+        function()
+        advance(*args)
+
+    return replaced(loop, "advance", function_and_advance)
+
+
 _HOOKS_OF_STEPS = ("on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step")
 """The hooks of a callback that are called within a training step."""
 

@@ -48,7 +48,7 @@ from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Sha
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.executor.whole_batch import WholeBatch
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
-from strategies.pipeline.optim.replicas import Averaging, Replicas
+from strategies.pipeline.optim.replicas import Averaging, JointRecovery, Replicas
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.sequential import Pipelined, cut
@@ -542,8 +542,7 @@ class Pipeline(NotCopyable):
                 "after the optimizer's step"
             )
         if self._snapshots is None:
-            replicas = self._replicas.count if self._replicas is not None else 1
-            check_snapshots(replicas=replicas, is_external=self._world is not None, devices=self._devices)
+            check_snapshots(is_external=self._world is not None, devices=self._devices)
             self._snapshots = Snapshots(len(executor.remotes))
         snapshots = self._snapshots
         if snapshots.is_under_way:
@@ -557,13 +556,17 @@ class Pipeline(NotCopyable):
         if is_first:
             self.wait()
 
-    def recover(self) -> int:
+    def recover(self, joint: JointRecovery | None = None) -> int:
         """Go back to the last snapshot that every process has whole, with new workers.
 
         Everything that belongs to the pipeline is as it was then: parameters, buffers, gradients (or none), optimizers
         with states and hyperparameters, attributes of the layers, seeds, and the random states of all processes. The
         stand-ins of tensors, the optimizers and the hooks on them stay the same objects. Passes that are under way are
         given up.
+
+        Args:
+            joint: How all replicas of the pipeline go back, if there are several: each driver calls this, and all go
+                back to the last snapshot that all of them have.
 
         Returns:
             The number of the snapshot.
@@ -580,18 +583,31 @@ class Pipeline(NotCopyable):
                 remote.process.kill()  # nothing that it holds is needed
             for attempt in range(1, _MOST_ATTEMPTS + 1):
                 running.session.close()
-                whole = self._snapshots.last() if self._snapshots is not None else None
+                whole = self._agreed_snapshot(joint)
                 if self._snapshots is None or whole is None:
                     raise RuntimeError("there is no snapshot of the pipeline that every process has whole")
                 try:
                     return self._go_back(running, self._snapshots, whole)
-                except WorkerLost:
+                except WorkerLost as error:
                     if attempt == _MOST_ATTEMPTS:
                         raise
+                    if joint is not None:
+                        joint.announce(str(error))
         except BaseException:
             self.abandon()
             raise
         raise AssertionError("the last attempt returns or raises")
+
+    def _agreed_snapshot(self, joint: JointRecovery | None) -> Whole | None:
+        """Return the snapshot to go back to, that all replicas have."""
+        found = self._snapshots.whole() if self._snapshots is not None else []
+        if self._replicas is None:
+            return next(reversed(found), None)
+        if joint is None:
+            raise RuntimeError("replicas of a pipeline can go back to a snapshot only together")
+        number = joint.agree([whole.number for whole in found])
+        self._replicas = replace(self._replicas, round=joint.round)
+        return next((whole for whole in found if whole.number == number), None)
 
     def _go_back(self, running: _Running, snapshots: Snapshots, whole: Whole) -> int:
         """Start workers from a snapshot, and restore what is in this process."""
@@ -601,21 +617,27 @@ class Pipeline(NotCopyable):
 
         def ship(i: int, session: Session) -> Any:
             address = snapshots.slots[whole.place][i].address
-            return rpc.remote(session.name(i), host_snapshot, args=(address, whole.number, i, session), timeout=0)
+            arguments = address, whole.number, self._replicas, i, session
+            return rpc.remote(session.name(i), host_snapshot, args=arguments, timeout=0)
 
         workers = _Workers(Connections.of_one_process(len(self.balance)))
         if remotes:
             workers = self._connect(ship, remotes, running.threads, running.session)
+        self.optimizers.give_up_step()
         snapshots.restore_own(whole)
         for i, remote in enumerate(remotes):
             workers.await_stage(i, remote)
+        averaging = None
+        if self._replicas is not None:
+            averaging = self._join_replicas(self._replicas, workers.wait, running.session)
+            self.optimizers.reconnect(averaging)
         if self._blocks is not None:
             self._blocks.end()
             self._blocks.start()
         for mirror in running.executor.mirrors:
             mirror.note_sent()
         executor, whole_batch, per_microbatch = self._executing(
-            workers, remotes, running.holders, running.session, mirrors=running.executor.mirrors
+            workers, remotes, running.holders, running.session, averaging, running.executor.mirrors
         )
         executor.forget_shared_values()
         self._running = replace(
@@ -732,7 +754,8 @@ class Pipeline(NotCopyable):
         self.optimizers.drop_shipped_states()
         averaging = None
         if self._replicas is not None:
-            averaging = self._join_replicas(self._replicas, workers.wait)
+            averaging = self._join_replicas(self._replicas, workers.wait, session)
+            averaging.share()
         divides = self._replicas is not None and self._replicas.divide_states
         self.optimizers.connect(remotes, numbers, dividing=averaging if divides else None)
         ending.callback(self.optimizers.end)
@@ -825,11 +848,12 @@ class Pipeline(NotCopyable):
                 with suppress(Exception):  # of any kind: the error in start is raised, and this worker has failed too
                     move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
 
-    def _join_replicas(self, replicas: Replicas, wait: Wait) -> Averaging:
-        """Meet the drivers of the other replicas, and take over the values of the first one."""
-        group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
+    def _join_replicas(self, replicas: Replicas, wait: Wait, session: ExitStack) -> Averaging:
+        """Meet the drivers of the other replicas, until the session ends."""
+        with self.failures.explained():
+            group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
         averaging = Averaging(group, self._parameters_here, self._buffers_here, wait=wait)
-        averaging.share()
+        session.callback(averaging.close)
         return averaging
 
     def _all(self) -> list[tuple[nn.Module, nn.Module, list[StageLayers], Sequence[Optimizer]]]:

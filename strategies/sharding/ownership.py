@@ -23,12 +23,17 @@ class Ownership:
         optimizers: The same optimizers on every rank.
         rank: This rank.
         size: Number of ranks.
+        owners: Owners of parameters that have been assigned before; other parameters may be trained since.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], rank: int, size: int) -> None:
+    def __init__(
+        self, optimizers: Iterable[Optimizer], rank: int, size: int, owners: Mapping[Tensor, int] | None = None
+    ) -> None:
         self.optimizers, self.rank, self._size = list(optimizers), rank, size
-        self.owners: dict[Tensor, int] = {}
-        self.optimizer_of: dict[Tensor, int] = {}
+        self.owners: dict[Tensor, int] = dict(owners or {})
+        self.optimizer_of: dict[Tensor, int] = {
+            p: number for number, own in enumerate(self.optimizers) for p in parameters_of(own) if p in self.owners
+        }
         """For each parameter the number of its optimizer."""
         self._narrowed: dict[Optimizer, ExitStack] = {}
         self.take_in()

@@ -375,8 +375,6 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in (-1, 1.0, True, "1"):
         with pytest.raises(MisconfigurationException, match="max_restarts must be a whole number of at least 0, got "):
             RPCSequentialStrategy(max_restarts=wrong)
-    with pytest.raises(MisconfigurationException, match="max_restarts=2 is for one pipeline, but data_parallel_size=2"):
-        RPCSequentialStrategy(max_restarts=2, data_parallel_size=2)
     for callback in (LearningRateFinder(), BatchSizeFinder(), StochasticWeightAveraging(0.1)):
         plugin = RPCSequentialStrategy(max_restarts=1)
         trainer = Trainer(accelerator="cpu", devices=2, strategy=plugin, logger=False, callbacks=[callback])
@@ -391,3 +389,6 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationException, match="on the driver's host, but num_nodes=2"):
         plugin = RPCSequentialStrategy(max_restarts=1)
         Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=plugin, logger=False)
+    with pytest.raises(MisconfigurationException, match="have started the processes, but data_parallel_size=2"):
+        plugin = RPCSequentialStrategy(max_restarts=1, data_parallel_size=2)
+        Trainer(accelerator="cpu", devices=2, strategy=plugin, logger=False)

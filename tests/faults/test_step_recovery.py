@@ -261,8 +261,6 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
         message = "snapshot_every_n_steps must be a whole number of at least 0, got "
         with pytest.raises(MisconfigurationException, match=message):
             RPCSequentialStrategy(snapshot_every_n_steps=wrong)
-    with pytest.raises(MisconfigurationException, match=r"snapshot_every_n_steps=2: .*data_parallel_size is larger"):
-        RPCSequentialStrategy(snapshot_every_n_steps=2, data_parallel_size=2)
 
     def fit(net: type[Net], **options: Any) -> None:
         strategy = RPCSequentialStrategy(snapshot_every_n_steps=1)

@@ -309,6 +309,7 @@ def _of_every_process(trainer: Trainer, state: dict[str, Any]) -> list[dict[str,
         loaders = state["loaders"]["loaders"] if state["loaders"] else []
         return [state] * trainer.world_size if all(loader["order"] for loader in loaders) else []
     gathered: list[Any] | None = [None] * trainer.world_size if trainer.global_rank == 0 else None
+    trainer.strategy.barrier("state of the loops")  # which no rank leaves if one has to start again
     torch.distributed.gather_object(state, gathered)
     return gathered or []
 

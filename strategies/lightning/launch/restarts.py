@@ -12,6 +12,7 @@ import importlib
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -52,13 +53,26 @@ class Restarts(Launcher):
         max_restarts: How often one ``fit`` may be restarted.
         settle: Waits until no checkpoint is being written.
         abandon: Ends the remaining workers without fetching their state.
+        agree: Called with an error and the numbers of checkpoints that are there; returns the number of the one to go
+            back to, which all replicas have, or ``None``. By default there is one pipeline, which chooses the last.
+        broadcast: Returns what the first replica has passed.
     """
 
-    def __init__(self, max_restarts: int, settle: Callable[[], None], abandon: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        max_restarts: int,
+        settle: Callable[[], None],
+        abandon: Callable[[], None],
+        agree: Callable[[WorkerLost, Sequence[int]], int | None] = lambda error, numbers: max(numbers, default=None),
+        broadcast: Callable[[Path], Path] = lambda path: path,
+    ) -> None:
         self._max_restarts, self._settle, self._abandon = max_restarts, settle, abandon
+        self._agree, self._broadcast = agree, broadcast
         self._folder: Path | None = None  # while there is a fit
         self._beginning: Beginning | None = None
-        self._checkpoints: dict[Any, bool] = {}  # with whether a callback has asked to stop
+        self._first: Path | None = None
+        self._checkpoints: dict[Any, _Saved] = {}
+        self._num_saved = 0  # the same in all replicas
 
     @property
     def is_interactive_compatible(self) -> bool:
@@ -88,19 +102,21 @@ class Restarts(Launcher):
                     try:
                         return function(*given.args, **given.kwargs)
                     except WorkerLost as error:
-                        last = self._last_checkpoint()
-                        has_gone = last is None and bool(self._checkpoints)
-                        if number > self._max_restarts or trainer.received_sigterm or has_gone:
+                        if number > self._max_restarts or trainer.received_sigterm:
+                            raise
+                        last = self._last_checkpoint(error)
+                        if last is None and self._checkpoints:
                             raise
                         where = "where it began" if last in (None, self._first) else last
                         rank_zero_warn(f"{error}\nRestart {number} of at most {self._max_restarts}, from {where}.")
-                    self._tidy(trainer, stops=self._checkpoints.get(last, False))
+                    self._tidy(trainer, stops=last in self._checkpoints and self._checkpoints[last].stops)
                     set_rng_states(random_state)
                     given.arguments["ckpt_path"] = last or given.arguments.get("ckpt_path")
             finally:
                 self._settle()
-                self._folder, self._beginning = None, None
+                self._folder, self._beginning, self._first = None, None, None
                 self._checkpoints.clear()
+                self._num_saved = 0
 
     def model_is_whole(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """Stores model and optimizers before workers get their parts, the first time in each ``fit``."""
@@ -110,28 +126,35 @@ class Restarts(Launcher):
 
     def training_begins(self, trainer: Trainer) -> None:
         """Writes the first checkpoint of each ``fit``."""
-        if self._folder is not None and self._first not in self._checkpoints:
-            trainer.save_checkpoint(self._first, weights_only=False)
+        if self._folder is not None:
+            self._first = self._broadcast(self._folder / "begin.ckpt")
+            if self._first not in self._checkpoints:
+                trainer.save_checkpoint(self._first, weights_only=False)
 
     def checkpoint_saved(self, path: Any, *, stops: bool) -> None:
         """Records a checkpoint from which training can continue, and ``trainer.should_stop``, which is not in it."""
         if self._folder is not None:
             self._checkpoints.pop(path, None)
-            self._checkpoints[path] = stops
+            self._num_saved += 1
+            self._checkpoints[path] = _Saved(self._num_saved, stops)
 
     @property
     def is_restart(self) -> bool:
         """Whether this ``fit`` has run before, with workers of which one was lost; asked before the model is stored."""
         return self._beginning is not None
 
-    @property
-    def _first(self) -> Path:
-        assert self._folder is not None
-        return self._folder / "begin.ckpt"
-
-    def _last_checkpoint(self) -> Any | None:
+    def _last_checkpoint(self, error: WorkerLost) -> Any | None:
+        """Return the last checkpoint that is there, and of which all replicas know."""
+        self._settle()
         # Callbacks remove checkpoints, and one that was being written may be missing.
-        return next((path for path in reversed(self._checkpoints) if get_filesystem(path).exists(str(path))), None)
+        there = {saved.number: path for path, saved in self._checkpoints.items() if _exists(path)}
+        number = self._agree(error, list(there))
+        if number is None:
+            return None
+        self._num_saved = number
+        for path in [path for path, saved in self._checkpoints.items() if saved.number > number]:
+            del self._checkpoints[path]
+        return there[number]
 
     def _tidy(self, trainer: Trainer, *, stops: bool) -> None:
         """Restores Trainer and model to their state before ``fit``."""
@@ -151,6 +174,23 @@ class Restarts(Launcher):
             if isinstance(callback, WeightAveraging):
                 forget_update_epoch(callback)  # no checkpoint holds it
         trainer.should_stop = stops
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A checkpoint.
+
+    Attributes:
+        number: How many checkpoints of this ``fit`` had been saved with it.
+        stops: Whether a callback had asked to stop.
+    """
+
+    number: int
+    stops: bool
+
+
+def _exists(path: Any) -> bool:
+    return bool(get_filesystem(path).exists(str(path)))
 
 
 def _is_search(trainer: Trainer) -> bool:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -25,6 +26,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
     The ranks of a new launch run the script from its start and meet rank 0 in their first ``fit``.
     """
 
+    inner: Launcher | None = None
+    """What the calls of every rank go through; ``None``: nothing else."""
     role: ClassVar[RankMonitor | MonitoredRank | None] = None
     """Of the whole process, as the process group is: Trainers come and go."""
 
@@ -45,6 +48,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         elif self.role is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
             ScriptLauncher.role = MonitoredRank(os.environ[_NOTES].split(os.pathsep)[rank - 1])
         set_num_threads_if_needed(num_processes=self.num_processes)
+        if self.inner is not None:
+            function = partial(self.inner.launch, function, trainer=trainer)
         role = self.role
         if isinstance(role, RankMonitor):
             self.procs = role.processes  # which another Trainer may have started

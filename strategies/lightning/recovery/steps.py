@@ -13,7 +13,7 @@ time, which is checked by the loss.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -37,6 +37,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import Undo, around_hooks_of_steps, around_log, around_steps
 from strategies.lightning.recovery.events import Events
 from strategies.lightning.recovery.moment import Moment, Moments
+from strategies.lightning.recovery.together import Together
 from strategies.lightning.recovery.values import Remembered
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.stage.layers import Seeds
@@ -106,6 +107,7 @@ class StepRecovery:
         is_collecting: Whether what is logged now is collected, and logged later for the whole batch.
         finish_saving: Waits for a checkpoint that is being written in the background, and raises its error.
         recovered: Called after all stages have gone back to a snapshot.
+        together: The other replicas, if there are several.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class StepRecovery:
         is_collecting: Callable[[], bool],
         finish_saving: Callable[[], None],
         recovered: Callable[[], None],
+        together: Together | None = None,
     ) -> None:
         self._every_n_steps = every_n_steps
         self._trainer, self._model, self._pipeline = trainer, model, pipeline
@@ -128,7 +131,8 @@ class StepRecovery:
         self._events = Events()
         self._steps: list[_Step] = []
         self._is_running, self._copies_batches = False, True
-        self._last_number = -1
+        self._together = together
+        self._num_steps = self._num_gates = 0
         self._last_global_step = 0
         self._epoch: int | None = None
         self._marks_after: Any = None
@@ -164,6 +168,7 @@ class StepRecovery:
         self._is_meddled_with = bool(self._steps) and not follows
         step = self._step(function, args, follows)
         changes_batch = self._moments.batch(args, copies=False).changed
+        self._num_steps += 1
         self._events.begin_step()
         self._steps.append(step)
 
@@ -179,6 +184,8 @@ class StepRecovery:
             result = self._run_once(step.run)
             if self._is_meddled_with or self._ends_interval():
                 self._pipeline.wait()
+            if self._ends_interval():
+                self._pass_gate()  # what follows, with no step after it, is not disturbed by a loss in another replica
             return result
 
         self._is_running = True
@@ -196,7 +203,8 @@ class StepRecovery:
         lost, num_losses = "", 0
         while True:
             try:
-                return attempt(lost)
+                with nullcontext() if self._together is None else self._together.listening():
+                    return attempt(lost)
             except _Unrecoverable as error:
                 raise WorkerLost(str(error)) from error.__cause__ or error.__context__
             except WorkerLost as error:
@@ -241,7 +249,7 @@ class StepRecovery:
         if self._is_collecting():
             log()
         else:
-            self._events(log)
+            self._tell(log)
 
     def _follow_callbacks(self) -> None:
         for callback in cast(Any, self._trainer).callbacks:
@@ -262,7 +270,25 @@ class StepRecovery:
                     "hook of the same name of the LightningModule, or leave snapshot_every_n_steps out."
                 )
 
-        self._events(call)
+        self._tell(call)
+
+    def _tell(self, tell: Callable[[], None]) -> None:
+        """Run an event of the step, unless somebody has heard of it."""
+
+        def tell_and_check() -> None:
+            before = self._num_gates
+            try:
+                tell()
+            except WorkerLost as error:
+                if self._num_gates > before:
+                    raise _Unrecoverable(
+                        f"{error}\nA callback that has exchanged values with other replicas meets this; they do not do "
+                        "so again."
+                    ) from error
+                raise
+            self._num_gates = before  # nobody hears of this event again, in no replica
+
+        self._events(tell_and_check)
 
     # Snapshots
 
@@ -289,10 +315,10 @@ class StepRecovery:
         loop = trainer.fit_loop.epoch_loop
         is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
         clears = model.automatic_optimization and is_first and not is_overridden("optimizer_zero_grad", model)
-        self._last_number += 1
+        number = self._num_steps  # the same in all replicas
         with as_misconfiguration():
-            self._pipeline.snapshot(self._last_number, with_grads=not clears)
-        step.snapshot, self._last_global_step = self._last_number, trainer.global_step
+            self._pipeline.snapshot(number, with_grads=not clears)
+        step.snapshot, self._last_global_step = number, trainer.global_step
         numbered = [place for place, each in enumerate(self._steps) if each.snapshot is not None]
         del self._steps[: numbered[-2] if len(numbered) > 1 else numbered[0]]
         if not self._has_warned:
@@ -345,13 +371,34 @@ class StepRecovery:
 
     # Recovery
 
-    def settle(self) -> None:
+    def settle(self, *, together: bool = False) -> None:
         """Wait until every stage has done all steps; if a worker was lost, go back and run steps again.
 
         Called before something looks at the weights: a validation, a checkpoint, the end of the run.
+
+        Args:
+            together: Whether all replicas call this, so that none goes on before all stages of all have done the steps.
         """
+
+        def wait() -> None:
+            self._pipeline.wait()
+            if together:
+                self._pass_gate()
+
         if self._can_settle():
-            self._between_steps(lambda: None, self._pipeline.wait)
+            self._between_steps(lambda: None, wait)
+
+    def meet(self) -> None:
+        """Wait until all replicas are about to do a collective operation, which no replica leaves before its end."""
+        if self._can_settle():
+            self._between_steps(lambda: None, self._pass_gate)
+        else:
+            self._pass_gate()
+
+    def _pass_gate(self) -> None:
+        if self._together is not None:
+            self._together.pass_gate()
+            self._num_gates += 1
 
     def evaluate(self, function: Callable[..., R], *args: Any) -> R:
         """Run ``validation_step``, again if a worker is lost."""
@@ -369,11 +416,7 @@ class StepRecovery:
             batch.restore()
             return cast(R, self._run_once(partial(function, *args)))
 
-        self._is_running = True
-        try:
-            return self._between_steps(check, run)
-        finally:
-            self._is_running = False
+        return self._between_steps(check, run)
 
     def _can_settle(self) -> bool:
         return bool(self._steps) and not self._is_running and not torch.is_inference_mode_enabled()
@@ -401,7 +444,11 @@ class StepRecovery:
                 self._marks_after = self._marks()
             return run()
 
-        return self._repeated(attempt, "What followed the last training step has lost workers")
+        before, self._is_running = self._is_running, True
+        try:
+            return self._repeated(attempt, "What followed the last training step has lost workers")
+        finally:
+            self._is_running = before
 
     def _check_unchanged(self, lost: str) -> None:
         weights, _ = self._marks_after
@@ -423,13 +470,15 @@ class StepRecovery:
         Raises:
             WorkerLost: If that cannot be done, or another worker is lost.
         """
-        begin = time.perf_counter()
+        begin, together = time.perf_counter(), self._together
+        if together is not None:
+            lost = together.announce(lost)
         try:
             self._finish_saving()
         except Exception as error:
             raise _Unrecoverable(f"{lost}\nThe checkpoint that was being written is incomplete ({error}).") from error
         try:
-            number = self._pipeline.recover()
+            number = self._pipeline.recover(together)
         except RuntimeError as error:
             raise _Unrecoverable(f"{lost}\n{error}") from error
         (place,) = [place for place, step in enumerate(self._steps) if step.snapshot == number]

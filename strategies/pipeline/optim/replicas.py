@@ -12,7 +12,7 @@ run theirs. The replicas of a stage may also divide its optimizer states and ste
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ class Replicas:
         timeout_seconds: Time-out for waiting for another replica.
         reachable_address: An address that every process can reach.
         divide_states: Whether the replicas of a stage divide its optimizer states among them.
+        round: How often the pipelines have gone back to a snapshot, each time with new workers.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Replicas:
     timeout_seconds: float
     reachable_address: str = LOOPBACK
     divide_states: bool = False
+    round: int = 0
 
     def join(self, stage: int, check: Callable[[], None] = lambda: None) -> ProcessGroup:
         """Connect the processes of one stage; returns their group when all have joined.
@@ -63,8 +65,32 @@ class Replicas:
             stage: Number of the stage.
             check: Called while waiting; ends the wait by raising.
         """
-        url = f"{self.rendezvous}/stage-{stage}"
+        url = f"{self.rendezvous}/stage-{stage}" + (f"-{self.round}" if self.round else "")
         return join_group(url, self.number, self.count, self.timeout_seconds, self.reachable_address, check)
+
+
+class JointRecovery(Protocol):
+    """How the drivers of all replicas go back to a snapshot together."""
+
+    def announce(self, why: str) -> str:
+        """Tell the other drivers that all have to go back; return why, as the first one has told it."""
+
+    def agree(self, numbers: Sequence[int]) -> int | None:
+        """Return the number of the snapshot to go back to, when the workers of all replicas have ended.
+
+        Args:
+            numbers: Those of the snapshots that this pipeline has whole.
+
+        Returns:
+            The largest one that all pipelines have whole; ``None`` if there is none.
+
+        Raises:
+            RuntimeError: If another driver has ended its run.
+        """
+
+    @property
+    def round(self) -> int:
+        """How often all have gone back."""
 
 
 class Averaging:
@@ -85,8 +111,19 @@ class Averaging:
         *,
         wait: Wait = wait_here,
     ) -> None:
-        self._group, self._parameters, self._buffers, self._wait = group, parameters, buffers, wait
+        self._group: ProcessGroup | None = group
+        self._parameters, self._buffers, self._wait = parameters, buffers, wait
         self.replica, self.count = group.rank(), group.size()
+
+    def close(self) -> None:
+        """Close the connections; the waits of other replicas fail. A wait under way here holds them until it ends."""
+        self._group = None
+
+    @property
+    def _connected(self) -> ProcessGroup:
+        if self._group is None:
+            raise RuntimeError("the connections between the replicas have been closed")
+        return self._group
 
     def share(self) -> None:
         """Copy parameters and buffers from replica 0."""
@@ -111,7 +148,7 @@ class Averaging:
             else:
                 scale_(grad, share)
         buckets = [(bucket, _message(bucket)) for bucket in _buckets(grads)]
-        self._finish([self._group.allreduce([message]) for _, message in buckets])
+        self._finish([self._connected.allreduce([message]) for _, message in buckets])
         for bucket, message in buckets:
             parts = [message] if len(bucket) == 1 else message.split([grad.numel() for grad in bucket])
             for grad, mean in zip(bucket, parts, strict=True):
@@ -124,13 +161,13 @@ class Averaging:
         """Copy tensors from one replica to the others."""
         for bucket in _filled(tensors):
             message = torch.cat([tensor.detach().cpu().flatten().view(torch.uint8) for tensor in bucket])
-            self._finish([self._group.broadcast(message, replica)])
+            self._finish([self._connected.broadcast(message, replica)])
             for tensor, value in zip(bucket, message.split([tensor.nbytes for tensor in bucket]), strict=True):
                 tensor.copy_(value.clone().view(tensor.dtype).view_as(tensor))  # a copy is where its type may be
 
     def gathered(self, states: dict[int, Any]) -> dict[int, Any]:
         """Gather optimizer states on replica 0; see :func:`~strategies.sharding.states.gather_states`."""
-        return gather_states(states, self._group, self._wait)
+        return gather_states(states, self._connected, self._wait)
 
     def _agree(self, parameters: Sequence[nn.Parameter]) -> None:
         """Give every parameter that has a gradient in any replica one in this replica, in the same layout."""
@@ -139,7 +176,7 @@ class Averaging:
         found = torch.tensor([[layout == kind for kind in kinds] for layout in layouts], dtype=torch.uint8)
         if not parameters:
             return
-        self._finish([self._group.allreduce([found], ReduceOp.MAX)])
+        self._finish([self._connected.allreduce([found], ReduceOp.MAX)])
         for parameter, (dense, sparse) in zip(parameters, found.tolist(), strict=True):
             grad = parameter.grad
             if grad is None and (dense or sparse):
@@ -149,7 +186,17 @@ class Averaging:
                 parameter.grad = grad.to_dense()
 
     def _finish(self, works: Sequence[Work]) -> None:
-        self._wait(lambda: [work.wait() for work in works])
+        group = self._group
+
+        def wait() -> None:
+            nonlocal group
+            try:
+                for work in works:
+                    work.wait()
+            finally:
+                group = None  # not before: its destructor would wait for the operation, on the main thread
+
+        self._wait(wait)
 
 
 class SharedSteps:
@@ -159,11 +206,23 @@ class SharedSteps:
         optimizers: Optimizers over the parameters of this process; parameters on the ``meta`` device belong to other
             stages.
         averaging: Connects the replicas of the stage.
+        owners: Which replica steps a parameter, if that has been decided before.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], averaging: Averaging) -> None:
+    def __init__(
+        self, optimizers: Iterable[Optimizer], averaging: Averaging, owners: Mapping[Tensor, int] | None = None
+    ) -> None:
         self._averaging = averaging
-        self._ownership = Ownership(optimizers, averaging.replica, averaging.count)
+        self._ownership = Ownership(optimizers, averaging.replica, averaging.count, owners)
+
+    @property
+    def owners(self) -> Mapping[Tensor, int]:
+        """The number of the replica that steps a parameter and has its states."""
+        return self._ownership.owners
+
+    def reconnect(self, averaging: Averaging) -> None:
+        """Go on with other connections."""
+        self._averaging = averaging
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Leave this replica's share in the groups. Gradients have been averaged before."""

@@ -35,11 +35,10 @@ Restore = Callable[[], Any]
 """Gives an object the value back that it had, and returns it."""
 
 
-def check_snapshots(*, replicas: int, is_external: bool, devices: Sequence[torch.device]) -> None:
+def check_snapshots(*, is_external: bool, devices: Sequence[torch.device]) -> None:
     """Check that snapshots of a pipeline can be taken.
 
     Args:
-        replicas: Number of pipelines.
         is_external: Whether torchrun, SLURM or the like have started the workers.
         devices: The device of each stage.
 
@@ -48,7 +47,6 @@ def check_snapshots(*, replicas: int, is_external: bool, devices: Sequence[torch
     """
     others = [device for device in devices if device.type != "cpu"]
     reasons = {
-        "replicas of a pipeline would have to go back together, but data_parallel_size is larger than 1": replicas > 1,
         "new workers take over from lost ones, but torchrun, SLURM or the like have started those of this run": (
             is_external
         ),
@@ -338,11 +336,15 @@ class Snapshots:
         """Take the driver's part of a snapshot."""
         self._own[ordered.place].take(ordered.number, parts, with_grads=with_grads)
 
-    def last(self) -> Whole | None:
-        """Return the last snapshot that every process has whole; ``None`` if there is none."""
+    def whole(self) -> list[Whole]:
+        """Return the snapshots that every process has whole, in order."""
         found = [(self._number_at(place), place) for place in range(NUM_SLOTS)]
         whole = [Whole(number, place) for number, place in found if number is not None]
-        return max(whole, key=lambda each: each.number, default=None)
+        return sorted(whole, key=lambda each: each.number)
+
+    def last(self) -> Whole | None:
+        """Return the last snapshot that every process has whole; ``None`` if there is none."""
+        return next(reversed(self.whole()), None)
 
     def go_back(self, whole: Whole) -> None:
         """Forget the other snapshot; call this when no worker writes any more."""

@@ -31,7 +31,7 @@ from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
-from strategies.pipeline.optim.replicas import Averaging, SharedSteps
+from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps
 from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.schedule.posting import posting_order
@@ -107,10 +107,11 @@ class HostedStage(StageCommands):
         self._optimizers = [put_together(*parts) for parts in payload.optimizers]
         self._numbers = payload.numbers
         """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
-        self._averaging = _averaging(payload, self._layers, activity)
+        self._averaging = _averaging(payload, self._layers, activity, shares=state is None)
         self._shared_steps: SharedSteps | None = None
         if self._averaging is not None and payload.replicas is not None and payload.replicas.divide_states:
-            self._shared_steps = SharedSteps(self._optimizers, self._averaging)
+            owners = None if state is None else state.owners
+            self._shared_steps = SharedSteps(self._optimizers, self._averaging, owners)
         self._passes: dict[int, tuple[Pass, Sequence[Posted]]] = {}
         """Passes that wait for their backward part, by number, with its actions."""
         self._gathered: dict[int, GatheredGradients] = {}
@@ -440,7 +441,8 @@ class HostedStage(StageCommands):
             copies=self._copies,
         )
         grads = {name: p.grad for name, p in self._layers.named_parameters()} if with_grads else None
-        state = StageState(payload, self._values.computed, grads, ProcessRandomState())
+        owners = None if self._shared_steps is None else dict(self._shared_steps.owners)
+        state = StageState(payload, self._values.computed, grads, ProcessRandomState(), owners)
         self._slots.write(address, number, state)
 
     # Profiling
@@ -468,14 +470,15 @@ class HostedStage(StageCommands):
             return path.read_bytes()
 
 
-def _averaging(payload: Payload, layers: nn.Sequential, activity: Activity) -> Averaging | None:
-    """Connect to the replicas of this stage, if there are any, and give all of them the same values."""
+def _averaging(payload: Payload, layers: nn.Sequential, activity: Activity, *, shares: bool) -> Averaging | None:
+    """Connect to the replicas of this stage, if there are any; ``shares``: give all of them the same values."""
     if payload.replicas is None:
         return None
     parameters = list(layers.parameters())  # copies of tied ones have no gradients by then
     group = activity.wait(partial(payload.replicas.join, payload.index))
     averaging = Averaging(group, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait)
-    averaging.share()
+    if shares:
+        averaging.share()
     return averaging
 
 
@@ -507,15 +510,23 @@ def unpack(
     return HostedStage(payload, wiring, activity)
 
 
-def take_over(address: SlotAddress, number: int, wire: Callable[[Payload], Wiring], activity: Activity) -> HostedStage:
+def take_over(
+    address: SlotAddress,
+    number: int,
+    replicas: Replicas | None,
+    wire: Callable[[Payload], Wiring],
+    activity: Activity,
+) -> HostedStage:
     """Create a stage from a snapshot of it.
 
     Args:
         address: The slot.
         number: The number of the snapshot.
+        replicas: The other pipelines, which have taken over the same snapshot, if there are several.
         wire: Connects the stage.
         activity: Where the stage records what it does.
     """
     activity.doing = "taking over a snapshot"
     state = StageSlots().read(address, number)
-    return HostedStage(state.payload, wire(state.payload), activity, state)
+    payload = replace(state.payload, replicas=replicas)
+    return HostedStage(payload, wire(payload), activity, state)

@@ -15,6 +15,7 @@ from strategies.common.activity import Activity
 from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, join_data_plane, join_rpc
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.transport.device import routes_of
 from strategies.pipeline.transport.planes import GLOO, open_transport
@@ -41,19 +42,22 @@ def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
 
 
-def host_snapshot(address: SlotAddress, number: int, rank: int, session: Session) -> Host[HostedStage]:
+def host_snapshot(
+    address: SlotAddress, number: int, replicas: Replicas | None, rank: int, session: Session
+) -> Host[HostedStage]:
     """Do what :func:`host` does, with a stage from a snapshot.
 
     Args:
         address: The slot with the snapshot.
         number: The number of the snapshot.
+        replicas: The other pipelines, which have taken over the same snapshot, if there are several.
         rank: The rank of this process, which is the number of the stage.
         session: The session of the driver.
     """
     activity = Activity(session.note(rank))
     group = join_data_plane(session, rank)
     wire = partial(_wire, group=group, session=session, activity=activity)
-    create = partial(take_over, address, number, wire, activity)
+    create = partial(take_over, address, number, replicas, wire, activity)
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
 
 

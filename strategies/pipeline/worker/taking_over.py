@@ -28,12 +28,14 @@ class StageState:
         computed: Results of operations that the driver refers to, by number.
         grads: The gradient of each parameter; ``None`` if they are not part of the snapshot.
         random_state: That of the process.
+        owners: Which replica steps a parameter, if the replicas of the stage divide its optimizer states.
     """
 
     payload: Payload
     computed: dict[int, Tensor]
     grads: dict[str, Tensor | None] | None
     random_state: ProcessRandomState
+    owners: dict[Tensor, int] | None = None
 
 
 class StageSlots:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from strategies.sharding.bucket import form_buckets
-from strategies.sharding.ownership import assign_owners
+from strategies.sharding.ownership import Ownership, assign_owners
 
 SIZES = st.lists(st.integers(1, 1000), max_size=40)
 
@@ -48,3 +48,20 @@ def test_buckets(items: list[tuple[str, int]], cap: int) -> None:
     for kind in set(kinds):
         full = [sum(sizes[i] for i in bucket) >= cap for bucket in buckets if kinds[bucket[0]] == kind]
         assert all(full[:-1])
+
+
+def test_owners_stay_when_other_parameters_are_trained() -> None:
+    """Those of a snapshot: a process that takes it over has the states of its rank."""
+    parameters = [nn.Parameter(torch.ones(size)) for size in (4, 3, 2, 1)]
+    for frozen in parameters[:2]:
+        frozen.requires_grad_(False)
+    optimizer = torch.optim.SGD(parameters)
+    before = Ownership([optimizer], rank=0, size=2)
+    for parameter in parameters:
+        parameter.requires_grad_(not parameter.requires_grad)
+    assert Ownership([optimizer], rank=0, size=2).owners != before.owners
+    for owned in before.owned(optimizer):
+        optimizer.state[owned] = {"momentum_buffer": torch.zeros_like(owned)}
+    again = Ownership([optimizer], 0, 2, before.owners)
+    assert again.owners == before.owners and again.optimizer_of == before.optimizer_of
+    assert set(optimizer.state) == set(before.owned(optimizer))

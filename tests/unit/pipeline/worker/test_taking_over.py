@@ -89,7 +89,7 @@ def test_a_stage_goes_on_where_the_first_one_was(groups: tuple[ProcessGroup, Pro
     drawn = torch.rand(3), random.random()
     step(first, optimizer, torch.ones(1))
     wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here), idle=wait_here)
-    second = take_over(slot.address, 2, wire, Activity())
+    second = take_over(slot.address, 2, None, wire, Activity())
     ours = values_of(second)
     assert list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in expected)
     assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
@@ -112,7 +112,7 @@ def test_gradients(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> Non
     first.load_grads(grads)
     first.snapshot(0, slot.address, True)
     wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here), idle=wait_here)
-    ours = take_over(slot.address, 0, wire, Activity()).grads()
+    ours = take_over(slot.address, 0, None, wire, Activity()).grads()
     assert list(ours) == list(grads) and ours["0.bias"] is None
     assert all(torch.equal(ours[name], grad) for name, grad in grads.items() if grad is not None)
 

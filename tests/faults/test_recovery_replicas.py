@@ -1,0 +1,72 @@
+"""``snapshot_every_n_steps`` with replicas: fits that lose workers end as one that loses none, in both replicas."""
+
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recovery_replicas_job
+from harness import run
+from paths import environment
+
+
+def launch(name: str) -> list[Any]:
+    """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", recovery_replicas_job.__file__, folder, name]
+        assert subprocess.run(command, env=environment(), timeout=280).returncode == 0
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", recovery_replicas_job.CASES)
+def test_workers_of_replicas_are_killed(name: str) -> None:
+    first, second = run(launch, name, timeout_seconds=290)
+    _, cases = recovery_replicas_job.CASES[name]
+    for (differing, recovered, restarts), (differing_there, _, _), (kills, _) in zip(first, second, cases, strict=True):
+        assert differing == [] and differing_there == []
+        assert restarts == []
+        batches = kills[0].keys() | kills[1].keys()
+        assert bool(recovered) == bool(batches) and len(recovered) >= len(batches)
+        assert all(line.startswith("In replica ") for line in recovered)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_restarts() -> None:
+    first, second = run(launch, "restarts", timeout_seconds=290)
+    for (differing, _, restarts), (differing_there, _, _), (_, _, kills) in zip(
+        first, second, recovery_replicas_job.RESTARTS["restarts"], strict=True
+    ):
+        assert differing == [] and differing_there == []
+        assert len(restarts) == sum(len(batches) for batches in kills)
+
+
+def ending(name: str) -> tuple[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", recovery_replicas_job.__file__, folder, name]
+        start = time.monotonic()
+        job = subprocess.run(command, env=environment(), timeout=100, stderr=subprocess.PIPE, text=True)
+        assert job.returncode
+        return job.stderr, time.monotonic() - start
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("error", ["KeyError: 'of the user'", "RuntimeError: rank 1, process ", "ended with status 1"]),
+        ("driver", ["RuntimeError: rank 1, process ", "was killed by signal 9"]),
+    ],
+)
+def test_other_failures_of_a_replica_end_the_run(name: str, messages: list[str]) -> None:
+    """Nobody waits until a time-out is over; the harness fails where a process is left."""
+    said, seconds = run(ending, name, timeout_seconds=110)
+    assert all(message in said for message in messages), said
+    assert seconds < 60  # rpc_timeout_sec

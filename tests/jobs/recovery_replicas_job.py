@@ -1,0 +1,141 @@
+"""A user's script: fits of two pipelines of two stages, of which workers of one or both are killed.
+
+Run as ``python recovery_replicas_job.py FOLDER NAME``. Each driver writes what it has come to into ``FOLDER/RANK``.
+Lightning starts the second driver by running this script once more.
+"""
+
+import itertools
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from recovery_job import Kills, Net, differences, fit
+from torch import Tensor
+
+REPLICAS, STAGES = 2, 2
+
+
+class ReplicaNet(Net):
+    """Exchanges values with the other replica within steps, in validation, and between steps."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss.detach(), sync_dist=True, on_step=True, on_epoch=True)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        super().on_before_optimizer_step(optimizer)
+        self.log("norms", torch.tensor(self.norms[self.current_epoch][-1]), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.gathered = self.all_gather(torch.tensor(self.seen[-1][1])).tolist()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        error = (self.sequential_module(batch[0]) * self.scale - batch[1]).square().mean()
+        self.log("val_loss", error, sync_dist=True)
+
+
+class Streaming(ReplicaNet):
+    """In the second replica, it has something that cannot go back to a snapshot; the first one could."""
+
+    def on_train_start(self) -> None:
+        if self.trainer.global_rank == 1:
+            self.stream = itertools.count()
+
+
+class Ending(ReplicaNet):
+    """Fails in the second replica, whose workers live."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4 and self.trainer.global_rank == 1:
+            raise KeyError("of the user")
+        return super().training_step(batch, batch_idx)
+
+
+class Killed(ReplicaNet):
+    """The driver of the second replica is killed while the first one recovers."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4 and self.trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if batch_idx == 4:
+            self.trainer.strategy.pipeline.workers.kill(0)
+        return super().training_step(batch, batch_idx)
+
+
+Case = tuple[dict[str, Any], Sequence[tuple[tuple[Kills, Kills], int]]]
+"""Arguments of ``fit``, and for each fit the kills in both replicas and ``snapshot_every_n_steps``."""
+
+STEPS: tuple[Kills, Kills] = (
+    {3: ["backward-0"], 8: ["forward-0"], 12: ["forward-0"]},
+    {0: ["forward-0"], 5: ["step-0"], 8: ["forward-0"], 10: ["snapshot-0"]},
+)
+"""Batch 8: two losses at once."""
+THIRD: tuple[Kills, Kills] = ({5: ["backward-0"]}, {1: ["step-0"], 13: ["forward-0"]})
+QUIET: tuple[Kills, Kills] = ({1: ["step-0"], 4: ["backward-0"]}, {2: ["step-0"], 9: ["forward-0"]})
+BETWEEN: tuple[Kills, Kills] = (
+    {2: ["on_train_batch_end-0"], 6: ["on_validation_start-0"], 13: ["on_train_end-0"]},
+    {4: ["on_train_batch_end-0"], 8: ["on_train_batch_end-0"], 13: ["on_validation_batch_start-0"]},
+)
+
+CASES: dict[str, Case] = {
+    "gpipe": ({"accumulate_grad_batches": 1}, [(({}, {}), 1), (STEPS, 1), (THIRD, 3)]),
+    "1f1b": ({"schedule": "1f1b"}, [(STEPS, 1), (THIRD, 3)]),
+    "quiet": ({"net": Net}, [(QUIET, 1)]),
+    "divided": (
+        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
+        [(STEPS, 1), (BETWEEN, 3)],
+    ),
+    "between": ({"accumulate_grad_batches": 1}, [(BETWEEN, 1), (BETWEEN, 4)]),
+}
+
+RESTARTS: dict[str, Sequence[tuple[type[Net], int, tuple[Kills, Kills]]]] = {
+    "restarts": [
+        (ReplicaNet, 0, ({3: ["backward-0"], 12: ["forward-0"]}, {0: ["forward-0"], 8: ["step-0"]})),
+        (
+            ReplicaNet,
+            0,
+            ({6: ["on_validation_batch_start-0"]}, {2: ["on_train_batch_end-0"], 13: ["on_train_end-0"]}),
+        ),
+        (Streaming, 1, ({5: ["backward-0"]}, {10: ["forward-0"]})),
+    ],
+}
+"""Models, ``snapshot_every_n_steps`` and kills of fits with ``max_restarts``."""
+
+ENDS: dict[str, type[Net]] = {"error": Ending, "driver": Killed}
+"""Fits that end by an error."""
+
+
+def main(folder: Path, name: str) -> None:
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    place = folder / f"replica-{rank}"
+    place.mkdir()
+    os.chdir(place)
+    if name in ENDS:
+        fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
+    options, cases = CASES.get(name, ({"accumulate_grad_batches": 1}, ()))
+    settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
+    expected = fit({}, 0, **settings)
+    answers = []
+    for kills, every_n_steps in cases:
+        found = fit(kills[rank], every_n_steps, **settings)
+        answers.append((differences(found, expected), found["recovered"], found["restarts"]))
+    for net, every_n_steps, kills in RESTARTS.get(name, ()):
+        found = fit(kills[rank], every_n_steps, **{**settings, "net": net}, options={"max_restarts": 4})
+        same = ("weights", "optimizers", "schedules", "random")
+        differing = differences([found[key] for key in same], [expected[key] for key in same])
+        for metrics in (found["metrics"], expected["metrics"]):  # a checkpoint within an epoch has no metric objects
+            metrics.update(dict.fromkeys([key for key in metrics if key.startswith("error")]))
+        differing += differences(found["metrics"], expected["metrics"], "metrics")
+        answers.append((differing, found["recovered"], found["restarts"]))
+    (folder / str(rank)).write_bytes(pickle.dumps(answers))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,107 @@
+"""Gates and rounds: members on threads, over a store in memory."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch import distributed as dist
+
+from strategies.launch.rounds import Disagreement, MemberGone, Rounds
+
+
+@pytest.fixture
+def pair() -> tuple[Rounds, Rounds]:
+    store = dist.HashStore()
+    return Rounds(store, 0, 2, 10.0), Rounds(store, 1, 2, 10.0)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., "Future[Any]"]]:
+    with ThreadPoolExecutor(2) as executor:
+        yield executor.submit
+
+
+def never() -> bool:
+    return False
+
+
+def test_all_pass_a_gate(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
+    for _ in range(3):
+        first = start(pair[0].pass_gate, never)
+        time.sleep(0.02)
+        assert not first.done()
+        assert pair[1].pass_gate(never) and first.result(5)
+
+
+def test_who_has_to_go_back_closes_the_gate(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
+    lost = threading.Event()
+    first = start(pair[0].pass_gate, lost.is_set)
+    time.sleep(0.02)
+    lost.set()
+    assert first.result(5) is False
+    assert pair[1].pass_gate(never) is False
+    assert pair[0].announce("why") == pair[1].announced() == "why"
+    assert pair[1].announce("something else") == "why"
+    agreed = start(pair[0].agree, [3, 4])
+    assert pair[1].agree([2, 3]) == agreed.result(5) == 3
+    assert pair[0].number == pair[1].number == 1 and pair[0].announced() is None
+    first = start(pair[0].pass_gate, never)
+    assert pair[1].pass_gate(never) and first.result(5)
+
+
+def test_a_gate_is_not_closed_behind_those_who_have_passed(pair: tuple[Rounds, Rounds]) -> None:
+    """The second member comes, and passes, in the moment in which the first one finds that it has to go back."""
+    passed: list[bool] = []
+
+    def lost() -> bool:
+        if looks.pop():
+            passed.append(pair[1].pass_gate(never))
+            return True
+        return False
+
+    looks = [True, False]
+    assert pair[0].pass_gate(lost) and passed == [True]
+
+
+def test_who_knows_that_it_has_to_go_back_does_not_come(
+    pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]
+) -> None:
+    lost = threading.Event()
+    first = start(pair[0].pass_gate, lost.is_set)
+    assert pair[1].pass_gate(lambda: True) is False
+    time.sleep(0.02)
+    assert not first.done()
+    lost.set()
+    assert first.result(5) is False
+
+
+def test_nothing_in_common(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
+    first = start(pair[0].agree, [1, 2])
+    assert pair[1].agree([3]) is None and first.result(5) is None
+
+
+def test_different_things(pair: tuple[Rounds, Rounds], start: Callable[..., "Future[Any]"]) -> None:
+    first = start(pair[0].agree, [1], "snapshots")
+    with pytest.raises(Disagreement):
+        pair[1].agree([1], "checkpoints")
+    assert isinstance(first.exception(5), Disagreement)
+    first = start(pair[0].agree, [1], "checkpoints")
+    assert pair[1].agree([1], "checkpoints") == first.result(5) == 1 and pair[0].number == 2
+
+
+def test_a_member_that_has_left(pair: tuple[Rounds, Rounds]) -> None:
+    pair[1].leave()
+    assert pair[0].pass_gate(never)
+    with pytest.raises(MemberGone, match="replica 1 has ended its run"):
+        pair[0].agree([1])
+
+
+def test_a_member_that_does_not_come() -> None:
+    alone = Rounds(dist.HashStore(), 0, 2, 0.05)
+    with pytest.raises(MemberGone, match=r"did not come to the same point within 0\.05 s"):
+        alone.pass_gate(never)
+    with pytest.raises(MemberGone, match=r"did not go back within 0\.05 s"):
+        alone.agree([1])
