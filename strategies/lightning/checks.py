@@ -105,32 +105,51 @@ def check_snapshot_setting(every_n_steps: int, num_replicas: int) -> None:
     """
     _check_whole_number("snapshot_every_n_steps", every_n_steps, 0)
     if every_n_steps:
-        _check_snapshots(every_n_steps, num_replicas, is_external=False, devices=[])
+        _check_snapshots(every_n_steps, num_replicas, num_hosts=1, devices=[])
 
 
-def _check_snapshots(every_n_steps: int, replicas: int, *, is_external: bool, devices: Sequence[torch.device]) -> None:
+def check_spare_workers(number: int, max_restarts: int, every_n_steps: int) -> None:
+    """Check that spare workers have something to take over.
+
+    Args:
+        number: ``spare_workers``.
+        max_restarts: ``max_restarts``.
+        every_n_steps: ``snapshot_every_n_steps``.
+
+    Raises:
+        MisconfigurationException: If the number is wrong, or if no lost worker is replaced.
+    """
+    _check_whole_number("spare_workers", number, 0)
+    if number and not max_restarts and not every_n_steps:
+        raise MisconfigurationException(
+            f"spare_workers={number} has no effect, because a worker that is lost is not replaced: set "
+            "snapshot_every_n_steps or max_restarts, or leave spare_workers out."
+        )
+
+
+def _check_snapshots(every_n_steps: int, replicas: int, *, num_hosts: int, devices: Sequence[torch.device]) -> None:
     try:
-        check_snapshots(replicas=replicas, is_external=is_external, devices=devices)
+        check_snapshots(replicas=replicas, num_hosts=num_hosts, devices=devices)
     except ValueError as error:
         raise MisconfigurationException(f"snapshot_every_n_steps={every_n_steps}: {error}") from error
 
 
 def check_snapshot_run(
-    every_n_steps: int, model: LightningModule, is_external: bool, devices: Sequence[torch.device]
+    every_n_steps: int, model: LightningModule, num_hosts: int, devices: Sequence[torch.device]
 ) -> None:
     """Check that steps of a run can be run again from a snapshot.
 
     Args:
         every_n_steps: ``snapshot_every_n_steps``.
         model: The model, with its Trainer.
-        is_external: Whether torchrun, SLURM or the like have started the workers.
+        num_hosts: Number of hosts with stages.
         devices: The device of each stage.
 
     Raises:
         MisconfigurationException: If they cannot.
     """
     what = f"snapshot_every_n_steps={every_n_steps}"
-    _check_snapshots(every_n_steps, 1, is_external=is_external, devices=devices)
+    _check_snapshots(every_n_steps, 1, num_hosts=num_hosts, devices=devices)
     if isinstance(cast(Any, model.trainer).profiler, PyTorchProfiler):
         raise MisconfigurationException(
             f"{what} replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them out."
@@ -420,6 +439,15 @@ def warn_without_workers(max_restarts: int, snapshot_every_n_steps: int) -> None
             f"{' and '.join(given)}: no effect with a single stage, which the driver itself runs, because there is no "
             "worker that could be lost. Set devices to 2 or more."
         )
+
+
+def warn_of_spare_workers(number: int) -> None:
+    """Warn that spare workers have no effect where the strategy starts the workers."""
+    rank_zero_warn(
+        f"spare_workers={number}: no effect in this run, whose workers the strategy starts itself: they are forks of a "
+        "process that has imported torch and waits, so another one is there within milliseconds. The setting is for "
+        "torchrun and SLURM."
+    )
 
 
 def warn_of_compiled_model(path: str) -> None:

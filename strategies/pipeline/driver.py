@@ -519,7 +519,13 @@ class Pipeline(NotCopyable):
             )
         if self._snapshots is None:
             replicas = self._replicas.count if self._replicas is not None else 1
-            check_snapshots(replicas=replicas, is_external=self._world is not None, devices=self._devices)
+            ranks = running.workers if isinstance(running.workers, Ranks) else None
+            check_snapshots(
+                replicas=replicas,
+                num_hosts=len(set(self._world.hosts)) if self._world is not None else 1,
+                are_replaced=ranks is None or ranks.are_supervised,
+                devices=self._devices,
+            )
             self._snapshots = Snapshots(len(executor.remotes))
         snapshots = self._snapshots
         if snapshots.is_under_way:

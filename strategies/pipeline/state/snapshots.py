@@ -35,12 +35,15 @@ Restore = Callable[[], Any]
 """Gives an object the value back that it had, and returns it."""
 
 
-def check_snapshots(*, replicas: int, is_external: bool, devices: Sequence[torch.device]) -> None:
+def check_snapshots(
+    *, replicas: int, devices: Sequence[torch.device], num_hosts: int = 1, are_replaced: bool = True
+) -> None:
     """Check that snapshots of a pipeline can be taken.
 
     Args:
         replicas: Number of pipelines.
-        is_external: Whether torchrun, SLURM or the like have started the workers.
+        num_hosts: Number of hosts with stages.
+        are_replaced: Whether other workers can take over from lost ones.
         devices: The device of each stage.
 
     Raises:
@@ -49,9 +52,9 @@ def check_snapshots(*, replicas: int, is_external: bool, devices: Sequence[torch
     others = [device for device in devices if device.type != "cpu"]
     reasons = {
         "replicas of a pipeline would have to go back together, but data_parallel_size is larger than 1": replicas > 1,
-        "new workers take over from lost ones, but torchrun, SLURM or the like have started those of this run": (
-            is_external
-        ),
+        f"they are in memory of the driver's host, but the stages are on {num_hosts} hosts": num_hosts > 1,
+        "the ranks of this run do not replace their workers, because their first Trainer has neither "
+        "snapshot_every_n_steps nor max_restarts": not are_replaced,
         f"they are copies of stages on CPUs, but one is on {', '.join(map(str, others[:1]))}": bool(others),
         "they need files in memory (memfd_create), which only Linux has": not have_slots(),
     }
