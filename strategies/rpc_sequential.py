@@ -400,12 +400,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if fitting and self._rebalancing is not None:
             self._check_can_rebalance("rebalance='auto'")
             self._rebalancing.begin()
+        if fitting and self._spare_workers and self.world is None and len(self.devices) > 1:
+            checks.warn_of_spare_workers(self._spare_workers)
         if fitting and len(self.devices) == 1:
             checks.warn_without_workers(self._max_restarts, self._snapshot_every_n_steps)
         elif fitting and self._snapshot_every_n_steps:
             checks.check_snapshot_run(self._snapshot_every_n_steps, model, self.num_nodes, self.devices)
-        if fitting and self._spare_workers and self.world is None:
-            checks.warn_of_spare_workers(self._spare_workers)
         balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()
         optimizers = self._prepare_optimizers(trainer, fitting)

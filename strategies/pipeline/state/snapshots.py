@@ -53,8 +53,8 @@ def check_snapshots(
     reasons = {
         "replicas of a pipeline would have to go back together, but data_parallel_size is larger than 1": replicas > 1,
         f"they are in memory of the driver's host, but the stages are on {num_hosts} hosts": num_hosts > 1,
-        "the ranks of this run do not replace their workers, because their first Trainer has neither "
-        "snapshot_every_n_steps nor max_restarts": not are_replaced,
+        "ranks do not replace workers in this run, because its first Trainer has neither snapshot_every_n_steps nor "
+        "max_restarts": not are_replaced,
         f"they are copies of stages on CPUs, but one is on {', '.join(map(str, others[:1]))}": bool(others),
         "they need files in memory (memfd_create), which only Linux has": not have_slots(),
     }

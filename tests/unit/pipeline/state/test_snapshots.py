@@ -226,12 +226,13 @@ def test_a_snapshot_that_the_driver_lacks_is_written_over() -> None:
     ("changed", "message"),
     [
         ({"replicas": 2}, "data_parallel_size is larger than 1"),
-        ({"is_external": True}, "torchrun, SLURM or the like have started those of this run"),
+        ({"num_hosts": 2}, "they are in memory of the driver's host, but the stages are on 2 hosts"),
+        ({"are_replaced": False}, "its first Trainer has neither snapshot_every_n_steps nor max_restarts"),
         ({"devices": [CPU, torch.device("cuda", 1)]}, "but one is on cuda:1"),
     ],
 )
 def test_what_has_no_snapshots_is_refused(changed: dict[str, Any], message: str) -> None:
-    fine: dict[str, Any] = {"replicas": 1, "is_external": False, "devices": [CPU, CPU]}
+    fine: dict[str, Any] = {"replicas": 1, "devices": [CPU, CPU]}
     check_snapshots(**fine)
     with pytest.raises(ValueError, match=f"snapshots cannot be taken: .*{re.escape(message)}"):
         check_snapshots(**{**fine, **changed})
@@ -240,4 +241,4 @@ def test_what_has_no_snapshots_is_refused(changed: dict[str, Any], message: str)
 def test_systems_without_files_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.pipeline.state.snapshots.have_slots", lambda: False)
     with pytest.raises(ValueError, match="which only Linux has"):
-        check_snapshots(replicas=1, is_external=False, devices=[CPU])
+        check_snapshots(replicas=1, devices=[CPU])
