@@ -60,7 +60,7 @@ def of_slurm() -> list[dict[str, str]]:
 def with_spares() -> Any:
     codes, said = ran([TORCHRUN], "with spares", [{}])
     assert codes == [0], said
-    return torch.load("results.pt"), recovery_job.fit({}, 0), said
+    return torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), said
 
 
 @pytest.mark.slow
@@ -74,11 +74,11 @@ def test_torchrun_with_spares() -> None:
     assert "(rank 1) on " in repaired["recovered"][0] and repaired["left"] == []
     # One spare for each rank; those that were killed have been replaced, and the next ones became the workers.
     assert spares["idle"] == spares["again"] == [1, 1], spares
-    assert {pid for pids in spares["spares"] for pid in pids} <= spares["workers"], spares
+    assert {pid for pids in spares["spares"] for pid in pids} <= set(spares["workers"]), spares
     assert " strategies.pipeline.worker.serve " in spares["command"]
-    # With max_restarts, the ranks replace workers too; fit goes on from the checkpoint of the third step.
+    # With max_restarts, the ranks replace workers too, and fit goes on from a checkpoint.
     assert len(restarted["restarts"]) == 1 and restarted["recovered"] == []
-    for name in ("weights", "optimizers", "schedules", "metrics"):
+    for name in ("weights", "optimizers", "schedules"):
         assert recovery_job.differences(restarted[name], expected[name], name) == []
     assert said.count("another process takes its place") >= 2 * len(repaired["recovered"]) + 1
     assert said.count("a script has ended") == 1
@@ -86,7 +86,7 @@ def test_torchrun_with_spares() -> None:
 
 def without_spares() -> Any:
     codes, said = ran([[sys.executable]] * 3, "without spares", of_slurm())
-    return codes, said, torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.WITHOUT_STEPS)
+    return codes, said, torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH)
 
 
 @pytest.mark.slow

@@ -19,19 +19,20 @@ SNAPSHOTS: Kills = {
     3: ["backward-1"],
     6: ["step-0"],
     8: ["snapshot-1"],
-    11: ["on_train_batch_end-0"],
+    10: ["on_train_batch_end-0"],
     12: ["forward-0", "forward-1"],
 }
 CHECKPOINT: Kills = {9: ["backward-1"]}
 FEW: Kills = {4: ["backward-0"]}
-WITHOUT_STEPS: dict[str, Any] = {"accumulate_grad_batches": 1}
+EVERY_BATCH: dict[str, Any] = {"accumulate_grad_batches": 1}
+"""An optimizer step after every batch."""
 
 
 class Spares(Callback):
-    """Kills an idle spare of each rank at the beginning of the second epoch; later, a worker, which a spare replaces.
+    """Kills the idle spare of each rank at the beginning of the second epoch, and records all workers of that epoch.
 
     Attributes:
-        told: For each step of this, what was found.
+        told: Numbers of idle spares before and after, process ids of the later spares and of workers, and a command.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class Spares(Callback):
     def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 1:
             processes = trainer.strategy.pipeline.workers._processes
-            self.told.setdefault("workers", set()).update(pid for _, pid in processes.values())
+            self.told.setdefault("workers", []).extend(pid for _, pid in processes.values())
 
 
 def idle_spares(trainer: Any, other_than: Any = ()) -> list[list[int]]:
@@ -95,20 +96,20 @@ def with_spares() -> dict[str, Any]:
     """From snapshots; then, with the same ranks, from a checkpoint."""
     spares = Spares()
     options = {"spare_workers": 1}
-    repaired = recovery_job.fit(SNAPSHOTS, 1, options=options, callbacks=lambda: [spares])
-    restarted = recovery_job.fit(CHECKPOINT, 0, options={"max_restarts": 1, **options})
+    repaired = recovery_job.fit(SNAPSHOTS, 1, options=options, callbacks=lambda: [spares], **EVERY_BATCH)
+    restarted = recovery_job.fit(CHECKPOINT, 0, options={"max_restarts": 1, **options}, **EVERY_BATCH)
     return {"repaired": repaired, "spares": spares.told, "restarted": restarted}
 
 
 def without_spares() -> dict[str, Any]:
-    return {"repaired": recovery_job.fit(FEW, 2, **WITHOUT_STEPS)}
+    return {"repaired": recovery_job.fit(FEW, 2, **EVERY_BATCH)}
 
 
 def main(results: Path, how: str) -> None:
     ways = {"with spares": with_spares, "without spares": without_spares}
     torch.save(ways[how](), results)
     if how == "without spares":
-        recovery_job.fit({}, 1, callbacks=lambda: [KillsRank()], **WITHOUT_STEPS)
+        recovery_job.fit({}, 1, callbacks=lambda: [KillsRank()], **EVERY_BATCH)
     print("a script has ended")
 
 
