@@ -200,7 +200,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
             and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
             losses that cannot be repaired in this way. With several replicas, all of them go back together. Only for
-            workers that the strategy starts, on CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
+            one host, on CPUs and Linux, and under torchrun and SLURM only for one pipeline; see ``docs/launch.md``.
+            Default: 0, no copies.
+        spare_workers: Under torchrun and SLURM, how many processes each rank with a worker keeps ready, with torch
+            imported, to take over from a worker that is lost. They make a loss cost less time, and take memory; see
+            ``docs/launch.md``. For ``max_restarts`` and ``snapshot_every_n_steps``. Workers that the strategy starts
+            itself are forks of such a process anyway. Default: 0.
         rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
             other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
             such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
@@ -245,6 +250,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: bool = False,
         max_restarts: int = 0,
         snapshot_every_n_steps: int = 0,
+        spare_workers: int = 0,
         rebalance: Literal["auto"] | None = None,
         rebalance_every_n_steps: int | None = None,
         rebalance_threshold: float | None = None,
@@ -275,6 +281,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         check_rebalance(rebalance, rebalance_every_n_steps, rebalance_threshold, self._settings)
         checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
         checks.check_snapshot_setting(snapshot_every_n_steps)
+        checks.check_spare_workers(spare_workers, max_restarts, snapshot_every_n_steps)
         checks.check_state_dict_type(state_dict_type, checkpoint_io)
         parallel = (accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         super().__init__(data_parallel_size, *parallel)
@@ -298,7 +305,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             self._restarts = Restarts(max_restarts, self._settle_writer, self._abandon, *several)
         self._meet: Callable[[], None] | None = None  # waits for the other replicas before a collective operation
         self._together: Together | None = None  # the drivers of other replicas, while steps can be lost and repaired
-        self._snapshot_every_n_steps = snapshot_every_n_steps
+        self._snapshot_every_n_steps, self._spare_workers = snapshot_every_n_steps, spare_workers
         self._recovery: StepRecovery | None = None
         self._rebalancing: Rebalancing | None = None
         if rebalance is not None:
@@ -406,10 +413,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if fitting and self._rebalancing is not None:
             self._check_can_rebalance("rebalance='auto'")
             self._rebalancing.begin()
+        if fitting and self._spare_workers and self.world is None and len(self.devices) > 1:
+            checks.warn_of_spare_workers(self._spare_workers)
         if fitting and len(self.devices) == 1:
             checks.warn_without_workers(self._max_restarts, self._snapshot_every_n_steps)
         elif fitting and self._snapshot_every_n_steps:
-            checks.check_snapshot_run(self._snapshot_every_n_steps, model, self.world is not None, self.devices)
+            checks.check_snapshot_run(
+                self._snapshot_every_n_steps,
+                model,
+                devices=self.devices,
+                num_hosts=self.num_nodes,
+                launched_replicas=self._num_replicas if self.world is not None else 1,
+            )
         balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()
         optimizers = self._prepare_optimizers(trainer, fitting)
@@ -715,10 +730,14 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         super()._configure_launcher()
         if self._restarts is not None:
             checks.check_restarts(self.num_nodes, self._num_replicas, is_external=self.world is not None)
+        if self.world is not None:
+            if self._restarts is not None or self._snapshot_every_n_steps:
+                self._launcher = RanksLauncher(self.world, self._restarts, num_spares=self._spare_workers)
+        elif self._restarts is not None:
             if isinstance(self._launcher, ScriptLauncher):
                 self._launcher.inner = self._restarts
             else:
-                self._launcher = self._restarts if self.world is None else RanksLauncher(self.world, self._restarts)
+                self._launcher = self._restarts
 
     def on_train_start(self) -> None:
         """Write the first checkpoint from which a run can be restarted."""

@@ -71,7 +71,7 @@ def pytest_collection() -> Iterator[Any]:
 _LONGEST = (
     *("test_commands", "test_parity_schedules", "test_launch", "test_faults_ranks", "test_restarts", "test_faults"),
     *("test_families", "test_blocks", "test_adapters", "test_parity_weight_averaging", "test_zero", "test_pipe_rpc"),
-    *("test_posting", "test_step_recovery"),
+    *("test_posting", "test_step_recovery", "test_rank_recovery"),
 )
 """The files that take longest."""
 

@@ -124,6 +124,12 @@ class ForkedProcess:
             if self.returncode is None:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
+    def send_signal(self, signum: int) -> None:
+        """Sends it a signal. It takes no lock, so a handler of a signal may call it."""
+        with suppress(OSError):  # it has just ended
+            if self.returncode is None:
+                signal.pidfd_send_signal(self._pidfd, signum)
+
     def _receive(self, seconds: float) -> int | None:
         with self._lock:
             if self.returncode is None and self._connection is not None:

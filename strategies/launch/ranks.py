@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from strategies.common.activity import noted
+from strategies.common.errors import WorkerLost
 from strategies.launch import rank_supervisor
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
 from strategies.launch.supervision import is_alive
@@ -37,7 +38,7 @@ from strategies.launch.workers import environment_of_worker, share_of_threads
 _ARRIVAL_SECONDS = 1800.0
 """How long a rank may take to reach its first ``fit``. torch waits equally long for ranks that do not appear."""
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.005
 _FAREWELL_SECONDS = 30.0
 """How long a driver waits, at the end of its process, until the other ranks have read this in the store."""
 
@@ -160,7 +161,7 @@ class Ranks:
         self._session, self._store, self._call = session, store, world.next_call(store)
         store.set(self._call, session.to_json())
         ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
-        if not appear(store, ready, _ARRIVAL_SECONDS):
+        if not appear(store, ready, _ARRIVAL_SECONDS, self._check_supervisors):
             late = [rank for rank, key in zip(world.workers, ready, strict=True) if not store.check([key])]
             raise RuntimeError(f"ranks {late} did not come to fit, validate, test or predict as rank {world.rank} did")
         for stage, key in enumerate(ready):
@@ -169,6 +170,27 @@ class Ranks:
         self._joined = True
         join_rpc(session, len(world.workers), self._check)
         return session
+
+    @property
+    def are_supervised(self) -> bool:
+        """Whether a worker that is lost is replaced."""
+        return len(self._supervisors()) == len(self._world.workers)
+
+    def _supervisors(self) -> dict[int, tuple[str, int]]:
+        """Host and process id of each rank that supervises its worker."""
+        store = self._store
+        assert store is not None
+        keys = {rank: supervisor_key(rank) for rank in self._world.workers}
+        return {rank: tuple(json.loads(store.get(key))) for rank, key in keys.items() if store.check([key])}
+
+    def _check_supervisors(self) -> None:
+        """Raises if a rank has ended that was to replace its worker."""
+        for rank, (host, pid) in self._supervisors().items():
+            if host == os.uname().nodename and not is_alive(pid):
+                raise RuntimeError(
+                    f"rank {rank}, process {pid}, which supervised its worker, has ended: the launcher must start the "
+                    "run again, such as with torchrun --max-restarts=1, from the last checkpoint"
+                )
 
     def process(self, stage: int) -> str:
         """A worker's process in words."""
@@ -205,7 +227,7 @@ class Ranks:
             if (how := self.ended(stage)) is not None:
                 assert self._store is not None
                 self._store.set(over_key(self._call), "")
-                raise RuntimeError(f"stage {stage}, {self.process(stage)}, {how}")
+                raise WorkerLost(f"stage {stage}, {self.process(stage)}, {how}")
 
     def stop(self, *, grace_seconds: float) -> None:
         """Ends the session. The workers then wait for the next session. Safe at any time."""
@@ -222,6 +244,11 @@ class Ranks:
 def ready_key(call: str, stage: int) -> str:
     """The key under which a worker confirms that it has read the session, with its host and process id."""
     return f"{call}/ready/{stage}"
+
+
+def supervisor_key(rank: int) -> str:
+    """The key under which a worker names its supervisor, by host and process id."""
+    return f"supervisor/{rank}"
 
 
 def over_key(call: str) -> str:
@@ -245,24 +272,25 @@ def dismiss(world: World, store: dist.Store) -> None:
     )
 
 
-def become_worker(world: World, number: int = 1, *, begun: int | None = None, supervised: bool = False) -> NoReturn:
+def become_worker(world: World, number: int = 1, *, num_spares: int | None = None) -> NoReturn:
     """Replace this process by a worker that serves the sessions of its driver, starting with ``number``.
 
     Args:
         world: This rank and the others.
         number: The number of the first session.
-        begun: The file descriptor of a supervised worker's notes.
-        supervised: Whether this process becomes a supervisor instead, with the worker as its child.
+        num_spares: If given, this process becomes a supervisor instead, with the worker and so many spares as children.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     for descriptor in Path("/dev/fd").iterdir():  # the connections of the script must close
-        if int(descriptor.name) > 2 and int(descriptor.name) != begun:
+        if int(descriptor.name) > 2:
             _close_on_exec(int(descriptor.name))
-    module = rank_supervisor.__name__ if supervised else rank_supervisor.SERVE
-    command = [sys.executable, "-m", module, json.dumps(asdict(world)), str(number)]
-    command += [] if begun is None else [str(begun)]
-    os.execve(sys.executable, command, environment_of_worker(sys.path))
+    description = json.dumps(asdict(world))
+    if num_spares is None:
+        command = [rank_supervisor.SERVE, description, "session", str(number)]
+    else:
+        command = [rank_supervisor.__name__, description, str(number), str(num_spares)]
+    os.execve(sys.executable, [sys.executable, "-m", *command], environment_of_worker(sys.path))
 
 
 def _close_on_exec(descriptor: int) -> None:
@@ -272,10 +300,11 @@ def _close_on_exec(descriptor: int) -> None:
         return
 
 
-def appear(store: dist.Store, keys: Sequence[str], seconds: float) -> bool:
-    """Waits for keys and returns whether all exist. Ctrl-C interrupts the wait."""
+def appear(store: dist.Store, keys: Sequence[str], seconds: float, check: Callable[[], None] = lambda: None) -> bool:
+    """Waits for keys and returns whether all exist. Ctrl-C interrupts the wait, and so does an error of ``check``."""
     deadline = time.monotonic() + seconds
     while not store.check(list(keys)):
+        check()
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

@@ -100,32 +100,59 @@ def check_snapshot_setting(every_n_steps: int) -> None:
     """
     _check_whole_number("snapshot_every_n_steps", every_n_steps, 0)
     if every_n_steps:
-        _check_snapshots(every_n_steps, is_external=False, devices=[])
+        _check_snapshots(every_n_steps, devices=[])
 
 
-def _check_snapshots(every_n_steps: int, *, is_external: bool, devices: Sequence[torch.device]) -> None:
+def check_spare_workers(number: int, max_restarts: int, every_n_steps: int) -> None:
+    """Check that spare workers have something to take over.
+
+    Args:
+        number: ``spare_workers``.
+        max_restarts: ``max_restarts``.
+        every_n_steps: ``snapshot_every_n_steps``.
+
+    Raises:
+        MisconfigurationException: If the number is wrong, or if no lost worker is replaced.
+    """
+    _check_whole_number("spare_workers", number, 0)
+    if number and not max_restarts and not every_n_steps:
+        raise MisconfigurationException(
+            f"spare_workers={number} has no effect, because a worker that is lost is not replaced: set "
+            "snapshot_every_n_steps or max_restarts, or leave spare_workers out."
+        )
+
+
+def _check_snapshots(
+    every_n_steps: int, *, devices: Sequence[torch.device], num_hosts: int = 1, launched_replicas: int = 1
+) -> None:
     try:
-        check_snapshots(is_external=is_external, devices=devices)
+        check_snapshots(devices=devices, num_hosts=num_hosts, launched_replicas=launched_replicas)
     except ValueError as error:
         raise MisconfigurationException(f"snapshot_every_n_steps={every_n_steps}: {error}") from error
 
 
 def check_snapshot_run(
-    every_n_steps: int, model: LightningModule, is_external: bool, devices: Sequence[torch.device]
+    every_n_steps: int,
+    model: LightningModule,
+    *,
+    devices: Sequence[torch.device],
+    num_hosts: int,
+    launched_replicas: int,
 ) -> None:
     """Check that steps of a run can be run again from a snapshot.
 
     Args:
         every_n_steps: ``snapshot_every_n_steps``.
         model: The model, with its Trainer.
-        is_external: Whether torchrun, SLURM or the like have started the workers.
         devices: The device of each stage.
+        num_hosts: Number of hosts with stages.
+        launched_replicas: Number of pipelines whose processes torchrun, SLURM or the like have started.
 
     Raises:
         MisconfigurationException: If they cannot.
     """
     what = f"snapshot_every_n_steps={every_n_steps}"
-    _check_snapshots(every_n_steps, is_external=is_external, devices=devices)
+    _check_snapshots(every_n_steps, devices=devices, num_hosts=num_hosts, launched_replicas=launched_replicas)
     if isinstance(cast(Any, model.trainer).profiler, PyTorchProfiler):
         raise MisconfigurationException(
             f"{what} replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them out."
@@ -422,6 +449,15 @@ def warn_without_workers(max_restarts: int, snapshot_every_n_steps: int) -> None
             f"{' and '.join(given)}: no effect with a single stage, which the driver itself runs, because there is no "
             "worker that could be lost. Set devices to 2 or more."
         )
+
+
+def warn_of_spare_workers(number: int) -> None:
+    """Warn that spare workers have no effect where the strategy starts the workers."""
+    rank_zero_warn(
+        f"spare_workers={number}: no effect in this run, whose workers the strategy starts itself: they are forks of a "
+        "process that has imported torch and waits, so another one is there within milliseconds. The setting is for "
+        "torchrun and SLURM."
+    )
 
 
 def warn_of_compiled_model(path: str) -> None:

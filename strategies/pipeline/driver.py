@@ -542,7 +542,13 @@ class Pipeline(NotCopyable):
                 "after the optimizer's step"
             )
         if self._snapshots is None:
-            check_snapshots(is_external=self._world is not None, devices=self._devices)
+            ranks = running.workers if isinstance(running.workers, Ranks) else None
+            check_snapshots(
+                devices=self._devices,
+                num_hosts=len(set(self._world.hosts)) if self._world is not None else 1,
+                launched_replicas=self._replicas.count if self._replicas is not None and ranks is not None else 1,
+                are_replaced=ranks is None or ranks.are_supervised,
+            )
             self._snapshots = Snapshots(len(executor.remotes))
         snapshots = self._snapshots
         if snapshots.is_under_way:

@@ -270,8 +270,9 @@ def fit(
     **settings: Any,
 ) -> dict[str, Any]:
     """What a fit of two epochs of seven batches comes to."""
-    for name in ("logs", "saved"):
-        shutil.rmtree(name, ignore_errors=True)
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":  # others come at any time
+        for name in ("logs", "saved"):
+            shutil.rmtree(name, ignore_errors=True)
     pl.seed_everything(1, verbose=False)
     model = net()
     balance = [5, 7] if stages == 2 else [2] * 6 if schedule == "zbv" else [2, 4, 6]

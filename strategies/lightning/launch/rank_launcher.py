@@ -15,11 +15,12 @@ class RanksLauncher(Launcher):
 
     Args:
         world: This rank and the others.
-        inner: What a driver's calls go through; ``None``: nothing else. With it, ranks replace workers that are killed.
+        inner: What a driver's calls go through; ``None``: nothing else.
+        num_spares: If given, ranks replace workers that are killed, and keep so many spare processes for that.
     """
 
-    def __init__(self, world: World, inner: Launcher | None = None) -> None:
-        self._world, self._inner = world, inner
+    def __init__(self, world: World, inner: Launcher | None = None, *, num_spares: int | None = None) -> None:
+        self._world, self._inner, self._num_spares = world, inner, num_spares
         self._store: Store | None = None
 
     @property
@@ -34,7 +35,7 @@ class RanksLauncher(Launcher):
             MisconfigurationException: If an earlier Trainer has divided the ranks into another number of stages.
         """
         if not self._world.is_driver:
-            become_worker(self._world, supervised=self._inner is not None)
+            become_worker(self._world, num_spares=self._num_spares)
         if self._store is None:
             store = self._world.store()
             if (before := self._world.divided_into(store)) != self._world.num_stages:

@@ -35,27 +35,33 @@ Restore = Callable[[], Any]
 """Gives an object the value back that it had, and returns it."""
 
 
-def check_snapshots(*, is_external: bool, devices: Sequence[torch.device]) -> None:
+def check_snapshots(
+    *, devices: Sequence[torch.device], num_hosts: int = 1, launched_replicas: int = 1, are_replaced: bool = True
+) -> None:
     """Check that snapshots of a pipeline can be taken.
 
     Args:
-        is_external: Whether torchrun, SLURM or the like have started the workers.
         devices: The device of each stage.
+        num_hosts: Number of hosts with stages.
+        launched_replicas: Number of pipelines whose processes torchrun, SLURM or the like have started.
+        are_replaced: Whether other workers can take over from lost ones.
 
     Raises:
         ValueError: If they cannot.
     """
     others = [device for device in devices if device.type != "cpu"]
     reasons = {
-        "new workers take over from lost ones, but torchrun, SLURM or the like have started those of this run": (
-            is_external
-        ),
+        "replicas that torchrun, SLURM or the like have started do not go back together, but "
+        f"data_parallel_size={launched_replicas}": launched_replicas > 1,
+        f"they are in memory of the driver's host, but the stages are on {num_hosts} hosts": num_hosts > 1,
+        "ranks do not replace workers in this run, because its first Trainer has neither snapshot_every_n_steps nor "
+        "max_restarts": not are_replaced,
         f"they are copies of stages on CPUs, but one is on {', '.join(map(str, others[:1]))}": bool(others),
         "they need files in memory (memfd_create), which only Linux has": not have_slots(),
     }
     for reason, applies in reasons.items():
         if applies:
-            raise ValueError(f"snapshots cannot be taken: {reason}. Leave them out; max_restarts needs none of this.")
+            raise ValueError(f"snapshots cannot be taken: {reason}. Leave them out (snapshot_every_n_steps=0).")
 
 
 # The driver's part

@@ -1,8 +1,8 @@
-"""A worker of a rank, ``python -m strategies.pipeline.worker.serve WORLD NUMBER [BEGUN]``: one session.
+"""A worker of a rank: one session.
 
-After the session the process replaces itself by a new one with the same process id, which waits for the next session.
-It is the process of the rank, or, with the file descriptor BEGUN, the child of
-:mod:`~strategies.launch.rank_supervisor`.
+``python -m strategies.pipeline.worker.serve WORLD session NUMBER`` is the process of the rank. After the session it
+replaces itself by a new one with the same process id, which serves the next session. With ``WORLD supervised PID`` it
+is a process of :mod:`~strategies.launch.rank_supervisor`, which tells it its session, and starts another one after it.
 """
 
 import json
@@ -12,16 +12,28 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from strategies.launch.rank_supervisor import end_with_supervisor, note_session
-from strategies.launch.ranks import World, appear, become_worker, call_key, gone_key, over_key, ready_key
+from strategies.launch.rank_supervisor import NEXT_SESSION, await_session, end_with_supervisor, note_session
+from strategies.launch.ranks import (
+    World,
+    appear,
+    become_worker,
+    call_key,
+    gone_key,
+    over_key,
+    ready_key,
+    supervisor_key,
+)
 from strategies.launch.session import Session, join_rpc
 from strategies.launch.supervision import Watchdog
 
@@ -30,32 +42,55 @@ _LOOK_SECONDS = 0.2
 _ASK_SECONDS = 2.0
 
 
-def main(world: World, number: int, begun: int | None = None) -> None:
-    """Waits for session ``number`` of the driver and serves it, then replaces this process for the next session.
+def main(world: World, number: int, supervisor: int = 0) -> None:
+    """Waits for session ``number`` of the driver and serves it, then makes place for the process of the next session.
 
     Args:
         world: This rank and the others.
         number: The number of the session.
-        begun: The file descriptor of a supervised worker's notes.
+        supervisor: The process id of the supervisor, if there is one.
     """
-    if begun is not None:
-        end_with_supervisor()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver ends its workers, after it has fetched their state
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # a notice of SLURM, which Lightning handles on the driver
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     store = world.store()
     call, session = _next_session(world, store, number)
-    if begun is not None:
-        note_session(begun, number)
+    leave = partial(_leave, world, store, number, supervisor)
     try:
-        _serve(world, store, call, session)
+        _serve(world, store, call, session, leave, supervisor)
     except RuntimeError as error:
         if not _is_over(store, call):
             session.forget()  # the driver cannot do it any more
             sys.stderr.write(f"rank {world.rank} ends, because its driver, rank {world.driver}, is gone: {error}\n")
             os._exit(1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _next_session(world, store, number + 1)  # waits here: a new process might find the store closed
-    become_worker(world, number + 1, begun=begun)
+    leave()
+
+
+def supervised(world: str, supervisor: int) -> None:
+    """Waits until the supervisor needs a worker, and is that worker; called in a process that the supervisor starts.
+
+    Args:
+        world: This rank and the others, as JSON.
+        supervisor: The process id of the supervisor.
+    """
+    end_with_supervisor(supervisor)
+    for signum in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):  # to all processes of a job
+        signal.signal(signum, signal.SIG_IGN)
+    own, number = World(**json.loads(world)), await_session()
+    with suppress(OSError):  # another system than Linux; only the name in lists of processes
+        Path("/proc/self/comm").write_text(f"relay-worker-{own.rank - own.driver - 1}")
+    main(own, number, supervisor)
+
+
+def _leave(world: World, store: dist.Store, number: int, supervisor: int) -> NoReturn:
+    """Waits until the session after this one begins, because a new process might find the store closed, and ends."""
+    _next_session(world, store, number + 1)
+    if not supervisor:
+        become_worker(world, number + 1)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(NEXT_SESSION)
 
 
 def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Session]:
@@ -71,7 +106,9 @@ def _next_session(world: World, store: dist.Store, number: int) -> tuple[str, Se
     os._exit(0)
 
 
-def _serve(world: World, store: dist.Store, call: str, session: Session) -> None:
+def _serve(
+    world: World, store: dist.Store, call: str, session: Session, leave: Callable[[], NoReturn], supervisor: int
+) -> None:
     """Returns when the session is over.
 
     Raises:
@@ -79,8 +116,12 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
     """
     torch.set_num_threads(session.threads)
     stage = world.rank - world.driver - 1
+    if supervisor:
+        store.set(supervisor_key(world.rank), json.dumps([socket.gethostname(), supervisor]))
     store.set(ready_key(call, stage), json.dumps([socket.gethostname(), os.getpid()]))
-    with _ending_with(world, call, session):
+    if supervisor:
+        note_session(session.driver_pid)
+    with _ending_with(world, call, session, leave if supervisor else None):
         join_rpc(session, stage)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from here on the driver needs the state in this process
     asked, asked_at = None, 0.0
@@ -94,8 +135,15 @@ def _serve(world: World, store: dist.Store, call: str, session: Session) -> None
 
 
 @contextmanager
-def _ending_with(world: World, call: str, session: Session) -> Iterator[None]:
-    """Ends this process if the driver ends the session, or dies, while this process joins RPC."""
+def _ending_with(world: World, call: str, session: Session, leave: Callable[[], NoReturn] | None) -> Iterator[None]:
+    """Ends this process if the driver ends the session, or dies, while this process joins RPC.
+
+    Args:
+        world: This rank and the others.
+        call: The key of the session.
+        session: The session.
+        leave: What to do instead if the driver has ended the session, because another worker was lost.
+    """
     done, store = threading.Event(), world.store()
 
     def has_ended() -> bool:
@@ -103,6 +151,8 @@ def _ending_with(world: World, call: str, session: Session) -> Iterator[None]:
             with suppress(dist.DistNetworkError):
                 if not store.check([over_key(call)]):
                     continue
+                if leave is not None:
+                    leave()
             return True
         return False
 
@@ -123,4 +173,6 @@ def _is_over(store: dist.Store, call: str) -> bool:
 
 
 if __name__ == "__main__":
-    main(World(**json.loads(sys.argv[1])), *map(int, sys.argv[2:]))
+    if sys.argv[2] == "supervised":
+        supervised(sys.argv[1], int(sys.argv[3]))
+    main(World(**json.loads(sys.argv[1])), int(sys.argv[3]))

@@ -1,47 +1,58 @@
-"""A rank that supervises its worker: it replaces one that is killed in a session, and ends as others do."""
+"""A rank that supervises its worker: it replaces one that is killed, keeps spares, and ends as others do."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from harness import run
 from paths import PYTHONPATH
 
 SUPERVISOR = """
-import os, signal, sys
+import subprocess, sys
 from strategies.launch.rank_supervisor import RankSupervisor
-commands = lambda number, begun: [sys.executable, sys.argv[1], str(number), str(begun), *sys.argv[2:]]
-status = RankSupervisor(3, commands).run(1)
+start = lambda stdin: subprocess.Popen([sys.executable, "worker.py", sys.argv[1]], stdin=stdin)
+status = RankSupervisor(3, start, num_spares=int(sys.argv[2])).run(1)
 print("status", status, flush=True)
 """
 
 WORKER = """
-import os, signal, sys, time
-from strategies.launch.rank_supervisor import end_with_supervisor, note_session
-number, begun, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-end_with_supervisor()
+import os, signal, subprocess, sys, time
+from strategies.launch.rank_supervisor import NEXT_SESSION, await_session, end_with_supervisor, note_session
+end_with_supervisor(os.getppid())
+number, how = await_session(), sys.argv[1]
 print("worker", number, os.getpid(), flush=True)
-if how == "early":
+if how == "early" or (how == "early once" and not os.path.exists("second")):
+    open("second", "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
-note_session(begun, number)
-if number == 1 and how != "waits":
-    note_session(begun, 11)  # a session later, the process is the same
+driver = os.getppid()
+if how == "alone":
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    driver = ended.pid
+note_session(driver)
+if how == "alone":
     os.kill(os.getpid(), signal.SIGKILL)
-if how == "waits":
+if how == "waits" or (how == "spares" and number == 1):
     time.sleep(60)
+if number == 1 and how not in ("early once", "spares"):
+    sys.exit(NEXT_SESSION)
+if number == 2 and how != "spares":
+    os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(7 if how == "fails" else 0)
 """
 
 
 def supervised(how: str, send: str = "") -> tuple[str, bool]:
     Path("worker.py").write_text(WORKER)
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    command = [sys.executable, "-c", SUPERVISOR, "worker.py", how]
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    Path("second").unlink(missing_ok=True)
+    process = start(how, 0)
     said = ""
     if send:
         assert process.stdout is not None
@@ -49,14 +60,26 @@ def supervised(how: str, send: str = "") -> tuple[str, bool]:
         process.send_signal(getattr(signal, send))
     said += process.communicate(timeout=30)[0]
     worker = int(said.split()[2])
+    return said, not comes(lambda: not psutil.pid_exists(worker))
+
+
+def start(how: str, num_spares: int) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, "-c", SUPERVISOR, how, str(num_spares)]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def comes(condition: Callable[[], Any]) -> Any:
+    """Wait for something that is true, for ten seconds."""
     deadline = time.monotonic() + 10
-    while (lives := Path(f"/proc/{worker}").exists()) and time.monotonic() < deadline:
+    while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return said, lives
+    return found
 
 
 def endings() -> dict[str, tuple[str, bool]]:
-    asked = [("goes on", ""), ("fails", ""), ("early", ""), ("waits", "SIGTERM"), ("waits", "SIGKILL")]
+    asked = [("goes on", ""), ("fails", ""), ("early", ""), ("early once", ""), ("alone", "")]
+    asked += [("waits", "SIGTERM"), ("waits", "SIGKILL")]
     return {f"{how} {send}".strip(): supervised(how, send) for how, send in asked}
 
 
@@ -65,19 +88,32 @@ def found() -> dict[str, tuple[str, bool]]:
     return run(endings, timeout_seconds=120)
 
 
+def sessions(said: str) -> list[str]:
+    return [line.split()[1] for line in said.splitlines() if line.startswith("worker")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "status"), [("goes on", 0), ("fails", 7)])
-def test_a_killed_worker_is_replaced_from_the_next_session_on(found: dict, how: str, status: int) -> None:
+def test_each_session_has_a_worker_and_a_killed_one_is_replaced(found: dict, how: str, status: int) -> None:
     said, _ = found[how]
-    numbers = [line.split()[1] for line in said.splitlines() if line.startswith("worker")]
-    assert numbers == ["1", "12"] and said.endswith(f"status {status}\n")
+    assert sessions(said) == ["1", "2", "3"] and said.endswith(f"status {status}\n")
     assert said.count("rank 3: its worker was killed by signal 9; another process takes its place") == 1
 
 
 @pytest.mark.slow
-def test_a_worker_without_a_session_is_not_replaced(found: dict) -> None:
+def test_workers_that_do_not_reach_their_session(found: dict) -> None:
+    """One is replaced, for the same session; the third in a row is not."""
+    said, _ = found["early once"]
+    assert sessions(said) == ["1", "1"] and said.endswith("status 0\n")
     said, _ = found["early"]
-    assert said.count("worker 1 ") == 1 and said.endswith("status -9\n")
+    assert sessions(said) == ["1", "1", "1"] and said.endswith("status -9\n")
+
+
+@pytest.mark.slow
+def test_no_worker_is_replaced_without_a_driver(found: dict) -> None:
+    said, _ = found["alone"]
+    assert sessions(said) == ["1"] and said.endswith("status 1\n")
+    assert "rank 3: its worker was killed by signal 9, and its driver, process " in said and " is gone\n" in said
 
 
 @pytest.mark.slow
@@ -86,3 +122,32 @@ def test_both_end_together(found: dict) -> None:
     assert not lives and said.endswith("status -15\n") and "takes its place" not in said
     said, lives = found["waits SIGKILL"]
     assert not lives and "status" not in said
+
+
+def spares() -> tuple[str, list[int], int, int, bool]:
+    Path("worker.py").write_text(WORKER)
+    process = start("spares", 2)
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    worker = int(said.split()[2])
+    supervisor = psutil.Process(process.pid)
+
+    def idle() -> list[int]:
+        running = [child for child in supervisor.children() if child.status() != psutil.STATUS_ZOMBIE]
+        return sorted(child.pid for child in running if child.pid != worker)
+
+    first = comes(lambda: len(idle()) == 2 and idle())
+    os.kill(first[0], signal.SIGKILL)
+    second = comes(lambda: len(idle()) == 2 and first[0] not in idle() and idle())
+    os.kill(worker, signal.SIGKILL)
+    said += process.communicate(timeout=30)[0]
+    successor = int(next(line for line in said.splitlines() if line.startswith("worker 2")).split()[2])
+    return said, second, first[1], successor, bool(comes(lambda: not any(map(psutil.pid_exists, second))))
+
+
+@pytest.mark.slow
+def test_a_spare_takes_over_and_a_lost_spare_is_replaced_silently() -> None:
+    said, idle, survivor, successor, have_ended = run(spares)
+    assert successor == survivor in idle and len(idle) == 2 and have_ended
+    lines = [line for line in said.splitlines() if not line.startswith("worker")]
+    assert lines == ["rank 3: its worker was killed by signal 9; another process takes its place", "status 0"]

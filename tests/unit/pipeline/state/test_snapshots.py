@@ -225,12 +225,14 @@ def test_a_snapshot_that_the_driver_lacks_is_written_over() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"is_external": True}, "torchrun, SLURM or the like have started those of this run"),
+        ({"launched_replicas": 2}, "replicas that torchrun, SLURM or the like have started do not go back together"),
+        ({"num_hosts": 2}, "they are in memory of the driver's host, but the stages are on 2 hosts"),
+        ({"are_replaced": False}, "its first Trainer has neither snapshot_every_n_steps nor max_restarts"),
         ({"devices": [CPU, torch.device("cuda", 1)]}, "but one is on cuda:1"),
     ],
 )
 def test_what_has_no_snapshots_is_refused(changed: dict[str, Any], message: str) -> None:
-    fine: dict[str, Any] = {"is_external": False, "devices": [CPU, CPU]}
+    fine: dict[str, Any] = {"devices": [CPU, CPU]}
     check_snapshots(**fine)
     with pytest.raises(ValueError, match=f"snapshots cannot be taken: .*{re.escape(message)}"):
         check_snapshots(**{**fine, **changed})
@@ -239,4 +241,4 @@ def test_what_has_no_snapshots_is_refused(changed: dict[str, Any], message: str)
 def test_systems_without_files_in_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strategies.pipeline.state.snapshots.have_slots", lambda: False)
     with pytest.raises(ValueError, match="which only Linux has"):
-        check_snapshots(is_external=False, devices=[CPU])
+        check_snapshots(devices=[CPU])

@@ -1,0 +1,101 @@
+"""Ranks of torchrun and SLURM replace workers: a fit that loses some ends as one that loses none, to the last bit.
+
+The harness fails where a process or a port is left; torchrun leaves its empty log folders.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import rank_recovery_job
+import recovery_job
+import torch
+from harness import OWN_SERVER, run
+from paths import PYTHONPATH
+
+SECONDS = 280
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+
+
+def ran(commands: Sequence[Sequence[str]], how: str, variables: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
+    """Exit statuses and output."""
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
+    jobs = [
+        subprocess.Popen(
+            [*command, rank_recovery_job.__file__, "results.pt", how],
+            env={**environment, **own},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for command, own in zip(commands, variables, strict=True)
+    ]
+    said = [job.communicate(timeout=SECONDS)[0] for job in jobs]
+    return [job.returncode for job in jobs], "\n".join(said)
+
+
+def of_slurm() -> list[dict[str, str]]:
+    """The variables that ``srun`` gives to three tasks on one node."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    common = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "relay",
+        "SLURM_NTASKS": "3",
+        "SLURM_NTASKS_PER_NODE": "3",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    return [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(3)]
+
+
+def with_spares() -> Any:
+    codes, said = ran([TORCHRUN], "with spares", [{}])
+    assert codes == [0], said
+    return torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), said
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)
+def test_torchrun_with_spares() -> None:
+    found, expected, said = run(with_spares, timeout_seconds=SECONDS + 40, allow=["tmp"], env=OWN_SERVER)
+    repaired, restarted, spares = found["repaired"], found["restarted"], found["spares"]
+    assert recovery_job.differences(repaired, expected) == []
+    assert len(repaired["recovered"]) >= len(rank_recovery_job.SNAPSHOTS) - 1 and repaired["restarts"] == []
+    assert repaired["recovered"][0].startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
+    assert "(rank 1) on " in repaired["recovered"][0] and repaired["left"] == []
+    # One spare for each rank; those that were killed have been replaced, and the next ones became the workers.
+    assert spares["idle"] == spares["again"] == [1, 1], spares
+    assert {pid for pids in spares["spares"] for pid in pids} <= set(spares["workers"]), spares
+    assert " strategies.pipeline.worker.serve " in spares["command"]
+    # With max_restarts, the ranks replace workers too, and fit goes on from a checkpoint.
+    assert len(restarted["restarts"]) == 1 and restarted["recovered"] == []
+    for name in ("weights", "optimizers", "schedules"):
+        assert recovery_job.differences(restarted[name], expected[name], name) == []
+    assert said.count("another process takes its place") >= 2 * len(repaired["recovered"]) + 1
+    assert said.count("a script has ended") == 1
+
+
+def without_spares() -> Any:
+    codes, said = ran([[sys.executable]] * 3, "without spares", of_slurm())
+    return codes, said, torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 60)
+def test_slurm_without_spares_and_the_loss_of_a_rank() -> None:
+    """A worker is replaced by a new interpreter. A rank itself is not: the run ends, so that the launcher can act."""
+    codes, said, found, expected = run(without_spares, timeout_seconds=SECONDS + 40, env=OWN_SERVER)
+    repaired = found["repaired"]
+    assert recovery_job.differences(repaired, expected) == []
+    assert len(repaired["recovered"]) == 1 and repaired["restarts"] == []
+    assert codes[0] == 1 and codes[2] == -signal.SIGKILL and "a script has ended" not in said
+    assert "which supervised its worker, has ended: the launcher must start the run again" in said
