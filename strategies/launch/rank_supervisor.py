@@ -40,6 +40,7 @@ class RankSupervisor:
     def __init__(self, rank: int, command: Callable[[int, int], list[str]]) -> None:
         self._rank, self._command = rank, command
         self._worker: subprocess.Popen | None = None
+        self._is_to_end = False
 
     def run(self, number: int) -> int:
         """Run workers, the first of which begins with session ``number``; return the exit status of the last one.
@@ -54,6 +55,8 @@ class RankSupervisor:
             begun, status = self._run_one(number)
             if status >= 0 or status == -signal.SIGTERM or begun < number:
                 return status
+            if self._is_to_end:
+                return -signal.SIGTERM
             sys.stderr.write(f"rank {self._rank}: its worker {ending(status)}; another process takes its place\n")
             sys.stderr.flush()
             number = begun + 1
@@ -62,10 +65,13 @@ class RankSupervisor:
         """Run one worker; return the last session that it has begun (0: none), and its exit status."""
         with TemporaryFile() as begun:
             self._worker = subprocess.Popen(self._command(number, begun.fileno()), pass_fds=[begun.fileno()])
+            if self._is_to_end:  # the signal came before there was a worker to pass it on to
+                self._worker.terminate()
             status = self._worker.wait()
             return int(os.pread(begun.fileno(), _DIGITS, 0) or 0), status
 
     def _pass_on(self, signum: int, _: Any) -> None:
+        self._is_to_end = True
         if self._worker is not None and self._worker.poll() is None:
             self._worker.send_signal(signum)
 

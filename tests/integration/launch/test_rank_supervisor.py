@@ -14,7 +14,10 @@ from paths import PYTHONPATH
 SUPERVISOR = """
 import os, signal, sys
 from strategies.launch.rank_supervisor import RankSupervisor
-commands = lambda number, begun: [sys.executable, sys.argv[1], str(number), str(begun), *sys.argv[2:]]
+def commands(number, begun):
+    if sys.argv[2] == "told early":  # there is no worker yet
+        os.kill(os.getpid(), signal.SIGTERM)
+    return [sys.executable, sys.argv[1], str(number), str(begun), *sys.argv[2:]]
 status = RankSupervisor(3, commands).run(1)
 print("status", status, flush=True)
 """
@@ -28,10 +31,10 @@ print("worker", number, os.getpid(), flush=True)
 if how == "early":
     os.kill(os.getpid(), signal.SIGKILL)
 note_session(begun, number)
-if number == 1 and how != "waits":
+if number == 1 and how not in ("waits", "told early"):
     note_session(begun, 11)  # a session later, the process is the same
     os.kill(os.getpid(), signal.SIGKILL)
-if how == "waits":
+if how in ("waits", "told early"):
     time.sleep(60)
 sys.exit(7 if how == "fails" else 0)
 """
@@ -48,15 +51,22 @@ def supervised(how: str, send: str = "") -> tuple[str, bool]:
         said = process.stdout.readline()
         process.send_signal(getattr(signal, send))
     said += process.communicate(timeout=30)[0]
-    worker = int(said.split()[2])
+    worker = next((int(line.split()[2]) for line in said.splitlines() if line.startswith("worker")), 0)
     deadline = time.monotonic() + 10
-    while (lives := Path(f"/proc/{worker}").exists()) and time.monotonic() < deadline:
+    while (lives := worker > 0 and Path(f"/proc/{worker}").exists()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return said, lives
 
 
 def endings() -> dict[str, tuple[str, bool]]:
-    asked = [("goes on", ""), ("fails", ""), ("early", ""), ("waits", "SIGTERM"), ("waits", "SIGKILL")]
+    asked = [
+        ("goes on", ""),
+        ("fails", ""),
+        ("told early", ""),
+        ("early", ""),
+        ("waits", "SIGTERM"),
+        ("waits", "SIGKILL"),
+    ]
     return {f"{how} {send}".strip(): supervised(how, send) for how, send in asked}
 
 
@@ -86,3 +96,9 @@ def test_both_end_together(found: dict) -> None:
     assert not lives and said.endswith("status -15\n") and "takes its place" not in said
     said, lives = found["waits SIGKILL"]
     assert not lives and "status" not in said
+
+
+@pytest.mark.slow
+def test_a_signal_that_comes_before_the_worker_ends_it(found: dict) -> None:
+    said, lives = found["told early"]
+    assert not lives and said.endswith("status -15\n")
