@@ -129,7 +129,8 @@ class Marks:
                         found.append(value)
                     others.append((name, value if type(value) in _PLAIN else id(value)))
         for module in self._pipeline.stages[-1].modules():
-            own = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
+            attributes = vars(module).items()
+            own = {name: value for name, value in attributes if isinstance(value, Tensor) and not _is_result(value)}
             others += own
             found += own.values()
         return [tensor for tensor in found if not tensor.is_meta], others
@@ -149,7 +150,7 @@ def _content(value: Any, above: set[int]) -> Any:
     if type(value) in _PLAIN or isinstance(value, nn.Module):
         return value
     if isinstance(value, Tensor):
-        return id(value), fingerprint(value)
+        return "a result" if _is_result(value) else (id(value), fingerprint(value))
     if id(value) in above:
         return "an object that contains itself"
     if type(value) in (list, tuple, deque):
@@ -157,6 +158,11 @@ def _content(value: Any, above: set[int]) -> Any:
     if type(value) in (dict, OrderedDict, defaultdict):
         return [(_content(key, set()), _content(item, {*above, id(value)})) for key, item in value.items()]
     return pickled_alone(value) or id(value)
+
+
+def _is_result(tensor: Tensor) -> bool:
+    """Return whether a tensor comes from a forward pass, which a layer keeps to be looked at."""
+    return tensor.grad_fn is not None or tensor.is_inference()
 
 
 def _plain_attributes(module: nn.Module) -> Iterable[Any]:

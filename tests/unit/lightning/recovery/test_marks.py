@@ -126,6 +126,17 @@ def test_what_only_reading_tells(model: Model, name: str) -> None:
     assert not before.equals(marks.now(reads_values=True), with_gradients=False)
 
 
+def test_results_that_a_layer_keeps_do_not_count(model: Model) -> None:
+    """Such as its last output, which a validation step replaces."""
+    layer: Any = model.layers[0]
+    layer.last, layer.outputs = layer.linear(torch.ones(70)), {"last": layer.linear(torch.ones(70))}
+    marks, _ = marks_of(model)
+    before = marks.now(reads_values=True)
+    with torch.inference_mode():
+        layer.last, layer.outputs["last"] = layer.linear(torch.ones(70)), layer.linear(torch.zeros(70))
+    assert before.equals(marks.now(reads_values=True), with_gradients=False)
+
+
 def test_gradients_count_where_they_are_used(model: Model) -> None:
     marks, _ = marks_of(model)
     before = marks.now(reads_values=True)
