@@ -881,7 +881,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         return cast(list[float], summed.tolist())
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Do nothing: the backward pass of the loss runs the backward pass of every stage."""
+        """Note the loss; its backward pass runs the backward pass of every stage."""
+        if self._recovery is not None:
+            self._recovery.note_loss(closure_loss)
 
     def _after_backward(self) -> None:
         """Average gradients over the replicas, unless more gradients are accumulated first."""

@@ -151,6 +151,13 @@ recursive_detach = pl.utilities.memory.recursive_detach
 reset_seed = fabric.utilities.seed.reset_seed
 sized_len = fabric.utilities.data.sized_len
 
+READING_CALLBACKS: tuple[type[Callback], ...] = (
+    *(ModelCheckpoint, ModelSummary, pl.callbacks.EarlyStopping, pl.callbacks.LearningRateMonitor),
+    *(pl.callbacks.ProgressBar, pl.callbacks.TQDMProgressBar, pl.callbacks.RichProgressBar, pl.callbacks.Timer),
+    *(pl.callbacks.RichModelSummary, pl.callbacks.DeviceStatsMonitor),
+)
+"""Callbacks of Lightning that change neither weights nor states of optimizers."""
+
 # Private names
 
 AutomaticOptimization = pl.loops.optimization.automatic._AutomaticOptimization

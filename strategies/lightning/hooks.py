@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from strategies.common.patching import replaced
 from strategies.common.torch_compat import replacing_unscale_grads, unscale_grads
 from strategies.lightning.compat import (
+    READING_CALLBACKS,
     Callback,
     LightningModule,
     LightningOptimizer,
@@ -265,6 +266,30 @@ def around_hooks_of_steps(callback: Callback, call: Callable[..., None]) -> list
         if getattr(hook, "__func__", None) is not getattr(Callback, name):
             undo.append(replaced(callback, name, partial(call, f"{type(callback).__name__}.{name}", hook)))
     return undo
+
+
+def overridden_between_steps(trainer: Trainer, model: LightningModule) -> bool:
+    """Return whether the model or a callback has a hook between two training steps, in which it may change anything.
+
+    Callbacks of Lightning that only read the run do not count.
+    """
+    hooks = [name for name in vars(Callback) if name.startswith("on_") and name not in _NOT_BETWEEN_STEPS]
+    names = [name for name in hooks if not name.startswith(("on_test", "on_predict", "on_sanity"))]
+    of_model = (*names, "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    if any(is_overridden(name, model) for name in (*of_model, "lr_scheduler_step") if hasattr(LightningModule, name)):
+        return True
+    callbacks: list[Callback] = cast(Any, trainer).callbacks
+    return any(_defining_class(type(each), name) not in (Callback, *_READERS) for each in callbacks for name in names)
+
+
+_NOT_BETWEEN_STEPS = frozenset(
+    [*_HOOKS_OF_STEPS, "on_fit_start", "on_train_start", "on_fit_end", "on_exception", "on_load_checkpoint"]
+)
+_READERS = tuple(base for reader in READING_CALLBACKS for base in reader.__mro__ if issubclass(base, Callback))
+
+
+def _defining_class(cls: type, name: str) -> type:
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 # Hooks of the user

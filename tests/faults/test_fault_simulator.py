@@ -1,8 +1,13 @@
 """The short forms of the simulator of faults; ``make faults`` runs a thousand cases (docs/faults.md)."""
 
+import json
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 
-from tests.faults.simulator.campaign import Campaign
+from tests.faults.simulator.__main__ import main
+from tests.faults.simulator.campaign import Campaign, Verdict
 from tests.faults.simulator.cases import DRIVER, WORKER, draw, first_seed
 
 QUICK = {
@@ -30,3 +35,19 @@ def test_a_fault(kind: str) -> None:
 @pytest.mark.parametrize("seed", range(1000, 1030))
 def test_some_faults(seed: int) -> None:
     check(seed)
+
+
+@pytest.mark.slow
+def test_a_resumed_campaign_runs_what_has_no_right_verdict(tmp_path: Path) -> None:
+    seed, verdicts, report = first_seed("kill", WORKER), tmp_path / "verdicts.jsonl", tmp_path / "report.md"
+    of_another_case = Verdict(seed, "a run that the tables do not draw any more", ["kill"], True, "went on", [])
+    verdicts.write_text(json.dumps(asdict(of_another_case)) + "\n")
+    command = ["--seed", str(seed), "--resume", str(verdicts), "--report", str(report)]
+    assert main(command) == 0
+    first, second = map(json.loads, verdicts.read_text().splitlines())
+    assert (first["case"], second["case"]) == (of_another_case.case, str(draw(seed))) and second["commit"]
+    assert main(command) == 0
+    assert len(verdicts.read_text().splitlines()) == 2
+    assert report.read_text().startswith(
+        f"1 cases ({second['commit']}), in 1 of which a fault struck; 0 ended wrongly."
+    )

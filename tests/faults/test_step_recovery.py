@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import recovery_job
+import torch
 from harness import run
 from pytorch_lightning.callbacks import Callback, EMAWeightAveraging
 from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from recovery_job import BlockNet, Kills, ManualNet, Meddler, Net
+from recovery_job import BlockNet, Clipper, Halver, Killable, Kills, ManualNet, Meddler, Net, SometimesNet
 from torch import Tensor
 
 from strategies import RPCSequentialStrategy
@@ -45,6 +46,8 @@ BETWEEN: Kills = {
     10: ["on_validation_batch_start-0"],
     13: ["on_validation_batch_start-0", "on_train_epoch_end-1", "on_train_end-0"],
 }
+AFTER_FIRST: Kills = {2: ["step-1"], 6: ["step-0"], 8: ["backward-1"], 11: ["step-0", "step-1"]}
+"""Losses that are noticed late, but for the waiting for each step that a change between steps brings about."""
 SPARED: Kills = {2: ["forward-0"], 5: ["backward-1"], 11: ["forward-0", "forward-1"]}
 """While no checkpoint is being written in the background."""
 
@@ -70,6 +73,12 @@ CASES: dict[str, Case] = {
         [(SPARED, 1), (SPARED, 3)],
     ),
     "meddler": ({"callbacks": lambda: [Meddler()], "accumulate_grad_batches": 1}, [BOTH[0], (BEFORE_MEDDLING, 3)]),
+    "clipper": (
+        {"callbacks": lambda: [Clipper()], "accumulate_grad_batches": 1},
+        [(AFTER_FIRST, 1), (AFTER_FIRST, 3)],
+    ),
+    "gradients_between": ({"callbacks": lambda: [Halver()]}, [({3: ["forward-0"], 10: ["backward-1"]}, 1)]),
+    "changes_some_batches": ({"net": SometimesNet}, [({4: ["backward-0"], 11: ["forward-1"]}, 1)]),
     "averages": (
         {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)], "accumulate_grad_batches": 1},
         [({0: ["forward-0"], 3: ["backward-1"], 4: ["step-0"], 12: ["forward-0", "forward-1"]}, 1)],
@@ -135,6 +144,45 @@ class Deadly(Net):
         return super().training_step(batch, batch_idx)
 
 
+class SilentlyClocked(ManualNet, Clocked):
+    """Has another loss each time, and returns none."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+
+
+class Refusing(Killable):
+    """Cannot be unpickled any more from some time on."""
+
+    def __setstate__(self, state: Any) -> None:
+        if Path("refuse").exists():
+            raise ValueError("this layer is not unpickled")
+        super().__setstate__(state)
+
+
+class RefusingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequential_module[1] = Refusing()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            Path("refuse").touch()
+
+
+class MutatingValidation(Net):
+    """Changes its batches in place in validation."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        batch[0].add_(1)
+        super().validation_step(batch, batch_idx)
+
+
+class ScalingUncounted(Callback):
+    def on_after_backward(self, trainer: Any, model: Any) -> None:
+        model.scale.grad.data.mul_(2)
+
+
 class Scaling(Callback):
     def on_after_backward(self, trainer: Any, model: Any) -> None:
         model.scale.grad.mul_(2)
@@ -158,6 +206,19 @@ def messages() -> list[str]:
     ]
 
 
+def more_messages() -> list[str]:
+    fit = recovery_job.fit
+    manual: dict[str, Any] = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
+    clipper: dict[str, Any] = {"callbacks": lambda: [Clipper()], "accumulate_grad_batches": 1}
+    return [
+        message_of(MisconfigurationException, lambda: fit({}, 1, callbacks=lambda: [ScalingUncounted()])),
+        message_of(WorkerLost, lambda: fit({3: ["forward-0"]}, 9, net=SilentlyClocked, **manual)),
+        message_of(WorkerLost, lambda: fit({4: ["on_train_batch_end-1"]}, 1, **clipper)),
+        message_of(WorkerLost, lambda: fit({6: ["on_validation_batch_start-0"]}, 1, net=MutatingValidation)),
+        message_of(WorkerLost, lambda: fit({3: ["forward-0"]}, 1, net=RefusingNet)),
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_what_cannot_be_run_again_ends_the_run() -> None:
@@ -169,6 +230,17 @@ def test_what_cannot_be_run_again_ends_the_run() -> None:
     assert "Batch 0 of epoch 0 was run again from the last snapshot, and gave the loss " in clocked
     assert deadly.endswith("\nBatch 2 of epoch 0 has lost workers 3 times.")
     assert scaling.startswith("Scaling.on_after_backward changes gradients or weights, but snapshot_every_n_steps=1: ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_what_would_give_other_weights_ends_the_run() -> None:
+    scaling, clocked, clipped, validated, refused = run(more_messages, timeout_seconds=180)
+    assert scaling.startswith("ScalingUncounted.on_after_backward changes gradients or weights, but snap")
+    assert clocked.startswith("stage 0 ") and "was run again from the last snapshot, and gave the loss " in clocked
+    assert clipped.startswith("stage 1 ") and "weights, before Batch 5 of epoch 0, by something else" in clipped
+    assert validated.startswith("stage 0 ") and validated.endswith("its batch in place, so it cannot run again.")
+    assert refused.startswith("stage 0 ") and "could take over: ValueError: this layer is not unpickled" in refused
 
 
 def with_restarts() -> Any:
@@ -229,6 +301,27 @@ def test_recorded_steps() -> None:
     for row in found["rows"]:
         for name in ("stage_0", "stage_1", "driver"):
             assert float(row[f"pipeline/{name}/forward_ms"]) > 0, row
+
+
+def never_repaired() -> list[str]:
+    class Large(Net):
+        """Has a tensor of more than 64 MiB that changes in every step."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.large = torch.zeros(17 << 20)
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            self.large[0] += 1
+            return super().training_step(batch, batch_idx)
+
+    return recovery_job.fit({}, 1, net=Large)["warnings"]
+
+
+@pytest.mark.slow
+def test_what_no_loss_can_be_repaired_with_is_told_at_the_start() -> None:
+    said = [line for line in run(never_repaired) if "training will end as it does without snapshots" in line]
+    assert len(said) == 1 and "what cannot be restored: self.large. Keep such values in tensors of at most" in said[0]
 
 
 def taken_as_unchanged() -> list[str]:

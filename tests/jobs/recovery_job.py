@@ -198,6 +198,34 @@ class BlockNet(Net):
         return x
 
 
+class SometimesNet(Net):
+    """Changes every other batch in place."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx % 2 == 0:
+            batch[0].mul_(1.5)
+        return super().training_step(batch, batch_idx)
+
+
+class Clipper(Callback):
+    """Changes weights, buffers and states of the last stage between steps, in ways that torch does not count."""
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        model.scale.data.clamp_(-0.9, 0.9)
+        for parameter in model.sequential_module[-1].parameters():
+            parameter.data.clamp_(-0.05, 0.05)
+            trainer.optimizers[0].state[parameter]["exp_avg"].data.mul_(0.5)
+        model.sequential_module[8].running_mean.data.mul_(0.5)
+
+
+class Halver(Callback):
+    """Changes gradients of the last stage before the next batch adds to them."""
+
+    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 2 == 0 and model.scale.grad is not None:
+            model.scale.grad.data.mul_(0.5)
+
+
 class Meddler(Callback):
     """Changes weights, a rate, a mode and the balance between steps."""
 

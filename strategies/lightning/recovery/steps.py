@@ -23,7 +23,6 @@ from torch import Tensor
 
 from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
-from strategies.common.torch_compat import num_changes
 from strategies.lightning.checks import as_misconfiguration
 from strategies.lightning.compat import (
     DummyLogger,
@@ -34,8 +33,15 @@ from strategies.lightning.compat import (
     is_overridden,
     rank_zero_warn,
 )
-from strategies.lightning.hooks import Undo, around_hooks_of_steps, around_log, around_steps
+from strategies.lightning.hooks import (
+    Undo,
+    around_hooks_of_steps,
+    around_log,
+    around_steps,
+    overridden_between_steps,
+)
 from strategies.lightning.recovery.events import Events
+from strategies.lightning.recovery.marks import Mark, Marks
 from strategies.lightning.recovery.moment import Moment, Moments
 from strategies.lightning.recovery.together import Together
 from strategies.lightning.recovery.values import Remembered
@@ -44,10 +50,14 @@ from strategies.pipeline.stage.layers import Seeds
 
 R = TypeVar("R")
 
-_PLAIN = (bool, int, float, str)
-
 _MAX_LOSSES = 3
 """Number of losses within one step that ends the run: the step itself may be the reason."""
+
+
+_WAY_OUT = (
+    "Keep such values in tensors of at most 64 MiB, numbers, strings, lists, sets, dicts or objects of these, or "
+    "register a larger tensor as a buffer."
+)
 
 
 class _Unrecoverable(WorkerLost):
@@ -82,7 +92,7 @@ class _Step:
         begin: What it begins with.
         batch: The values of the batch.
         snapshot: The number of the snapshot made just before it, if there is one.
-        loss: The loss that it returned.
+        results: The losses that it returned or ran backward, by which a run of it again is checked.
     """
 
     run: Callable[[], Any]
@@ -91,7 +101,7 @@ class _Step:
     begin: Moment
     batch: Remembered
     snapshot: int | None = None
-    loss: Tensor | None = None
+    results: Sequence[Any] = ()
 
 
 class StepRecovery:
@@ -126,18 +136,19 @@ class StepRecovery:
     ) -> None:
         self._every_n_steps = every_n_steps
         self._trainer, self._model, self._pipeline = trainer, model, pipeline
-        self._moments = Moments(trainer, model, pipeline, seeds, others)
+        self._moments, self._marks = Moments(trainer, model, pipeline, seeds, others), Marks(model, pipeline)
         self._is_collecting, self._finish_saving, self._recovered = is_collecting, finish_saving, recovered
         self._events = Events()
         self._steps: list[_Step] = []
-        self._is_running, self._copies_batches = False, True
+        self._is_running, self._have_changed_batches = False, False
         self._together = together
         self._num_steps = self._num_gates = 0
         self._last_global_step = 0
         self._epoch: int | None = None
-        self._marks_after: Any = None
-        self._is_meddled_with = False
-        self._has_warned = False
+        self._mark_after: Mark | None = None
+        self._may_be_meddled_with = self._is_meddled_with = False
+        self._has_warned = self._has_warned_of_changes = False
+        self._losses: list[Tensor] = []
         self._undo_hooks: list[Undo] = []
         self._followed: set[int] = set()
         self.recoveries: list[Recovery] = []
@@ -163,9 +174,12 @@ class StepRecovery:
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a training step, again if need be."""
-        follows = bool(self._steps) and self._marks() == self._marks_after
+        follows = bool(self._steps) and self._is_unchanged(with_gradients=self._adds_to_gradients(args))
+        is_changed = bool(self._steps) and not follows
+        if is_changed and (self._mark_after is None or self._mark_after.balance == list(self._pipeline.balance)):
+            self._is_meddled_with = True  # for good; before the strategy moves layers, it waits by itself
+        self._mark_after = None  # it would keep states of optimizers that the step replaces
         is_due = self._is_due(args) or not follows
-        self._is_meddled_with = bool(self._steps) and not follows
         step = self._step(function, args, follows)
         changes_batch = self._moments.batch(args, copies=False).changed
         self._num_steps += 1
@@ -179,7 +193,7 @@ class StepRecovery:
                 step.batch.restore()
             if is_due and step.snapshot is None:
                 self._snapshot(step)
-                if self._is_meddled_with:
+                if is_changed:
                     self._pipeline.wait()  # going back to the snapshot before would lose what has been changed since
             result = self._run_once(step.run)
             if self._is_meddled_with or self._ends_interval():
@@ -193,10 +207,26 @@ class StepRecovery:
             result = self._repeated(attempt, f"{step.name} has lost workers")
         finally:
             self._is_running = False
-        step.loss = _loss_of(result)
-        self._copies_batches = bool(changes_batch())
-        self._marks_after = self._marks()
+        step.results = self._results_of(result)
+        self._have_changed_batches |= bool(changes_batch())
+        self._mark_after = self._marks.now(reads_values=self._may_be_meddled_with)
+        self._warn_of_what_changes(step)
         return result
+
+    def note_loss(self, loss: Tensor) -> None:
+        """The backward pass of a loss begins."""
+        self._losses.append(loss.detach().clone())
+
+    def _results_of(self, result: Any) -> Sequence[Any]:
+        """Return what tells whether a step has given the same when it is run again.
+
+        Without a loss, which only manual optimization can do without, these are the weights and gradients here.
+        """
+        losses, self._losses = self._losses, []
+        loss = result.get("loss") if isinstance(result, Mapping) else None
+        if isinstance(loss, Tensor):
+            losses.append(loss.detach().clone())
+        return losses or [self._marks.values()]
 
     def _repeated(self, attempt: Callable[[str], R], what: str) -> R:
         """Call ``attempt`` until no worker is lost, with the last loss or ``""``; return its result."""
@@ -218,7 +248,7 @@ class StepRecovery:
     def _step(self, function: Callable[..., Any], args: Sequence[Any], follows: bool) -> _Step:
         trainer: Any = self._trainer
         name = f"Batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
-        batch = self._moments.batch(args, copies=self._copies_batches)
+        batch = self._moments.batch(args, copies=self._have_changed_batches or not self._steps)
         return _Step(partial(function, *args), name, follows, self._moments.now(), batch)
 
     def _stop_profiling(self) -> None:
@@ -229,6 +259,7 @@ class StepRecovery:
 
     def _run_once(self, run: Callable[[], Any], *, is_repeated: bool = False) -> Any:
         self._follow_callbacks()
+        self._losses = []
         trainer: Any = self._trainer
         with ExitStack() as within:
             loggers, silence_ends = trainer.loggers, None
@@ -261,9 +292,9 @@ class StepRecovery:
         """Call a hook of a callback between the training step and the step of the optimizer."""
 
         def call() -> None:
-            before = self._gradients()
+            before = self._marks.in_step()
             hook(*args)
-            if self._gradients() != before:
+            if self._marks.in_step() != before:
                 raise MisconfigurationException(
                     f"{name} changes gradients or weights, but snapshot_every_n_steps={self._every_n_steps}: when a "
                     "worker is lost, steps run again without callbacks that have already been called. Do this in the "
@@ -299,6 +330,7 @@ class StepRecovery:
         self._epoch = epoch
         if epoch != before:
             self._moments.look_again()
+            self._may_be_meddled_with = overridden_between_steps(trainer, self._model)
         if epoch != before or not self._steps or self._pipeline.last_snapshot is None:
             return True
         return trainer.global_step - self._last_global_step >= self._every_n_steps and self._begins_gradients(args)
@@ -309,6 +341,11 @@ class StepRecovery:
             return True
         _, batch_idx, *_ = args
         return bool(batch_idx % self._trainer.accumulate_grad_batches == 0)
+
+    def _adds_to_gradients(self, args: Sequence[Any]) -> bool:
+        """Return whether the step that begins may use the gradients that there are."""
+        clears = self._model.automatic_optimization and not is_overridden("optimizer_zero_grad", self._model)
+        return not (clears and self._begins_gradients(args))
 
     def _snapshot(self, step: _Step) -> None:
         model, trainer = self._model, cast(Any, self._trainer)
@@ -333,35 +370,24 @@ class StepRecovery:
                 f"Attributes that are taken as unchanged by training steps then: {'; '.join(unknown)}."
             )
 
-    def _marks(self, *, with_gradients: bool | None = None) -> Any:
-        """Return something that is another one if somebody changes what steps do not begin with.
+    def _warn_of_what_changes(self, step: _Step) -> None:
+        """Say after the first step whether it has changed what cannot be restored, so that no loss can be repaired."""
+        if self._has_warned_of_changes:
+            return
+        self._has_warned_of_changes = True
+        if changed := [*step.begin.changed(), *step.batch.changed()]:
+            rank_zero_warn(
+                f"snapshot_every_n_steps={self._every_n_steps}: if a worker is lost, training will end as it does "
+                f"without snapshots, because the first step has changed what cannot be restored: {', '.join(changed)}. "
+                f"{_WAY_OUT}"
+            )
 
-        These are weights, buffers, attributes of layers and the numbers of groups of the optimizers; under manual
-        optimization, which decides itself when to clear them, also gradients.
-        """
-        pipeline, model = self._pipeline, self._model
-        here = [each for each in (*model.parameters(), *model.buffers()) if not each.is_meta]
-        attributes = [
-            value
-            for module in pipeline.module.modules()
-            for name, value in vars(module).items()
-            if type(value) in _PLAIN and name != "training"
-        ]
-        marks = (
-            sum(map(num_changes, here)),
-            pipeline.num_updates,
-            list(pipeline.balance),
-            [len(optimizer.param_groups) for optimizer in pipeline.optimizers.optimizers],
-            attributes,
+    def _is_unchanged(self, *, with_gradients: bool) -> bool:
+        """Return whether all is as the last training step has left it."""
+        before = self._mark_after
+        return before is not None and before.equals(
+            self._marks.now(reads_values=before.has_values), with_gradients=with_gradients
         )
-        if with_gradients is None:
-            with_gradients = not model.automatic_optimization
-        return marks, self._gradients() if with_gradients else None
-
-    def _gradients(self) -> Any:
-        here = [p for p in self._model.parameters() if not p.is_meta]
-        grads = [None if p.grad is None else (id(p.grad), num_changes(p.grad)) for p in here]
-        return grads, [num_changes(p) for p in here], [remote.version for remote in self._pipeline.remotes]
 
     def _ends_interval(self) -> bool:
         """Return whether the weights are read before the next step, or the run ends."""
@@ -386,12 +412,12 @@ class StepRecovery:
                 self._pass_gate()
 
         if self._can_settle():
-            self._between_steps(lambda: None, wait)
+            self._between_steps(lambda _: None, wait)
 
     def meet(self) -> None:
         """Wait until all replicas are about to do a collective operation, which no replica leaves before its end."""
         if self._can_settle():
-            self._between_steps(lambda: None, self._pass_gate)
+            self._between_steps(lambda _: None, self._pass_gate)
         else:
             self._pass_gate()
 
@@ -404,12 +430,15 @@ class StepRecovery:
         """Run ``validation_step``, again if a worker is lost."""
         if not self._can_settle():
             return function(*args)
+        assert self._mark_after is not None
+        if not self._mark_after.has_values and self._is_unchanged(with_gradients=False):
+            self._mark_after = self._marks.now(reads_values=True)  # validation_step may change values through .data
         now, batch = self._moments.now(), self._moments.batch(args, copies=False)
         self._events.begin_step()
 
-        def check() -> Moment:
+        def check(lost: str) -> Moment:
             if batch.changed():
-                raise _Unrecoverable("validation_step changes its batch in place, so it cannot run again.")
+                raise _Unrecoverable(f"{lost}\nvalidation_step changes its batch in place, so it cannot run again.")
             return now
 
         def run() -> R:
@@ -419,13 +448,14 @@ class StepRecovery:
         return self._between_steps(check, run)
 
     def _can_settle(self) -> bool:
-        return bool(self._steps) and not self._is_running and not torch.is_inference_mode_enabled()
+        return self._mark_after is not None and not self._is_running and not torch.is_inference_mode_enabled()
 
-    def _between_steps(self, moment: Callable[[], Moment | None], run: Callable[[], R]) -> R:
+    def _between_steps(self, moment: Callable[[str], Moment | None], run: Callable[[], R]) -> R:
         """Run something that does not train, and go back to what training has come to if a worker is lost meanwhile.
 
         Args:
-            moment: Returns the moment to go back to, or ``None`` if that is now; raises an error if nobody can.
+            moment: Called with what was lost. Returns the moment to go back to, or ``None`` if that is now; raises an
+                error if nobody can.
             run: What to run.
         """
         now: Moment | None = None
@@ -435,13 +465,13 @@ class StepRecovery:
             if lost:
                 if now is None:
                     self._check_unchanged(lost)
-                    now = moment() or self._moments.now()
+                    now = moment(lost) or self._moments.now()
                 has_gradients = self._has_gradients()
                 self._go_back(now, self._steps, lost)
                 if not has_gradients:  # Lightning clears them before a validation
                     for optimizer in self._pipeline.optimizers.optimizers:
                         optimizer.zero_grad()
-                self._marks_after = self._marks()
+                self._mark_after = self._marks.now(reads_values=self._may_be_meddled_with)
             return run()
 
         before, self._is_running = self._is_running, True
@@ -451,8 +481,7 @@ class StepRecovery:
             self._is_running = before
 
     def _check_unchanged(self, lost: str) -> None:
-        weights, _ = self._marks_after
-        if self._marks(with_gradients=False)[0] != weights:
+        if not self._is_unchanged(with_gradients=False):
             raise _Unrecoverable(f"{lost}\nSomething else than training steps has changed weights since the last one.")
 
     def _has_gradients(self) -> bool:
@@ -479,8 +508,8 @@ class StepRecovery:
             raise _Unrecoverable(f"{lost}\nThe checkpoint that was being written is incomplete ({error}).") from error
         try:
             number = self._pipeline.recover(together)
-        except RuntimeError as error:
-            raise _Unrecoverable(f"{lost}\n{error}") from error
+        except Exception as error:  # also one that a layer raises when it is unpickled
+            raise _Unrecoverable(f"{lost}\nNo new workers could take over: {type(error).__name__}: {error}") from error
         (place,) = [place for place, step in enumerate(self._steps) if step.snapshot == number]
         first, *later = self._steps[place:]
         for step in later:
@@ -492,13 +521,14 @@ class StepRecovery:
             step.begin.restore()
             step.batch.restore()
             with torch.enable_grad():
-                found = _loss_of(self._run_once(step.run, is_repeated=True))
-            if not _same(found, step.loss):
+                found = self._results_of(self._run_once(step.run, is_repeated=True))
+            if not _same(found, step.results):
+                different = _difference(found, step.results)
                 raise _Unrecoverable(
-                    f"{lost}\n{step.name} was run again from the last snapshot, and gave the loss {found} instead of "
-                    f"{step.loss}, so training cannot go on from there: training_step depends on something that is "
-                    "neither the model, the batch nor a random state of torch, Python or NumPy, or something other "
-                    "than training steps has changed weights."
+                    f"{lost}\n{step.name} was run again from the last snapshot, and gave {different}, so training "
+                    "cannot go on from there: training_step depends on something that is neither the model, the batch "
+                    "nor a random state of torch, Python or NumPy, or something other than training steps has changed "
+                    "weights."
                 )
         until.restore()
         again = f"{len(repeated)} steps run again" if len(repeated) != 1 else "one step run again"
@@ -515,17 +545,22 @@ class StepRecovery:
         if changed:
             raise _Unrecoverable(
                 f"{lost}\nTraining cannot go on from the last snapshot, because these have changed since, or may have, "
-                f"and cannot be restored: {', '.join(dict.fromkeys(changed))}. Keep such values in tensors, numbers, "
-                "strings, lists, sets, dicts or objects of these."
+                f"and cannot be restored: {', '.join(dict.fromkeys(changed))}. {_WAY_OUT}"
             )
 
 
-def _loss_of(result: Any) -> Tensor | None:
-    loss = result.get("loss") if isinstance(result, Mapping) else None
-    return loss.detach().clone() if isinstance(loss, Tensor) else None
+def _same(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    return len(found) == len(expected) and all(map(_equal, found, expected))
 
 
-def _same(found: Tensor | None, expected: Tensor | None) -> bool:
-    if found is None or expected is None:
-        return found is expected
+def _equal(found: Any, expected: Any) -> bool:
+    if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
+        return not isinstance(found, Tensor) and not isinstance(expected, Tensor) and bool(found == expected)
     return torch.equal(found, expected) or bool((found.isnan() & expected.isnan()).all())
+
+
+def _difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
+    tensors = [next((value for value in values if isinstance(value, Tensor)), None) for values in (found, expected)]
+    if None in tensors:
+        return "other weights or gradients"
+    return f"the loss {found} instead of {expected}"

@@ -6,12 +6,20 @@ copied is watched, as far as that is possible, so that a change of it is known.
 
 import inspect
 import io
+import multiprocessing.queues
+import queue
 import random
+import socket
+import subprocess
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor, Future
 from enum import Enum
 from functools import cache, partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Condition, Event, SemLock
 from pathlib import PurePath
 from threading import Lock, RLock
 from typing import Any
@@ -37,10 +45,17 @@ _ATOMS_PER_OBJECT = 50
 _ATOMS = {
     *(type(None), bool, int, float, complex, str, bytes, range, slice, type, type(Ellipsis), type(NotImplemented)),
     *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, types.MappingProxyType),
+    *(types.GenericAlias, types.UnionType),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, property, partial, ReferenceType),
     *(type(Lock()), type(RLock()), inspect.Signature),
 }
 """Types whose objects do not change, or not in a way that matters."""
+_SHARED = (
+    *(threading.Thread, threading.Condition, threading.Event, threading.Semaphore, threading.Barrier, threading.local),
+    *(queue.Queue, queue.SimpleQueue, Future, Executor, subprocess.Popen, socket.socket),
+    *(BaseProcess, multiprocessing.queues.Queue, multiprocessing.queues.SimpleQueue, SemLock, Condition, Event),
+)
+"""Objects that other threads or processes use meanwhile: to put back their attributes would break them."""
 _ATOMIC_BASES = (Enum, PurePath, type, np.dtype, np.generic)
 
 _OF_MODULES = frozenset(vars(nn.Module()).keys() - {"training"})
@@ -160,6 +175,13 @@ class Memory:
     def _keep(self, found: Remembered, name: str, value: Any, waiting: list[Any]) -> float:
         """Remember one object and append the objects that it refers to to ``waiting``; return the cost."""
         cost, is_known = 0.0, True
+        kind: Any = type(value)
+        if (shared := _shared_by(value)) is not None:
+            if hasattr(kind, "__next__"):
+                found.watch(name, object)  # such as the iterator of a DataLoader with workers
+            else:
+                self.taken_as_unchanged.setdefault(name, _is_or_holds(shared))
+            return cost
         if isinstance(value, dict):
             found.keep(_put_items, value, list(value.items()))
             cost = _add(waiting, value.values())
@@ -176,7 +198,6 @@ class Memory:
             found.keep(_put_attributes, value, dict(vars(value)))
             cost += _add(waiting, vars(value).values())
             is_known = True
-        kind: Any = type(value)
         if names := _slots(kind):
             slots = {slot: getattr(value, slot) for slot in names if hasattr(value, slot)}
             found.keep(_put_slots, value, slots)
@@ -185,7 +206,7 @@ class Memory:
         if not is_known and hasattr(type(value), "__next__"):
             found.watch(name, object)  # its position cannot be read
         elif not is_known:
-            self.taken_as_unchanged.setdefault(name, f"is or holds a {kind.__module__}.{kind.__qualname__}")
+            self.taken_as_unchanged.setdefault(name, _is_or_holds(kind))
         return cost
 
     def _keep_special(self, found: Remembered, name: str, value: Any) -> bool:
@@ -230,6 +251,18 @@ class Memory:
         else:
             copy = known[2]
         found.keep(_put_values, tensor, copy)
+
+
+def _shared_by(value: Any) -> type | None:
+    """Return the class of a thread, queue or the like that an object is or has as an attribute."""
+    for each in (value, *getattr(value, "__dict__", {}).values()):
+        if isinstance(each, _SHARED):
+            return type(each)
+    return None
+
+
+def _is_or_holds(kind: type) -> str:
+    return f"is or holds a {kind.__module__}.{kind.__qualname__}"
 
 
 def _add(waiting: list[Any], values: Iterable[Any]) -> float:

@@ -10,9 +10,11 @@ never over it.
 """
 
 import pickle
+import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,9 @@ from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.transport.slots import NUM_SLOTS, Slot, have_slots
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+
+_FUNCTIONS = (*(type, partial), types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+"""Stay as they are; other objects that can be called may keep something from call to call."""
 
 _NEVER_CHANGE = frozenset([bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device])
 
@@ -216,7 +221,7 @@ class OwnState:
 
         What cannot be copied, such as functions, modules and objects that contain modules, stays as it is.
         """
-        if type(value) in _NEVER_CHANGE or callable(value) or isinstance(value, nn.Parameter):
+        if type(value) in _NEVER_CHANGE or isinstance(value, (*_FUNCTIONS, nn.Module, nn.Parameter)):
             return lambda: value
         if id(value) in self._kept:
             return self._kept[id(value)][1]

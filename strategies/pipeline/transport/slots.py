@@ -112,11 +112,14 @@ class Slot:
             number: The number of the snapshot, at least 0.
             blob: Pickled bytes.
             storages: The values that are not in ``blob``.
+
+        Raises:
+            OSError: If the file may not have this size.
         """
         self.forget()
         places, end = _places(len(blob), [storage.nbytes() for storage in storages])
         if end > self.size_bytes:
-            os.ftruncate(self._file, end)
+            self._grow(end)
         mapped = self._mapped()
         mapped[_HEADER.size : _HEADER.size + len(blob)] = blob
         _HEADER.pack_into(mapped, 0, _NO_NUMBER, len(blob))
@@ -151,6 +154,16 @@ class Slot:
         file, self._file, self._map = self._file, -1, None
         if file >= 0:
             os.close(file)
+
+    def _grow(self, size_bytes: int) -> None:
+        try:
+            os.ftruncate(self._file, size_bytes)
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"a snapshot of {size_bytes} bytes cannot be kept in a file in memory ({error.strerror}); the limit of "
+                "the size of files (ulimit -f) also applies to those in memory: raise it, or take no snapshots",
+            ) from error
 
     def _mapped(self) -> mmap.mmap:
         size = self.size_bytes

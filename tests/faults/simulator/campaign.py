@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from harness import OWN_SERVER, run
 
@@ -32,6 +35,7 @@ class Verdict:
         wrong: Everything that is wrong.
         seconds_to_end: From the fault to the end of a run that raised something.
         seconds: How long the case took.
+        commit: The version of the code; ``+`` if files have changed since.
     """
 
     seed: int
@@ -42,12 +46,18 @@ class Verdict:
     wrong: list[str]
     seconds_to_end: float | None = None
     seconds: float = field(default=0.0, compare=False)
+    commit: str = field(default="", compare=False)
 
 
 class Campaign:
-    """Cases and the references that they share."""
+    """Cases and the references that they share.
 
-    def __init__(self) -> None:
+    Args:
+        commit: The version of the code, for the verdicts.
+    """
+
+    def __init__(self, commit: str = "") -> None:
+        self._commit = commit
         self._references: dict[Shape, Outcome] = {}
 
     def examine(self, case: Case) -> Verdict:
@@ -79,6 +89,7 @@ class Campaign:
             wrong=wrong,
             seconds_to_end=outcome.seconds_to_end() if outcome is not None else None,
             seconds=round(time.monotonic() - began, 1),
+            commit=self._commit,
         )
 
     def _reference(self, shape: Shape) -> Outcome:
@@ -89,6 +100,21 @@ class Campaign:
                 raise AssertionError(f"without faults, it raised {found.results.error}")
             self._references[shape] = found
         return self._references[shape]
+
+
+def outstanding(seeds: Iterable[int], verdicts: Mapping[int, Verdict]) -> Iterator[Case]:
+    """The cases without a verdict, and those whose verdict is wrong or on another case: tables may draw others now."""
+    for case in map(draw, seeds):
+        verdict = verdicts.get(case.seed)
+        if verdict is None or verdict.wrong or verdict.case != str(case):
+            yield case
+
+
+def version() -> str:
+    """The commit of the code, with ``+`` if files have changed since; empty if git does not know."""
+    command = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    found = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return found.stdout.strip()
 
 
 def examine(seed: int) -> Verdict:

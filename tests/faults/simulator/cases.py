@@ -7,9 +7,13 @@ The tables at the top of this module are all that a case is drawn from: a new op
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 NUM_BATCHES = 8
 SAVE_EVERY = 2
@@ -42,6 +46,8 @@ RANKS: dict[str, dict[str, tuple[Any, ...]]] = {
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
 PHASES = ("start", "forward", "backward", "step", "checkpoint", "validation", "teardown")
+RECOVERY = "recovery"
+"""A phase too: a worker starts again, after another fault."""
 ANY_MOMENT = "any moment"
 """A phase too: a thread of the driver strikes after a time, whatever the processes do then."""
 
@@ -127,7 +133,12 @@ class Fault:
         who = self.role if self.role != WORKER else f"worker of stage {self.stage}"
         who += f" of replica {self.replica}" if self.replica else ""
         detail = f" ({self.detail})" if self.detail is not None else ""
-        return f"{self.kind}{detail} in {self.phase} on the {who} from batch {self.batch} on"
+        skip = f", after {self.skip} passes" if self.skip else ""
+        return f"{self.kind}{detail} in {self.phase} on the {who} from batch {self.batch} on{skip}"
+
+
+PAIRS = 0.5
+"""The share of two faults among the cases whose first fault can come with another one."""
 
 
 @dataclass(frozen=True)
@@ -154,18 +165,22 @@ PASSES = ("forward", "backward", "step", "validation")
 KINDS: dict[str, Kind] = {
     "kill": Kind((DRIVER, WORKER, WORKER, SERVER), (*PHASES, ANY_MOMENT), 5, pairs=True),
     "stop": Kind((WORKER,), (*PHASES, ANY_MOMENT), 2, pairs=True),
-    "pause": Kind((DRIVER, WORKER), PHASES, 2),
+    "pause": Kind((DRIVER, WORKER), PHASES, 2, pairs=True),
     "terminate": Kind((DRIVER, WORKER, SERVER), (*PASSES, "checkpoint", ANY_MOMENT), 2),
     "exception": Kind((DRIVER, WORKER, WORKER), PHASES, 5, pairs=True),
     "hang": Kind((WORKER,), PHASES, 2, pairs=True),
-    "slow": Kind((DRIVER, WORKER), PHASES, 2),
+    "slow": Kind((DRIVER, WORKER), PHASES, 2, pairs=True),
     "busy": Kind((DRIVER, WORKER), ("forward", "backward"), 1),
     "nan": Kind((DRIVER, WORKER), ("forward",), 2),
-    "disk full": Kind((DRIVER, WORKER), ("checkpoint",), 3),
+    "disk full": Kind((DRIVER, WORKER), ("checkpoint",), 3, pairs=True),
     "cut off": Kind((DRIVER, WORKER), ("checkpoint",), 3),
     "damaged": Kind((DRIVER,), ("after",), 2, ranks=False),
-    "connection lost": Kind((DRIVER, WORKER), PASSES, 3),
+    "connection lost": Kind((DRIVER, WORKER), PASSES, 3, pairs=True),
 }
+
+
+IN_RECOVERY = ("kill", "stop", "exception", "hang", "slow")
+"""Kinds whose second fault can also strike a worker that starts again after the first."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +190,7 @@ class Case:
     Attributes:
         seed: From which it was drawn.
         shape: The run.
-        faults: One fault, or two that strike in the same phase.
+        faults: One fault, or two.
     """
 
     seed: int
@@ -197,14 +212,50 @@ class Case:
         return f"{self.shape}: {' and '.join(map(str, self.faults))}"
 
 
+class Draws:
+    """Random draws, each by its own name, so that none depends on what else is drawn.
+
+    A new option, kind of fault or value of a table leaves the other cases as they are: each value has a number of its
+    own, and the value with the largest number is drawn. So a new value changes only the cases that draw it.
+
+    Args:
+        seed: The seed of the case, with the number of the attempt.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+
+    def number(self, name: str) -> float:
+        """A number from 0 to 1, without 1."""
+        return random.Random(f"{self._seed}/{name}").random()
+
+    def below(self, name: str, end: int) -> int:
+        """A whole number from 0 to ``end - 1``."""
+        return int(self.number(name) * end)
+
+    def of(self, name: str, values: Sequence[T]) -> T:
+        """One of some values; a value that is there twice is drawn twice as often."""
+        counted: Counter[str] = Counter()
+        numbers = []
+        for value in values:
+            numbers.append(self.number(f"{name}/{value!r}/{counted[repr(value)]}"))
+            counted[repr(value)] += 1
+        return values[numbers.index(max(numbers))]
+
+    def weighted(self, name: str, weights: Mapping[str, int]) -> str:
+        """One of some names, drawn as often as its weight says."""
+        return max(weights, key=lambda each: self.number(f"{name}/{each}") ** (1 / weights[each]))
+
+
 def draw(seed: int) -> Case:
     """The case of a seed."""
-    rnd = random.Random(seed)
-    while True:
-        shape = _draw_shape(rnd)
-        faults = _draw_faults(rnd, shape)
+    for attempt in count():
+        draws = Draws(f"{seed}/{attempt}")
+        shape = _draw_shape(draws)
+        faults = _draw_faults(draws, shape)
         if faults:
             return Case(seed, shape, faults)
+    raise AssertionError("unreachable")
 
 
 def first_seed(kind: str, role: str, start: int = 0) -> int:
@@ -215,55 +266,65 @@ def first_seed(kind: str, role: str, start: int = 0) -> int:
     )
 
 
-def _draw_shape(rnd: random.Random) -> Shape:
-    strategy = rnd.choices(["pipeline", *RANKS], [10, 1, 1])[0]
-    precision, accumulate = rnd.choice(PRECISIONS), rnd.choice((1, 1, 2))
+def _draw_shape(draws: Draws) -> Shape:
+    strategy = draws.weighted("strategy", {"pipeline": 10, **dict.fromkeys(RANKS, 1)})
+    precision, accumulate = draws.of("precision", PRECISIONS), draws.of("accumulate", (1, 1, 2))
     if strategy != "pipeline":
-        return Shape(strategy, 1, 2, precision, accumulate, _draw_options(rnd, RANKS[strategy]))
-    stages, replicas = rnd.choice((1, 2, 2, 3, 3)), rnd.choices((1, 2), [12, 1])[0]
-    options = _draw_options(rnd, {**OPTIONS, **(SEVERAL_REPLICAS if replicas > 1 else {})})
+        return Shape(strategy, 1, 2, precision, accumulate, _draw_options(draws, RANKS[strategy]))
+    stages, replicas = draws.of("stages", (1, 2, 2, 3, 3)), int(draws.weighted("replicas", {"1": 12, "2": 1}))
+    options = _draw_options(draws, {**OPTIONS, **(SEVERAL_REPLICAS if replicas > 1 else {})})
     return Shape(strategy, stages, replicas, precision, accumulate, options)
 
 
-def _draw_options(rnd: random.Random, table: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
-    return tuple((name, rnd.choice(values)) for name, values in table.items())
+def _draw_options(draws: Draws, table: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, draws.of(name, values)) for name, values in table.items())
 
 
-def _draw_faults(rnd: random.Random, shape: Shape) -> tuple[Fault, ...]:
+def _draw_faults(draws: Draws, shape: Shape) -> tuple[Fault, ...]:
     """One or two faults; none if what has been drawn cannot happen to a run of this shape."""
-    names = list(KINDS)
-    kind = rnd.choices(names, [KINDS[name].weight for name in names])[0]
-    first = _draw_fault(rnd, shape, kind, rnd.choice(KINDS[kind].phases))
+    kind = draws.weighted("kind", {name: known.weight for name, known in KINDS.items()})
+    first = _draw_fault(draws, "first", shape, kind, draws.of("phase", KINDS[kind].phases))
     if first is None:
         return ()
-    if not KINDS[kind].pairs or rnd.random() > 0.15 or first.phase == ANY_MOMENT:
+    is_single = not KINDS[kind].pairs or shape.replicas > 1 or first.phase == ANY_MOMENT
+    if is_single or draws.number("pair") > PAIRS:
         return (first,)
-    kind = rnd.choice([name for name in names if KINDS[name].pairs and first.phase in KINDS[name].phases])
-    second = _draw_fault(rnd, shape, kind, first.phase)
+    kind = draws.weighted("second kind", {name: 1 for name, known in KINDS.items() if known.pairs})
+    phases = [phase for phase in KINDS[kind].phases if phase != ANY_MOMENT]
+    phase = draws.of("second phase", phases)
+    if first.phase in phases and draws.number("same phase") < 0.5:
+        phase = first.phase
+    if kind in IN_RECOVERY and (shape.goes_back or shape.restarts) and draws.number("in recovery") < 0.3:
+        phase = RECOVERY
+    second = _draw_fault(draws, "second", shape, kind, phase)
     where = (first.role, first.replica, first.stage)
     if second is None or (second.role, second.replica, second.stage) == where or SERVER in (first.role, second.role):
         return ()
     return (first, second)
 
 
-def _draw_fault(rnd: random.Random, shape: Shape, kind: str, phase: str) -> Fault | None:
-    role = rnd.choice(KINDS[kind].roles)
-    replica = rnd.randrange(shape.replicas)
-    stage = rnd.randrange(shape.stages - 1) if role == WORKER and shape.stages > 1 else shape.stages - 1
-    batch, skip = rnd.randrange(NUM_BATCHES - 3), rnd.randrange(2) if phase in ("forward", "backward") else 0
+def _draw_fault(draws: Draws, which: str, shape: Shape, kind: str, phase: str) -> Fault | None:
+    role = draws.of(f"{which} role", KINDS[kind].roles)
+    replica = draws.below(f"{which} replica", shape.replicas)
+    is_worker = role == WORKER and shape.stages > 1
+    stage = draws.below(f"{which} stage", shape.stages - 1) if is_worker else shape.stages - 1
+    batch = draws.below(f"{which} batch", NUM_BATCHES - 3)
+    skip = draws.below(f"{which} skip", 2) if phase in ("forward", "backward") else 0
     detail: Any = None
     if kind == "exception":
-        detail = rnd.choice(EXCEPTIONS)
+        detail = draws.of(f"{which} exception", EXCEPTIONS)
     elif kind in ("disk full", "cut off"):
-        detail = rnd.randrange(64, 6000)
+        detail = 64 + draws.below(f"{which} bytes", 6000 - 64)
     elif kind in ("nan", "connection lost", "damaged") or phase == ANY_MOMENT:
-        detail = round(rnd.random(), 3)
+        detail = round(draws.number(f"{which} share"), 3)
     fault = Fault(kind, phase, role, replica, stage, batch, skip, detail)
     return fault if _is_possible(shape, fault) else None
 
 
 def _is_possible(shape: Shape, fault: Fault) -> bool:
     if fault.role != DRIVER and (shape.strategy != "pipeline" or shape.stages == 1):
+        return False
+    if fault.phase == RECOVERY and (fault.role != WORKER or shape.replicas > 1):
         return False
     if fault.role == SERVER and (shape.replicas > 1 or fault.phase == ANY_MOMENT):
         return False

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from tests.faults.simulator.cases import ANY_MOMENT, DRIVER, NUM_BATCHES, SERVER, WORKER, Case, Fault, Shape
+from tests.faults.simulator.cases import ANY_MOMENT, DRIVER, NUM_BATCHES, RECOVERY, SERVER, WORKER, Case, Fault, Shape
 from tests.faults.simulator.traps import FAULT
 
 BOUND_SECONDS = 25.0
@@ -40,17 +40,20 @@ class Results:
         error: What it raised.
         began: When it began, in seconds.
         ended: When it ended.
-        losses: The loss of each batch.
+        losses: Each batch whose training ended, with its loss.
         tensors: The weights and buffers at the end, if it raised nothing.
         metrics: The logged values, if it raised nothing.
+        hooks: Every call of a hook of a callback, with the batch: ``on_train_batch_end 3``. ``setup`` begins a run, and
+            each restart.
     """
 
     error: Error | None
     began: float
     ended: float
-    losses: Mapping[int, float]
+    losses: Sequence[tuple[int, float]]
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    hooks: Sequence[str] = ()
 
 
 @dataclass
@@ -105,9 +108,10 @@ GOES_ON = Ending()
 
 
 def endings(case: Case) -> list[Ending]:
-    """All the ways in which a case may end rightly."""
+    """All the ways in which a case whose faults have struck may end rightly."""
     found = [ending for fault in case.faults for ending in _endings_of(case.shape, fault)]
-    if len(case.faults) > 1 and case.shape.restarts:  # two losses at two times are one too many
+    if len(case.faults) > 1 and (case.shape.restarts or case.shape.goes_back):
+        # Two losses at two times are one too many for a restart, and one may come where a snapshot does not help.
         found += [ending for fault in case.faults for ending in _raising(fault)]
     return found
 
@@ -123,6 +127,14 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
         raising = [
             Ending(("RuntimeError", "WorkerLost", "DistNetworkError", "DistBackendError"), "rank |stage|onnection")
         ]
+    if fault.kind == "disk full" and fault.role == WORKER and shape.goes_back:
+        # The limit is one of the size of files, and applies to snapshots too, which are files in memory.
+        raising.append(Ending(("OSError",), f"a snapshot of .*{_FULL}"))
+    if fault.phase == RECOVERY:  # another attempt may go well, or a restart that comes after it
+        of_layer = Ending(("WorkerLost",), f"could take over: .*{FAULT}")
+        return [GOES_ON, *raising, *([of_layer] if fault.kind == "exception" else [])]
+    if fault.replica and fault.phase == "teardown":
+        return [GOES_ON, *raising]  # rank 0 may be through
     if fault.phase == ANY_MOMENT or fault.kind == "connection lost":
         return [GOES_ON, *raising]  # it may be over, or close a connection that is not used any more
     if fault.role == WORKER and fault.kind in ("kill", "stop", "hang", "cut off"):
@@ -196,7 +208,8 @@ def judge(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:
 
 
 def _of_the_end(case: Case, outcome: Outcome) -> list[str]:
-    allowed = endings(case) if outcome.struck else [GOES_ON]
+    struck = tuple(fault for number, fault in enumerate(case.faults) if number in outcome.struck)
+    allowed = endings(replace(case, faults=struck)) if struck else [GOES_ON]
     error = outcome.results.error if outcome.results is not None else None
     if outcome.results is None:
         if not any(outcome.status in ending.statuses for ending in allowed):
@@ -221,6 +234,12 @@ def _of_the_results(case: Case, outcome: Outcome, reference: Outcome) -> list[st
     goes_on = outcome.results is not None and outcome.results.error is None
     if outcome.results is not None:
         wrong += _of_run("", outcome.results, expected, is_whole=goes_on)
+        wrong += _of_hooks(
+            outcome.results.hooks,
+            expected.hooks,
+            num_restarts=case.shape.option("max_restarts", 0) if outcome.struck else 0,
+            is_whole=goes_on,
+        )
     if goes_on and outcome.of_damaged is None:
         missing = reference.checkpoints.keys() - outcome.checkpoints.keys()
         return wrong + [f"there is no checkpoint {name}" for name in sorted(missing)]
@@ -231,18 +250,52 @@ def _of_the_results(case: Case, outcome: Outcome, reference: Outcome) -> list[st
         return [*wrong, f"afterwards raised {error.kind}: {error.message}\n{error.traceback}"]
     wrong += _of_run("afterwards, ", outcome.afterwards, expected, is_whole=True)
     wrong += _of_checkpoints("afterwards, ", outcome.checkpoints_afterwards, reference.checkpoints)
+    wrong += [f"afterwards, {each}" for each in _of_resumed(outcome.afterwards.hooks, expected.hooks, is_whole=True)]
     return wrong
+
+
+def _of_hooks(found: Sequence[str], expected: Sequence[str], *, num_restarts: int, is_whole: bool) -> list[str]:
+    """Each call of a hook must come once, in its place, up to the last one; again only after a restart."""
+    begins = [place for place, each in enumerate(found) if each.startswith("setup ")]
+    runs = [found[begin:end] for begin, end in zip(begins, [*begins[1:], len(found)], strict=True)]
+    if not runs:
+        return ["no hook was called"] if is_whole else []
+    wrong = [] if len(runs) <= 1 + num_restarts else [f"there were {len(runs) - 1} restarts"]
+    is_only = len(runs) == 1
+    wrong += _differing_calls(runs[0], expected, is_whole=is_whole and is_only)
+    for number, run in enumerate(runs[1:], 2):
+        wrong += _of_resumed(run, expected, is_whole=is_whole and number == len(runs))
+    return wrong
+
+
+def _of_resumed(found: Sequence[str], expected: Sequence[str], *, is_whole: bool) -> list[str]:
+    """The hooks of a run that continues from a checkpoint: from its first batch on as without faults."""
+    first = next((each for each in found if each.startswith("on_train_batch_start ")), None)
+    if first is None:
+        return [] if not is_whole or found[-1:] == expected[-1:] else [f"the last hook was {found[-1:]}"]
+    rest = expected[expected.index(first) :] if first in expected else []
+    return _differing_calls(found[found.index(first) :], rest, is_whole=is_whole)
+
+
+def _differing_calls(found: Sequence[str], expected: Sequence[str], *, is_whole: bool) -> list[str]:
+    for place, each in enumerate(found):
+        if place >= len(expected) or each != expected[place]:
+            instead = expected[place] if place < len(expected) else "the end"
+            return [f"the hook {each} was called instead of {instead}, after {list(found[max(0, place - 3) : place])}"]
+    missing = expected[len(found) : len(found) + 1] if is_whole else []
+    return [f"the hook {each} was not called" for each in missing]
 
 
 def _of_run(when: str, results: Results, expected: Results, *, is_whole: bool) -> list[str]:
     wrong = []
-    for batch, loss in results.losses.items():
-        if loss != expected.losses[batch]:
-            wrong.append(f"{when}the loss of batch {batch} is {loss!r}, not {expected.losses[batch]!r}")
+    losses = dict(expected.losses)
+    for batch, loss in results.losses:
+        if loss != losses[batch]:
+            wrong.append(f"{when}the loss of batch {batch} is {loss!r}, not {losses[batch]!r}")
     if not is_whole:
         return wrong
-    if results.losses and max(results.losses) != NUM_BATCHES - 1:
-        wrong.append(f"{when}the last batch was {max(results.losses)}")
+    if results.losses and results.losses[-1][0] != NUM_BATCHES - 1:
+        wrong.append(f"{when}the last batch was {results.losses[-1][0]}")
     wrong += _differences(f"{when}at the end", results.tensors, expected.tensors)
     if results.metrics != expected.metrics:
         wrong.append(f"{when}the metrics are {dict(results.metrics)}, not {dict(expected.metrics)}")
@@ -279,7 +332,7 @@ def _of_nan(case: Case, outcome: Outcome) -> list[str]:
     results, wrong = outcome.results, []
     if results is None or results.error is not None:
         return []  # which is wrong already
-    is_nan = [batch for batch, loss in results.losses.items() if loss != loss]
+    is_nan = [batch for batch, loss in results.losses if loss != loss]
     has_scaler = case.shape.precision == "16-mixed"
     if not is_nan or (not has_scaler and is_nan[-1] != NUM_BATCHES - 1):
         wrong.append(f"the losses of batches {is_nan} are NaN")

@@ -14,8 +14,9 @@ def markdown(verdicts: Sequence[Verdict]) -> str:
     """Counts, a line per kind of fault, and everything that is wrong, with the command to run it again."""
     wrong = [verdict for verdict in verdicts if verdict.wrong]
     struck = [verdict for verdict in verdicts if verdict.struck]
+    commits = ", ".join(sorted({verdict.commit or "of an unknown version" for verdict in verdicts}))
     lines = [
-        f"{len(verdicts)} cases, in {len(struck)} of which a fault struck; {len(wrong)} ended wrongly.",
+        f"{len(verdicts)} cases ({commits}), in {len(struck)} of which a fault struck; {len(wrong)} ended wrongly.",
         "",
         "| fault | cases | ended wrongly | seconds from the fault to the error: median, longest |",
         "|---|---|---|---|",

@@ -41,7 +41,7 @@ class Net(pl.LightningModule):
         self.traps = traps
         self.sequential_module = nn.Sequential(*(Trapped(traps) for _ in range(NUM_LAYERS)))
         self.head = nn.Linear(WIDTH, 1)
-        self.losses: dict[int, float] = {}
+        self.losses: list[tuple[int, float]] = []
 
     def _loss(self, batch: list[Tensor]) -> Tensor:
         return (self.head(self.sequential_module(batch[0])) - batch[1]).square().mean()
@@ -53,7 +53,7 @@ class Net(pl.LightningModule):
         return loss * torch.nan if makes_nan else loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses[batch_idx] = outputs["loss"].item()
+        self.losses.append((batch_idx, outputs["loss"].item()))
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.traps.spring("validation")
@@ -93,6 +93,25 @@ class TellsPosition(Callback):
             self.traps.spring("teardown")
 
 
+class Hears(Callback):
+    """Writes down every call of a hook, with the batch; a restart begins with ``setup``."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+
+def _writing_down(name: str) -> Any:
+    def hook(self: Hears, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        self.calls.append(f"{name} {trainer.fit_loop.epoch_loop.batch_idx}")
+
+    return hook
+
+
+_AROUND = ("on_save_checkpoint", "on_load_checkpoint", "on_exception", "on_fit_start", "on_fit_end")
+for _name in [name for name in vars(Callback) if name.startswith("on_") and name not in _AROUND] + ["setup"]:
+    setattr(Hears, _name, _writing_down(_name))
+
+
 def train(
     shape: Shape,
     folder: Path,
@@ -121,7 +140,8 @@ def train(
     traps = Traps(faults, position, os.getpid(), timeout_seconds)
     torch.manual_seed(1)
     model, began = Net(traps), time.time()
-    trainer = _trainer(shape, folder / saved, traps)
+    hears = Hears()
+    trainer = _trainer(shape, folder / saved, traps, hears)
     generator = torch.Generator().manual_seed(2)
     data = [
         TensorDataset(torch.randn(rows, WIDTH, generator=generator), torch.randn(rows, 1, generator=generator))
@@ -147,10 +167,11 @@ def train(
         losses=model.losses,
         tensors={name: value.detach().clone() for name, value in model.state_dict().items()} if is_whole else {},
         metrics={name: value.item() for name, value in trainer.callback_metrics.items()} if is_whole else {},
+        hooks=hears.calls,
     )
 
 
-def _trainer(shape: Shape, saved: Path, traps: Traps) -> Trainer:
+def _trainer(shape: Shape, saved: Path, traps: Traps, hears: Hears) -> Trainer:
     options = dict(shape.options)
     if shape.strategy == "pipeline":
         replicas = {"data_parallel_size": shape.replicas} if shape.replicas > 1 else {}
@@ -171,7 +192,7 @@ def _trainer(shape: Shape, saved: Path, traps: Traps) -> Trainer:
         max_epochs=1,
         accumulate_grad_batches=shape.accumulate,
         val_check_interval=NUM_BATCHES // 2,
-        callbacks=[TellsPosition(traps), saving],
+        callbacks=[TellsPosition(traps), hears, saving],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -233,16 +254,17 @@ def disturbed(case: Case, usual_seconds: float) -> Outcome:
 def _other_rank(case: Case, folder: Path, arguments: dict[str, Any]) -> Outcome:
     """What the other ranks of DDP, ZeRO or several replicas do: Lightning's launcher has started this process.
 
-    As any script that catches an error, they catch it on every rank, and each rank continues from the last checkpoint.
-    If rank 0 has not raised an error soon, this one is of this rank only, and ends it.
+    A rank that the fault has struck ends with the error, and rank 0 must name it. As any script that catches an error,
+    the others catch it, and each continues from the last checkpoint.
     """
     if not (folder / "afterwards").exists():
         results = train(case.shape, folder, "saved", case.faults, **arguments)
         if results.error is None:
             return Outcome(results)
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
+        is_own = any(fault.replica and fault.kind != "connection lost" for fault in case.faults)
         while not (folder / "afterwards").exists():
-            if time.monotonic() > deadline:
+            if is_own or time.monotonic() > deadline:
                 raise RuntimeError(f"{results.error.kind}: {results.error.message}")
             time.sleep(0.05)
     last = (folder / "afterwards").read_text()

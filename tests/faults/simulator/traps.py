@@ -24,7 +24,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from tests.faults.simulator.cases import DRIVER, SERVER, WORKER, Fault
+from tests.faults.simulator.cases import DRIVER, RECOVERY, SERVER, WORKER, Fault
 
 WIDTH = 6
 PAUSE_SECONDS = 0.7
@@ -87,7 +87,7 @@ class Traps:
         for number, fault in enumerate(self.faults):
             if fault.phase != phase or not self._is_here(fault):
                 continue
-            if phase != "start" and self.position.get()[0] < fault.batch:
+            if phase not in ("start", RECOVERY) and self.position.get()[0] < fault.batch:
                 continue
             _passed[number, phase] += 1
             if _passed[number, phase] > fault.skip and self._strikes_first(number):
@@ -254,7 +254,7 @@ class Trapped(nn.Module):
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
         self.traps.note_worker()
-        self.traps.spring("start")
+        self.traps.spring("start" if self.traps.position.get()[0] < 0 else RECOVERY)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input, changed a little: ``[batch, WIDTH]``."""

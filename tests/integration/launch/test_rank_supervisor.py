@@ -15,9 +15,12 @@ from harness import run
 from paths import PYTHONPATH
 
 SUPERVISOR = """
-import subprocess, sys
+import os, signal, subprocess, sys
 from strategies.launch.rank_supervisor import RankSupervisor
-start = lambda stdin: subprocess.Popen([sys.executable, "worker.py", sys.argv[1]], stdin=stdin)
+def start(stdin):
+    if sys.argv[1] == "told early":  # there is no worker yet
+        os.kill(os.getpid(), signal.SIGTERM)
+    return subprocess.Popen([sys.executable, "worker.py", sys.argv[1]], stdin=stdin)
 status = RankSupervisor(3, start, num_spares=int(sys.argv[2])).run(1)
 print("status", status, flush=True)
 """
@@ -39,7 +42,7 @@ if how == "alone":
 note_session(driver)
 if how == "alone":
     os.kill(os.getpid(), signal.SIGKILL)
-if how == "waits" or (how == "spares" and number == 1):
+if how in ("waits", "told early") or (how == "spares" and number == 1):
     time.sleep(60)
 if number == 1 and how not in ("early once", "spares"):
     sys.exit(NEXT_SESSION)
@@ -59,8 +62,8 @@ def supervised(how: str, send: str = "") -> tuple[str, bool]:
         said = process.stdout.readline()
         process.send_signal(getattr(signal, send))
     said += process.communicate(timeout=30)[0]
-    worker = int(said.split()[2])
-    return said, not comes(lambda: not psutil.pid_exists(worker))
+    worker = next((int(line.split()[2]) for line in said.splitlines() if line.startswith("worker")), 0)
+    return said, worker > 0 and not comes(lambda: not psutil.pid_exists(worker))
 
 
 def start(how: str, num_spares: int) -> subprocess.Popen[str]:
@@ -78,7 +81,7 @@ def comes(condition: Callable[[], Any]) -> Any:
 
 
 def endings() -> dict[str, tuple[str, bool]]:
-    asked = [("goes on", ""), ("fails", ""), ("early", ""), ("early once", ""), ("alone", "")]
+    asked = [("goes on", ""), ("fails", ""), ("told early", ""), ("early", ""), ("early once", ""), ("alone", "")]
     asked += [("waits", "SIGTERM"), ("waits", "SIGKILL")]
     return {f"{how} {send}".strip(): supervised(how, send) for how, send in asked}
 
@@ -151,3 +154,7 @@ def test_a_spare_takes_over_and_a_lost_spare_is_replaced_silently() -> None:
     assert successor == survivor in idle and len(idle) == 2 and have_ended
     lines = [line for line in said.splitlines() if not line.startswith("worker")]
     assert lines == ["rank 3: its worker was killed by signal 9; another process takes its place", "status 0"]
+@pytest.mark.slow
+def test_a_signal_that_comes_before_the_worker_ends_it(found: dict) -> None:
+    said, lives = found["told early"]
+    assert not lives and said.endswith("status -15\n")

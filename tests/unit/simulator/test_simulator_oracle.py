@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.faults.simulator.campaign import Verdict
+from tests.faults.simulator.campaign import Verdict, outstanding
 from tests.faults.simulator.cases import (
     ANY_MOMENT,
     DRIVER,
@@ -17,10 +17,12 @@ from tests.faults.simulator.cases import (
     OPTIONS,
     PHASES,
     RANKS,
+    RECOVERY,
     SERVER,
     WORKER,
     Case,
     Fault,
+    Kind,
     Shape,
     draw,
     first_seed,
@@ -29,6 +31,7 @@ from tests.faults.simulator.oracle import Error, Outcome, Results, judge
 from tests.faults.simulator.report import markdown
 
 DRAWN = [draw(seed) for seed in range(1500)]
+SINGLE = [case for case in DRAWN if case.shape.strategy == "pipeline" and case.shape.replicas == 1]
 
 
 def test_a_seed_is_a_case() -> None:
@@ -39,7 +42,7 @@ def test_a_seed_is_a_case() -> None:
 def test_everything_in_the_tables_is_drawn() -> None:
     faults = [fault for case in DRAWN for fault in case.faults]
     assert {fault.kind for fault in faults} == set(KINDS)
-    assert {fault.phase for fault in faults} == {*PHASES, ANY_MOMENT, "after"}
+    assert {fault.phase for fault in faults} == {*PHASES, ANY_MOMENT, RECOVERY, "after"}
     for kind, known in KINDS.items():
         assert {fault.role for fault in faults if fault.kind == kind} == set(known.roles), kind
     shapes = [case.shape for case in DRAWN]
@@ -50,6 +53,34 @@ def test_everything_in_the_tables_is_drawn() -> None:
     workers = {(case.shape.stages, fault.stage) for case in DRAWN for fault in case.faults if fault.role == WORKER}
     assert workers == {(2, 0), (3, 0), (3, 1)}
     assert {len(case.faults) for case in DRAWN} == {1, 2}
+
+
+def test_a_new_option_or_kind_leaves_other_draws_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIONS, "spare", (0, 1))
+    drawn = [draw(case.seed) for case in SINGLE[:300]]
+    without = [
+        replace(case, shape=replace(case.shape, options=tuple(o for o in case.shape.options if o[0] != "spare")))
+        for case in drawn
+    ]
+    assert without == SINGLE[:300] and {case.shape.option("spare") for case in drawn} == {0, 1}
+    monkeypatch.delitem(OPTIONS, "spare")
+    monkeypatch.setitem(OPTIONS, "microbatches", (*OPTIONS["microbatches"], 4))
+    more = [draw(case.seed) for case in SINGLE[:300]]
+    assert all(new == old for new, old in zip(more, SINGLE, strict=False) if new.shape.option("microbatches") != 4)
+    monkeypatch.undo()
+    monkeypatch.setitem(KINDS, "flood", Kind((DRIVER,), ("forward",), 5))
+    others = [draw(case.seed) for case in DRAWN[:300]]
+    changed = [new for new, old in zip(others, DRAWN, strict=False) if new != old]
+    assert changed and all(case.faults[0].kind == "flood" for case in changed)
+
+
+def test_what_a_resumed_campaign_runs_again() -> None:
+    right, wrong, other = (
+        Verdict(seed, str(draw(case)), ["kill"], True, "went on", complaints)
+        for seed, case, complaints in ((0, 0, []), (1, 1, ["it took 90.0 s to end"]), (2, 3, list[str]()))
+    )
+    verdicts = {verdict.seed: verdict for verdict in (right, wrong, other)}
+    assert [case.seed for case in outstanding(range(5), verdicts)] == [1, 2, 3, 4]
 
 
 def test_the_first_seed_of_a_kind() -> None:
@@ -66,7 +97,13 @@ LOST = "stage 1 (layers 3 to 5), process 7 on here, was killed by signal 9 in F1
 
 def results(error: Error | None = None, num_batches: int = NUM_BATCHES, weight: float = 1.0) -> Results:
     tensors = {"a.weight": torch.full((2,), weight), "a.bias": torch.zeros(1)} if error is None else {}
-    return Results(error, 0.0, 12.0, {k: k / 2 for k in range(num_batches)}, tensors, {} if error else {"loss": 2.0})
+    losses = [(k, k / 2) for k in range(num_batches)]
+    return Results(error, 0.0, 12.0, losses, tensors, {} if error else {"loss": 2.0}, hooks(num_batches, error is None))
+
+
+def hooks(num_batches: int, is_whole: bool) -> list[str]:
+    batches = [f"on_train_batch_{name} {k}" for k in range(num_batches) for name in ("start", "end")]
+    return ["setup -1", *batches, *(["on_train_end 7"] if is_whole else [])]
 
 
 def saved(*steps: int) -> dict[str, Any]:
@@ -119,10 +156,40 @@ WRONG: dict[str, tuple[Shape, Outcome, Callable[[Any], Any], str]] = {
     "loss": (
         RESTARTS,
         went_on(),
-        lambda o: o.results.losses.update({3: 1.5000001}),
+        lambda o: o.results.losses.__setitem__(3, (3, 1.5000001)),
         "the loss of batch 3 is 1.5000001",
     ),
     "short": (RESTARTS, went_on(), lambda o: o.results.losses.pop(7), "the last batch was 6"),
+    "called twice": (
+        RESTARTS,
+        went_on(),
+        lambda o: o.results.hooks.insert(4, "on_train_batch_start 2"),
+        "the hook on_train_batch_start 2 was called instead of on_train_batch_end 1",
+    ),
+    "not called": (
+        RESTARTS,
+        went_on(),
+        lambda o: o.results.hooks.remove("on_train_batch_end 4"),
+        "the hook on_train_batch_start 5 was called instead of on_train_batch_end 4",
+    ),
+    "not called at the end": (
+        RESTARTS,
+        went_on(),
+        lambda o: o.results.hooks.pop(),
+        "the hook on_train_end 7 was not called",
+    ),
+    "restarted twice": (
+        RESTARTS,
+        went_on(),
+        lambda o: o.results.hooks.__setitem__(slice(5, 5), ["setup 1", "setup 1", *o.results.hooks[1:5]]),
+        "there were 2 restarts",
+    ),
+    "called twice by the rerun": (
+        SHAPE,
+        ended(Error("WorkerLost", LOST)),
+        lambda o: o.afterwards.hooks.insert(3, "on_train_batch_start 1"),
+        "afterwards, the hook on_train_batch_start 1 was called instead",
+    ),
     "weight": (
         RESTARTS,
         went_on(),
@@ -191,7 +258,7 @@ def nan(precision: str, is_nan: list[bool], weight: float) -> list[str]:
     shape, fault = replace(SHAPE, precision=precision), replace(KILLED, kind="nan")
     outcome = Outcome(results(weight=weight), checkpoints=saved(2, 4, 6, 8), struck={0: 10.0})
     assert outcome.results is not None
-    losses = {k: torch.nan if is_nan[k] else 1.0 for k in range(NUM_BATCHES)}
+    losses = [(k, torch.nan if is_nan[k] else 1.0) for k in range(NUM_BATCHES)]
     outcome.results = replace(outcome.results, losses=losses)
     return judge(Case(0, shape, (fault,)), outcome, REFERENCE)
 
@@ -223,9 +290,11 @@ def test_a_damaged_checkpoint() -> None:
 
 
 def test_the_report() -> None:
-    right = Verdict(3, "two stages", ["kill"], True, "went on", [])
-    late = Verdict(4, "three stages", ["hang"], True, "WorkerLost: stage 0", ["it took 90.0 s to end"], 90.0)
+    right = Verdict(3, "two stages", ["kill"], True, "went on", [], commit="abc")
+    late = Verdict(
+        4, "three stages", ["hang"], True, "WorkerLost: stage 0", ["it took 90.0 s to end"], 90.0, commit="def+"
+    )
     text = markdown([right, late])
-    assert text.startswith("2 cases, in 2 of which a fault struck; 1 ended wrongly.")
+    assert text.startswith("2 cases (abc, def+), in 2 of which a fault struck; 1 ended wrongly.")
     assert "| kill | 1 | 0 |  |" in text and "| hang | 1 | 1 | 90.0, 90.0 |" in text
     assert "python -m tests.faults.simulator --seed 4" in text and "--seed 3" not in text

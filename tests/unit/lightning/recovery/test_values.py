@@ -1,7 +1,9 @@
 """Values of Python objects that are remembered and restored."""
 
 import itertools
+import queue
 import random
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +280,62 @@ def test_objects_of_unknown_classes_are_named() -> None:
     assert known.taken_as_unchanged == {"self.view": "is or holds a builtins.memoryview"}
 
 
-@pytest.mark.parametrize("value", [1, "a", None, torch.float, (1, 2), nn.Linear, len])
+class Prefetcher:
+    """Has a thread that fills a queue."""
+
+    def __init__(self) -> None:
+        self.taken, self.ready = 0, queue.Queue[int]()
+        self.thread = threading.Thread(target=self._fill, daemon=True)
+        self.thread.start()
+
+    def _fill(self) -> None:
+        for number in range(3):
+            self.ready.put(number)
+
+    def take(self) -> int:
+        self.taken += 1
+        return self.ready.get(timeout=10)
+
+
+def test_what_threads_use_stays_and_is_named() -> None:
+    """To put back the attributes of a queue or an event would take away what a thread has put in, or let it wait."""
+    known, numbers = memory(), queue.Queue[int]()
+    name, own = holder(
+        event=threading.Event(),
+        numbers=[numbers],
+        lock=threading.Lock(),
+        condition=threading.Condition(),
+        several=threading.Semaphore(2),
+        prefetcher=Prefetcher(),
+        count=[1],
+    )
+    assert own.prefetcher.take() == 0
+    taken = known.take([(name, own)])
+    own.event.set()
+    numbers.put(1)
+    own.several.acquire()
+    own.count.append(2)
+    assert own.prefetcher.take() == 1
+    taken.restore()
+    assert own.event.is_set() and own.count == [1] and own.several._value == 1
+    assert numbers.unfinished_tasks == 1 and numbers.get(timeout=1) == 1
+    assert own.prefetcher.taken == 2 and own.prefetcher.take() == 2
+    assert known.taken_as_unchanged == {
+        "self.event": "is or holds a threading.Event",
+        "self.numbers": "is or holds a queue.Queue",
+        "self.condition": "is or holds a threading.Condition",
+        "self.several": "is or holds a threading.Semaphore",
+        "self.prefetcher": "is or holds a queue.Queue",
+    }
+    assert taken.changed() == []
+
+
+def test_the_iterator_of_a_loader_with_workers_counts_as_changed() -> None:
+    loader = torch.utils.data.DataLoader(list(range(4)), num_workers=1)
+    known, (name, own) = memory(), holder(stream=iter(loader))
+    assert known.take([(name, own)]).changed() == ["self.stream"]
+
+
+@pytest.mark.parametrize("value", [1, "a", list[int], int | str, None, torch.float, (1, 2), nn.Linear, len])
 def test_what_cannot_change_costs_nothing(value: Any) -> None:
     assert memory().take([holder(value=value)]).num_kept == 1

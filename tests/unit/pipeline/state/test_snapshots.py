@@ -19,6 +19,22 @@ from strategies.pipeline.state.snapshots import OwnParts, OwnState, Snapshots, W
 CPU = torch.device("cpu")
 
 
+class Callable:
+    """An object that can be called, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Callable) and other.calls == self.calls
+
+    def __hash__(self) -> int:
+        return self.calls
+
+
 class Layer(nn.Module):
     """A layer with attributes of many kinds."""
 
@@ -34,7 +50,7 @@ class Layer(nn.Module):
         self.ordered = OrderedDict(b=torch.ones(1))
         self.array = numpy.zeros(3)
         self.same = self.history
-        self.function = len
+        self.function, self.called = len, Callable()
         self.last: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,6 +88,7 @@ def change(model: nn.Sequential, optimizer: Optimizer, seeds: Seeds) -> None:
     layer.counts["b"] += 1
     layer.ordered = OrderedDict(c=1)
     layer.array += 1
+    layer.called()
     layer.register_buffer("late", torch.zeros(1))
     layer.unset = torch.ones(1)
     layer.mean = layer.mean + 1
@@ -81,7 +98,7 @@ def change(model: nn.Sequential, optimizer: Optimizer, seeds: Seeds) -> None:
 
 def state(model: nn.Sequential, optimizer: Optimizer, seeds: Seeds) -> Any:
     layer: Any = model[1]
-    names = ("rate", "history", "queue", "counts", "ordered", "array", "training", "unset", "mean")
+    names = ("rate", "history", "queue", "counts", "ordered", "array", "called", "training", "unset", "mean")
     own = {name: getattr(layer, name) for name in names}
     flags = [p.requires_grad for p in model.parameters()]
     random_numbers = random.getstate(), torch.get_rng_state(), numpy.random.get_state()

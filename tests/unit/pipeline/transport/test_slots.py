@@ -1,6 +1,8 @@
 """Slots: what is read is what has been written whole, and memory is free when nobody holds it."""
 
+import errno
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,22 @@ def test_a_wrong_number_is_refused(slot: Slot) -> None:
     slot.forget()
     with pytest.raises(RuntimeError, match="has snapshot None, not 7"):
         slot.read_blob(7)
+
+
+def test_the_limit_of_the_size_of_files_is_named(slot: Slot) -> None:
+    slot.write(0, b"small", [])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(
+            OSError, match=r"a snapshot of \d+ bytes cannot be kept .*File too large.*ulimit -f"
+        ) as raised:
+            slot.write(1, b"large" * 100, [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.errno == errno.EFBIG and slot.number is None
+    slot.write(2, b"large" * 100, [])
+    assert slot.read_blob(2) == b"large" * 100
 
 
 def test_a_descriptor_that_its_holder_uses_for_another_file_is_refused(slot: Slot) -> None:
