@@ -190,7 +190,7 @@ class RankSupervisor:
         """Run a worker for a session; return its exit status, and whether it has reached that session."""
         worker = self._worker = self._take_spare() or _Worker(self._start)
         if self._is_asked_to_end:  # the signal came before there was a worker to pass it on to
-            worker.process.terminate()
+            worker.process.send_signal(signal.SIGTERM)
         worker.serve(number)
         status = self._wait(worker)
         driver = worker.driver()

@@ -154,6 +154,8 @@ def test_a_spare_takes_over_and_a_lost_spare_is_replaced_silently() -> None:
     assert successor == survivor in idle and len(idle) == 2 and have_ended
     lines = [line for line in said.splitlines() if not line.startswith("worker")]
     assert lines == ["rank 3: its worker was killed by signal 9; another process takes its place", "status 0"]
+
+
 @pytest.mark.slow
 def test_a_signal_that_comes_before_the_worker_ends_it(found: dict) -> None:
     said, lives = found["told early"]
