@@ -12,17 +12,16 @@ from parity_layers import Unembed
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from schedule_choices import SEVERAL_CHUNKS_OR_SPLIT
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear, mse_loss
+from torch.nn.functional import linear, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline import pop, skippable, stash
 from strategies.pipeline.schedule.custom import write_csv
 from strategies.pipeline.schedule.tables import interleaved
 from strategies.pipeline.stage.layers import has_large_weights
 from strategies.pipeline.stage.weight_gradients import LARGE_BYTES
 
-UNEVEN, NUM_TOKENS = (8, 5, 1, 7), 11
+UNEVEN = (8, 5, 1, 7)
 
 
 class Checkpointed(nn.Sequential):
@@ -243,55 +242,6 @@ def check_own_tables(folder: str) -> None:
 @pytest.mark.slow
 def test_tables_of_ones_own(tmp_path: Path) -> None:
     run(check_own_tables, str(tmp_path), timeout_seconds=100)
-
-
-class Recurrent(nn.Module):
-    """Adds the outputs of an LSTM: maps ``[rows, length, WIDTH]`` to the same shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.LSTM(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.cell(x)[0]
-
-
-@skippable(stash=["skip"])
-class Stash(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        yield stash("skip", x)
-        return torch.tanh(super().forward(x))
-
-
-@skippable(pop=["skip"])
-class Pop(nn.Linear):
-    def forward(self, x: Tensor) -> Any:
-        skip = yield pop("skip")
-        return super().forward(x) + skip
-
-
-class Tokens(Small):
-    """Tokens with padding, recurrent layers, a skip, and an output that has the weight of the embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        embedding = nn.Embedding(NUM_TOKENS, WIDTH, padding_idx=0)
-        self.sequential_module = nn.Sequential(
-            *(embedding, Recurrent(), Stash(WIDTH, WIDTH), nn.LayerNorm(WIDTH), Recurrent()),
-            *(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0, batch_first=True), Pop(WIDTH, WIDTH)),
-            Unembed(embedding.weight),
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens = (batch[0].abs() * 5).long() % NUM_TOKENS
-        loss = cross_entropy(self(tokens).flatten(0, 1), tokens.roll(1, dims=1).flatten())
-        self.log("loss", loss, on_epoch=True, on_step=False)
-        return loss
-
-
-@pytest.mark.slow
-def test_recurrent_layers_skips_and_tied_embeddings() -> None:
-    run(check_all, Tokens, "never", (2,), timeout_seconds=150)
 
 
 class Large(Small):
