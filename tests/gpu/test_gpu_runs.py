@@ -1,6 +1,7 @@
 """Whole runs over NCCL. None has run on a GPU yet; each test says what is expected, and ``docs/gpu.md`` has a table.
 
-The functions here take the accelerator and the data plane, and have run on CPUs over the simulated plane.
+The functions take the accelerator and the data plane, so that most can be called on CPUs with ``"simulated"``;
+that has not been done either.
 """
 
 import os
