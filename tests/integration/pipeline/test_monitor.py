@@ -94,19 +94,15 @@ def monitored() -> dict[str, dict[str, Any]]:
         with (folder / "metrics.csv").open() as file:
             rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
         images: list[int] = []
-        on_board: dict[str, list[tuple[int, float]]] = {}
         if schedule == "1f1b":
             board = EventAccumulator(str(Path("board", schedule, "version_0")), size_guidance={"images": 0}).Reload()
             images = [event.step for event in board.Images("pipeline/timetable")]
-            names = [name for name in board.Tags()["scalars"] if name.startswith("pipeline/")]
-            on_board = {name: [(event.step, event.value) for event in board.Scalars(name)] for name in names}
         found[schedule] = {
             "rows": rows,
             "files": {path.name: path.read_text() for path in (folder / "pipeline").iterdir()},
             "shown": bar.shown,
             "added": monitor.added,
             "images": images,
-            "board": on_board,
             "after": "get_metrics" in vars(outcome.trainer.progress_bar_callback),
         }
     return found
@@ -194,15 +190,6 @@ def test_pictures_and_progress_bar(found: dict[str, dict[str, Any]], schedule: s
     assert own["shown"][:3] == [None] * 3 and not own["after"]
     assert all(re.fullmatch(r"\d+(\|\d+)+%", shown) for shown in own["shown"][3:])
     assert own["images"] == (REPORTED if schedule == "1f1b" else [])
-
-
-def test_tensorboard_has_the_scalars_of_the_csv_log(found: dict[str, dict[str, Any]]) -> None:
-    rows, board = found["1f1b"]["rows"], found["1f1b"]["board"]
-    names = {name for row in rows for name in row if name.startswith("pipeline/")}
-    assert set(board) == names and "pipeline/stage_0/forward_ms" in names
-    for name, points in board.items():
-        expected = [(row["step"], pytest.approx(row[name], rel=1e-6)) for row in rows]
-        assert points == expected, name
 
 
 def test_a_step_that_is_not_recorded_costs_little(found: dict[str, dict[str, Any]]) -> None:
