@@ -40,7 +40,7 @@ def test_workers_of_replicas_are_killed(name: str) -> None:
 @pytest.mark.timeout(300)
 def test_restarts() -> None:
     first, second = run(launch, "restarts", timeout_seconds=290)
-    for (differing, _, restarts), (differing_there, _, _), (_, _, kills) in zip(
+    for (differing, _, restarts), (differing_there, _, _), kills in zip(
         first, second, recovery_replicas_job.RESTARTS["restarts"], strict=True
     ):
         assert differing == [] and differing_there == []
