@@ -16,7 +16,6 @@ import pytorch_lightning as pl
 import torch
 from parity_parts import Lamb
 from paths import ROOT
-from pytorch_lightning.profilers import PyTorchProfiler
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -851,16 +850,3 @@ def test_spare_workers_without_a_use() -> None:
         RPCSequentialStrategy(spare_workers=2)
     with pytest.raises(MisconfigurationException, match="spare_workers must be a whole number of at least 0, got -1"):
         RPCSequentialStrategy(spare_workers=-1, max_restarts=1)
-    profiled = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=RPCSequentialStrategy(snapshot_every_n_steps=1, spare_workers=1),
-        logger=False,
-        enable_checkpointing=False,
-        profiler=PyTorchProfiler(),
-    )
-    with (
-        pytest.warns(UserWarning, match=r"spare_workers=1: no effect in this run, whose workers the strategy starts"),
-        pytest.raises(MisconfigurationException, match="PyTorchProfiler"),  # before a worker starts
-    ):
-        profiled.fit(Model(), DataLoader(torch.ones(16, 4), batch_size=8))
