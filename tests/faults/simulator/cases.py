@@ -340,6 +340,6 @@ def _is_possible(shape: Shape, fault: Fault) -> bool:
         return False  # Lightning's loop takes it for the end of the data
     if fault.kind == "terminate" and shape.replicas > 1:
         return False  # Lightning's handler broadcasts the signal: launchers send it to all ranks
-    if fault.kind == "connection lost" and shape.stages == 1 and shape.replicas == 1:
-        return False  # there is none
+    if fault.kind == "connection lost" and (shape.stages == 1 or shape.replicas > 1):
+        return False  # there is none, or both ranks may live and keep the process group that has lost it
     return shape.replicas == 1 or (KINDS[fault.kind].ranks and fault.phase != ANY_MOMENT)

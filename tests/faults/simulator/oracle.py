@@ -123,10 +123,6 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
     if fault.role == SERVER or fault.kind in ("terminate", "pause", "slow", "busy", "nan", "damaged"):
         return [GOES_ON]
     raising = _raising(fault)
-    if fault.kind == "connection lost" and shape.replicas > 1:
-        raising = [
-            Ending(("RuntimeError", "WorkerLost", "DistNetworkError", "DistBackendError"), "rank |stage|onnection")
-        ]
     if fault.kind == "disk full" and fault.role == WORKER and shape.goes_back:
         # The limit is one of the size of files, and applies to snapshots too, which are files in memory.
         raising.append(Ending(("OSError",), f"a snapshot of .*{_FULL}"))

@@ -262,7 +262,7 @@ def _other_rank(case: Case, folder: Path, arguments: dict[str, Any]) -> Outcome:
         if results.error is None:
             return Outcome(results)
         deadline = time.monotonic() + 30
-        is_own = any(fault.replica and fault.kind != "connection lost" for fault in case.faults)
+        is_own = any(fault.replica for fault in case.faults)
         while not (folder / "afterwards").exists():
             if is_own or time.monotonic() > deadline:
                 raise RuntimeError(f"{results.error.kind}: {results.error.message}")
