@@ -18,7 +18,7 @@ import torch
 from harness import OWN_SERVER, run
 from paths import PYTHONPATH
 
-SECONDS = 280
+SECONDS = 420
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
 
 
