@@ -147,7 +147,7 @@ class Deadly(Net):
 class SilentlyClocked(ManualNet, Clocked):
     """Has another loss each time, and returns none."""
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         super().training_step(batch, batch_idx)
 
 

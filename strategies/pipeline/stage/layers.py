@@ -437,7 +437,7 @@ class Layers:
         self.random_state = random_state or RandomStateKeeper(device)
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
         self._call = call
-        self._delays = DelayedWeights()
+        self._delays, self._at_once = DelayedWeights(), WeightGradients(at_once=True)
         self._begin_pass()
 
     def _begin_pass(self) -> None:
@@ -532,7 +532,7 @@ class Layers:
         """
         if any(self._seeded):
             self.random_state.keep()
-        self._delays.left = WeightGradients(at_once=True) if left is None else left
+        self._delays.left = self._at_once if left is None else left
         try:
             with self._frozen(BatchNorm if self._deferred else None):
                 yield

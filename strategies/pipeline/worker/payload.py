@@ -8,8 +8,10 @@ that have been recorded and not built, their recipes travel (:mod:`strategies.pi
 import io
 import pickle
 import warnings
+from collections import ChainMap
 from dataclasses import dataclass, field
-from typing import Any
+from types import CodeType
+from typing import Any, ClassVar
 
 import cloudpickle
 from torch import Tensor, UntypedStorage, nn
@@ -90,8 +92,19 @@ class _Built:
     number: int
 
 
+def _reduced_code(code: CodeType) -> tuple[Any, ...]:
+    """Return how code is pickled, with the name of its file, so that a worker's traceback shows the lines of a script.
+
+    cloudpickle 3.1.3 puts ``<dynamic-code>`` in place of the name.
+    """
+    make, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
+
+
 class _Pickler(cloudpickle.Pickler):
     """Leaves out large storages, and refuses to pickle the whole model with a layer that refers to it."""
+
+    dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduced_code}, cloudpickle.Pickler.dispatch_table)
 
     def __init__(
         self, file: io.BytesIO, forbidden: Any, construction: Construction | None, *, streams: bool, small_bytes: int

@@ -197,7 +197,7 @@ REFUSED: dict[str, tuple[Family, Any, str | None, str]] = {
         BY_NAME["Llama"],
         Caches,
         None,
-        r"block model\.model\.layers\.0 gets a key-value cache as argument 'past_key_values' .*use_cache=False",
+        r"block model\.model\.layers\.0 gets a key-value cache as argument '(past_key_values|cache)' .*use_cache=False",
     ),
     "arithmetic": (
         BY_NAME["GPT-2"],

@@ -256,7 +256,7 @@ def test_hooks_between_steps() -> None:
     reading = [ModelCheckpoint(), Named(), EarlyStopping("a"), LearningRateMonitor(), TQDMProgressBar(), ModelSummary()]
 
     def found(*callbacks: Callback, model: LightningModule | None = None) -> bool:
-        return overridden_between_steps(SimpleNamespace(callbacks=callbacks), model or Steps())  # type: ignore[arg-type]
+        return overridden_between_steps(SimpleNamespace(callbacks=callbacks), model or Steps())
 
     assert not found() and not found(*reading, InStep())
     assert found(Clips()) and found(*reading, Saves()) and found(EMAWeightAveraging()) and found(model=Logs())

@@ -140,7 +140,7 @@ def test_results_that_a_layer_keeps_do_not_count(model: Model) -> None:
 def test_gradients_count_where_they_are_used(model: Model) -> None:
     marks, _ = marks_of(model)
     before = marks.now(reads_values=True)
-    model.head.weight.grad.data.mul_(2)  # type: ignore[union-attr]
+    model.head.weight.grad.data.mul_(2)
     after = marks.now(reads_values=True)
     assert before.equals(after, with_gradients=False) and not before.equals(after, with_gradients=True)
     model.head.weight.grad = None
@@ -149,7 +149,7 @@ def test_gradients_count_where_they_are_used(model: Model) -> None:
 
 def test_sums_of_changes_do_not_hide_a_change(model: Model) -> None:
     """One tensor counts one change more, and one that is replaced by another one counts one less."""
-    model.layers[0].mean.add_(1)  # type: ignore[operator, union-attr]
+    model.layers[0].mean.add_(1)
     marks, _ = marks_of(model)
     before = marks.now(reads_values=False)
     cast(Any, model.layers[0]).mean = torch.zeros(3)
