@@ -269,7 +269,7 @@ class DelayedWeights(TorchFunctionMode):
         arguments = kwargs or {}
         if func in _CALLS and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             call = _CALLS[func](*args, **arguments)
-            if call is not None and _can_wait(call) and call.weight.nbytes >= self.least_bytes:
+            if call is not None and _can_wait(call) and self._is_worth_it(call):
                 return _Delayed.apply(call.x, call.weight, call.bias, call.kind, call.others, self)
         if func is _ATTENTION and not self._in_attention and {*types} <= {Tensor, nn.Parameter}:
             self._in_attention = True
@@ -279,6 +279,18 @@ class DelayedWeights(TorchFunctionMode):
             finally:
                 self._in_attention = False
         return func(*args, **arguments)
+
+
+    def _is_worth_it(self, call: _Call) -> bool:
+        """Whether the gradient of the weight is worth more than what autograd does.
+
+        Under autocast it has another precision than ``.grad``, so nothing is gained by adding it in place.
+        """
+        if self.least_bytes == 0:
+            return True
+        device = call.x.device.type
+        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        return not is_autocast and call.weight.nbytes >= self.least_bytes
 
 
 def _can_wait(call: _Call) -> bool:

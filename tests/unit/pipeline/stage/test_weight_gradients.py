@@ -290,6 +290,19 @@ def test_autocast() -> None:
         torch.autograd.grad(y.float().sum(), x, create_graph=True)
 
 
+def test_a_gradient_of_a_gradient_under_autocast_and_whole_backward_passes() -> None:
+    """A gradient under autocast cannot be added in place, so a large weight is left to autograd."""
+    torch.set_default_dtype(torch.float32)
+    layer, x = nn.Linear(4, LARGE_BYTES // 4 // 4), torch.randn(2, 4, requires_grad=True)
+    delays = DelayedWeights(LARGE_BYTES)
+    delays.left = WeightGradients(at_once=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), delays:
+        y = layer(x)
+    (slope,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.float32
+
+
 def test_a_compiled_function_sees_no_mode() -> None:
     layer = nn.Linear(4, 3)
     check(layer, torch.randn(2, 4), 2)
