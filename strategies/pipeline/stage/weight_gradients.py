@@ -280,7 +280,6 @@ class DelayedWeights(TorchFunctionMode):
                 self._in_attention = False
         return func(*args, **arguments)
 
-
     def _is_worth_it(self, call: _Call) -> bool:
         """Whether the gradient of the weight is worth more than what autograd does.
 
