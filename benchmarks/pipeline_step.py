@@ -312,10 +312,7 @@ def main(effort: Effort) -> Section:
     all_times: dict[int, dict[str, list[float]]] = {}
     all_spans: dict[int, dict[str, list[Span]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        few = (
-            {"relay": ("Relay, gpipe", "Relay, zbv", "Relay, auto"), "torch": ("ScheduleGPipe",)} if effort.tiny else {}
-        )
-        contest = Contest(shape, Path(folder), **few)
+        contest = Contest(shape, Path(folder), **(FEW if effort.tiny else {}))
         try:
             for microbatches in numbers:
                 all_times[microbatches] = contest.rounds(microbatches, rounds, pair_rounds)

@@ -731,7 +731,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._restarts is not None:
             checks.check_restarts(self.num_nodes, self._num_replicas, is_external=self.world is not None)
         if self.world is not None:
-            if self._restarts is not None or self._snapshot_every_n_steps:
+            has_snapshots = self._snapshot_every_n_steps > 0 and self.num_nodes == 1  # else fit refuses them
+            if self._restarts is not None or has_snapshots:
                 self._launcher = RanksLauncher(self.world, self._restarts, num_spares=self._spare_workers)
         elif self._restarts is not None:
             if isinstance(self._launcher, ScriptLauncher):
@@ -963,6 +964,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._stage_states is not None:
             self._stage_states.forget()
         if is_resumable and self._restarts is not None and self.lightning_module is not None:
+            self._before_collective()  # no replica notes a checkpoint that the first one has not written
             self._restarts.checkpoint_saved(filepath, stops=self.lightning_module.trainer.should_stop)
 
     def _private_tensors(self) -> list[Tensor]:

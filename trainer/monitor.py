@@ -118,6 +118,9 @@ class PipelineMonitor(Callback):
             ``RPCSequentialStrategy``.
     """
 
+    only_reads = True
+    """It changes nothing in training, so ``snapshot_every_n_steps`` need not look for changes that it has made."""
+
     def __init__(
         self, every_n_steps: int = 50, trace_steps: Sequence[int] = (), dirpath: str | Path | None = None
     ) -> None:

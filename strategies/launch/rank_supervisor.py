@@ -190,7 +190,10 @@ class RankSupervisor:
         """Run a worker for a session; return its exit status, and whether it has reached that session."""
         worker = self._worker = self._take_spare() or _Worker(self._start)
         if self._is_asked_to_end:  # the signal came before there was a worker to pass it on to
-            worker.process.send_signal(signal.SIGTERM)
+            worker.process.kill()  # a spare ignores SIGTERM
+            worker.process.wait()
+            worker.close()
+            return -signal.SIGTERM, False
         worker.serve(number)
         status = self._wait(worker)
         driver = worker.driver()
@@ -226,9 +229,10 @@ class RankSupervisor:
             if spare not in running:
                 spare.close()
         self._spares = running
-        if self._prepare():
-            while len(self._spares) < self._num_spares:
-                self._spares.append(_Worker(self._start))
+        with suppress(OSError):  # no process or file can be had now: tried again at the next look
+            if self._prepare():
+                while len(self._spares) < self._num_spares:
+                    self._spares.append(_Worker(self._start))
 
     def _pass_on(self, signum: int, _: Any) -> None:
         self._is_asked_to_end = True
@@ -282,6 +286,7 @@ if __name__ == "__main__":
     supervisor = RankSupervisor(json.loads(world)["rank"], start, num_spares=num_spares, prepare=start.prepare)
     status = supervisor.run(int(sys.argv[2]))
     if status < 0:  # end in the same way, for those who watch this process
-        signal.signal(-status, signal.SIG_DFL)
+        with suppress(OSError):  # SIGKILL has no handler
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +40,7 @@ _ARRIVAL_SECONDS = 1800.0
 """How long a rank may take to reach its first ``fit``. torch waits equally long for ranks that do not appear."""
 
 _POLL_SECONDS = 0.005
+_POLLS_PER_CHECK = 100
 _FAREWELL_SECONDS = 30.0
 """How long a driver waits, at the end of its process, until the other ranks have read this in the store."""
 
@@ -303,8 +305,11 @@ def _close_on_exec(descriptor: int) -> None:
 def appear(store: dist.Store, keys: Sequence[str], seconds: float, check: Callable[[], None] = lambda: None) -> bool:
     """Waits for keys and returns whether all exist. Ctrl-C interrupts the wait, and so does an error of ``check``."""
     deadline = time.monotonic() + seconds
-    while not store.check(list(keys)):
-        check()
+    for number in count(1):
+        if store.check(list(keys)):
+            break
+        if number % _POLLS_PER_CHECK == 0:
+            check()
         if time.monotonic() > deadline:
             return False
         time.sleep(_POLL_SECONDS)

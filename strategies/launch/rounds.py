@@ -138,7 +138,7 @@ class Rounds:
         self._num_passed = 0
         self.number += 1
         if any(other != what for other, *_ in found):
-            raise Disagreement
+            raise Disagreement("some replicas go back to a snapshot, and others to a checkpoint")
         return max(set.intersection(*(set(each) for _, *each in found)), default=None)
 
     def leave(self) -> None:

@@ -271,7 +271,7 @@ def around_hooks_of_steps(callback: Callback, call: Callable[..., None]) -> list
 def overridden_between_steps(trainer: Trainer, model: LightningModule) -> bool:
     """Return whether the model or a callback has a hook between two training steps, in which it may change anything.
 
-    Callbacks of Lightning that only read the run do not count.
+    Callbacks of Lightning that only read the run do not count, nor do hooks of classes with ``only_reads = True``.
     """
     hooks = [name for name in vars(Callback) if name.startswith("on_") and name not in _NOT_BETWEEN_STEPS]
     names = [name for name in hooks if not name.startswith(("on_test", "on_predict", "on_sanity"))]
@@ -279,13 +279,17 @@ def overridden_between_steps(trainer: Trainer, model: LightningModule) -> bool:
     if any(is_overridden(name, model) for name in (*of_model, "lr_scheduler_step") if hasattr(LightningModule, name)):
         return True
     callbacks: list[Callback] = cast(Any, trainer).callbacks
-    return any(_defining_class(type(each), name) not in (Callback, *_READERS) for each in callbacks for name in names)
+    return not all(_only_reads(_defining_class(type(each), name)) for each in callbacks for name in names)
 
 
 _NOT_BETWEEN_STEPS = frozenset(
     [*_HOOKS_OF_STEPS, "on_fit_start", "on_train_start", "on_fit_end", "on_exception", "on_load_checkpoint"]
 )
 _READERS = tuple(base for reader in READING_CALLBACKS for base in reader.__mro__ if issubclass(base, Callback))
+
+
+def _only_reads(cls: type) -> bool:
+    return cls in (Callback, *_READERS) or bool(vars(cls).get("only_reads", False))
 
 
 def _defining_class(cls: type, name: str) -> type:

@@ -37,7 +37,7 @@ from strategies.pipeline.transport.channel import MOST_BUNDLED_BYTES
 
 _MOST_TOGETHER = 4
 """Of how many micro-batches the user's code begins together, at most. What it keeps until it gets the output of the
-module takes memory, beside the inputs."""
+module takes memory, beside the inputs. Less than the number of values that may be under way (at least p + 2)."""
 
 Code = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
@@ -128,8 +128,10 @@ def _release(
     share = shares()
     factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
     with executor.explained():
-        for remote in executor.remotes:  # a message of its own would cost more than waiting for that of the step
-            remote.queue(StageCommands.release, run.this.number, factor, share.kept)
+        for remote in executor.remotes:
+            # Without work to do, a message of its own would cost more than waiting for that of the step.
+            send = remote.queue if factor == share.kept == 1.0 else remote.tell
+            send(StageCommands.release, run.this.number, factor, share.kept)
         gathered.release(factor, share.kept)
     return []
 

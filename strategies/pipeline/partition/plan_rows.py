@@ -330,7 +330,8 @@ class _Way:
 
 
 def _peak(processes: Sequence[Process]) -> int:
-    return max(process.peak_bytes for process in processes)
+    """Return the largest peak in training; before and after, the driver holds the whole model with any balance."""
+    return max(process.training_bytes for process in processes)
 
 
 def _neighbours(balance: Sequence[int]) -> Iterator[list[int]]:

@@ -100,6 +100,7 @@ class _LocalPartition:
             self._device,
             deferred_batch_norm=deferred_batch_norm,
             call=call_partition,
+            adds_in_place=False,  # gradients are those of one graph of autograd
         )
         self._popped = skips_of(partition.layers)[1]
         self._writes_input: bool | None = None

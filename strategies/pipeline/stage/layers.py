@@ -421,6 +421,8 @@ class Layers:
         deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
         call: Calls the layers; by default one after the other.
         random_state: What restores the random state after a part of a pass; several chunks of a process share it.
+        adds_in_place: Whether gradients of large weights are added without a temporary tensor in whole backward passes,
+            which must run within :meth:`in_backward`.
     """
 
     def __init__(
@@ -432,7 +434,9 @@ class Layers:
         deferred_batch_norm: bool = False,
         call: CallLayers = call_in_turn,
         random_state: RandomStateKeeper | None = None,
+        adds_in_place: bool = True,
     ) -> None:
+        self._adds_in_place = adds_in_place
         self.layers, self.first_layer, self.device = layers, first_layer, device
         self.random_state = random_state or RandomStateKeeper(device)
         self._deferred = DeferredStatistics(layers) if deferred_batch_norm else None
@@ -449,7 +453,7 @@ class Layers:
         self._seeded = [not draws_nothing(layer) for layer in self.layers]
         self._is_compiled = any(map(is_compiled, modules))
         self._has_skips = any(hasattr(type(module), SKIPS) for module in modules)
-        self._has_large = has_large_weights(modules)
+        self._has_large = self._adds_in_place and has_large_weights(modules)
 
     def run(
         self,
@@ -507,7 +511,8 @@ class Layers:
         phases = checkpointing, recomputing
         phase = nullcontext() if phases == (_here.checkpointing, _here.recomputing) else _phase(*phases)
         self._delays.least_bytes = 0 if splits else LARGE_BYTES
-        delays = self._delays if (splits or self._has_large) and grad and not self._is_compiled else nullcontext()
+        is_large = self._has_large and not any(on for kind, on, _ in context.autocast if kind == self.device.type)
+        delays = self._delays if (splits or is_large) and grad and not self._is_compiled else nullcontext()
         with context.entered(grad=grad), frozen, gathering, phase, delays:
             try:
                 with skipping:

@@ -285,7 +285,7 @@ class Stage:
             this.recomputed,
             self.num_kept,
             this.grad,
-            any(is_float32(chunk.layers) for chunk in chunks),
+            not any(on for _, on, _ in this.context.autocast) and any(is_float32(chunk.layers) for chunk in chunks),
         )
 
     def _run(self, operations: Iterable[Operation], this: Pass) -> None:

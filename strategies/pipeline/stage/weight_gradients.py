@@ -24,7 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from strategies.common.torch_compat import gradient_hooks, is_functorch_active, top_saved_tensors_hooks
+from strategies.common.torch_compat import (
+    gradient_hooks,
+    is_computed_in_this_pass,
+    is_functorch_active,
+    top_saved_tensors_hooks,
+)
 
 
 class _Kind(NamedTuple):
@@ -287,9 +292,11 @@ class DelayedWeights(TorchFunctionMode):
         """
         if self.least_bytes == 0:
             return True
-        device = call.x.device.type
-        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        return not is_autocast and call.weight.nbytes >= self.least_bytes
+        return call.weight.nbytes >= self.least_bytes and not (call.kind.is_cast and _casts(call.x.device.type))
+
+
+def _casts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
 
 
 def _can_wait(call: _Call) -> bool:
@@ -320,17 +327,18 @@ class _Delayed(torch.autograd.Function):
         ctx.kind, ctx.others, ctx.delays, ctx.parameters, ctx.dtype = kind, others, delays, (weight, bias), x.dtype
         device = x.device.type
         own: list[Any] = [x, weight, bias]
-        is_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
-        if is_autocast and kind.is_cast:
+        if kind.is_cast and _casts(device):
             dtype = torch.get_autocast_dtype(device)
             own = [t.to(dtype) if t is not None and t.dtype in _AUTOCAST else t for t in own]
         ctx.is_cast = own[0] is not x or own[1] is not weight
-        ctx.save_for_backward(own[0], own[1])
+        is_used = ctx.needs_input_grad[0] or ctx.is_cast  # else a layer may change its weight in place meanwhile
+        ctx.save_for_backward(own[0], own[1] if is_used else None)
         return kind.forward(*own, *others).data  # may be a view, which the next layer could not change in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         kind, others, (weight, bias), (x, used) = ctx.kind, ctx.others, ctx.parameters, ctx.saved_tensors
+        used = weight if used is None else used  # of which only the shape counts
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         if torch.is_grad_enabled() and ctx.is_cast:
             raise RuntimeError(
@@ -339,12 +347,21 @@ class _Delayed(torch.autograd.Function):
             )
         grad_x = kind.input_grad(grad, x, used, *others).to(ctx.dtype) if wants_x else None
         hooked = _has_hooks(weight) or (bias is not None and _has_hooks(bias))  # since the forward pass
-        if ctx.delays.left is not None and not torch.is_grad_enabled() and not hooked:
-            ctx.delays.left.add(_Call(kind, x, weight, bias, others), grad)
+        if ctx.delays.left is not None and not torch.is_grad_enabled() and not hooked and _accumulates(ctx, weight):
+            ctx.delays.left.add(_Call(kind, x, weight, bias if wants_bias else None, others), grad)
             return grad_x, None, None, None, None, None
         grad_weight = kind.weight_grad(grad, x, used, *others).to(weight.dtype) if wants_weight else None
         grad_bias = kind.bias_grad(grad).to(bias.dtype) if wants_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _accumulates(ctx: Any, weight: Tensor) -> bool:
+    """Whether this backward pass adds to ``weight.grad``: not one of ``torch.autograd.grad`` within a layer or hook."""
+    nodes = [node for node, _ in ctx.next_functions if getattr(node, "variable", None) is weight]
+    try:
+        return bool(nodes) and is_computed_in_this_pass(nodes[0])
+    except RuntimeError:  # torch.autograd.grad asks for the gradient of the weight
+        return False
 
 
 _AUTOCAST = frozenset([torch.float32, torch.float16, torch.bfloat16])

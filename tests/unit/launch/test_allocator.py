@@ -2,24 +2,15 @@
 
 import os
 import platform
-import resource
-import statistics
 import subprocess
 import sys
 
 import pytest
-import torch
+from paths import environment as tests_environment
 
-from strategies.launch.allocator import (
-    all_freed_memory_kept,
-    keep_freed_memory,
-    return_freed_memory,
-    variables_of_worker,
-)
+from strategies.launch.allocator import variables_of_worker
 from strategies.launch.workers import environment_of_worker
 
-MEBI = 2**20
-PAGES_OF_A_MEBI = MEBI // resource.getpagesize()
 HAS_GLIBC = platform.libc_ver()[0] == "glibc"
 IS_RECENT = HAS_GLIBC and tuple(map(int, platform.libc_ver()[1].split("."))) >= (2, 36)
 
@@ -29,36 +20,58 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def faults(mebi: int) -> float:
-    """Return how many pages of a block are faulted in when it is used again and again, relative to its size."""
+PROGRAM = """
+import os, resource, statistics, sys
+from strategies.launch.allocator import all_freed_memory_kept, keep_freed_memory, return_freed_memory
+def faults(mebi):
     return_freed_memory()
     counts = []
     for _ in range(7):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        torch.ones(mebi * MEBI, dtype=torch.uint8)
+        bytearray(b"1") * (mebi * 2**20)
         counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-    return statistics.median(counts) / (mebi * PAGES_OF_A_MEBI)
+    return statistics.median(counts) / (mebi * 2**20 // resource.getpagesize())
+"""
+"""``faults`` returns how many pages of a block are faulted in when it is used again and again, relative to its size."""
 
 
-@pytest.mark.parametrize("mebi, kept", [(8, True), (32, True), (128, False)])
-def test_freed_blocks_up_to_the_limit_are_kept(mebi: int, kept: bool) -> None:
-    keep_freed_memory()
-    assert (faults(mebi) < 0.1) is kept
+def printed(program: str, environment: dict[str, str] | None = None) -> list[float]:
+    """Return the numbers that a process prints that has nothing else in its heap, where blocks might find a place."""
+    command = [sys.executable, "-c", PROGRAM + program]
+    found = subprocess.run(
+        command, env=environment or tests_environment(), capture_output=True, text=True, timeout=120, check=True
+    )
+    return [float(number) for number in found.stdout.split()]
+
+
+def test_freed_blocks_up_to_the_limit_are_kept() -> None:
+    small, limit, large = printed("keep_freed_memory(); print(faults(8), faults(32), faults(128))")
+    assert small < 0.1 and limit < 0.1 and large > 0.9
 
 
 def test_a_measurement_keeps_blocks_of_any_size() -> None:
-    with all_freed_memory_kept():
-        assert faults(48) < 0.1
-    assert faults(128) > 0.9  # more than what may have become free within the heap
-    assert faults(32) < 0.1
+    within, large, limit = printed(
+        """
+with all_freed_memory_kept():
+    print(faults(48))
+print(faults(128), faults(32))
+"""
+    )
+    assert within < 0.1 and large > 0.9 and limit < 0.1
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
-def test_settings_of_the_user_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keep_freed_memory()
-    monkeypatch.setenv(name, "glibc.malloc.trim_threshold=4096" if name == "GLIBC_TUNABLES" else "4096")
-    with all_freed_memory_kept():
-        assert faults(128) > 0.9
+def test_settings_of_the_user_stay(name: str) -> None:
+    value = "glibc.malloc.trim_threshold=4096" if name == "GLIBC_TUNABLES" else "4096"
+    (found,) = printed(
+        f"""
+keep_freed_memory()
+os.environ[{name!r}] = {value!r}
+with all_freed_memory_kept():
+    print(faults(128))
+"""
+    )
+    assert found > 0.9
 
 
 @pytest.mark.parametrize(
@@ -87,7 +100,5 @@ def test_a_worker_faults_in_large_blocks_by_huge_pages() -> None:
     environment = environment_of_worker(sys.path, threads=1)
     if "GLIBC_TUNABLES" not in environment:
         pytest.skip("this kernel has no transparent huge pages")
-    program = f"from {__name__} import faults; print(faults(48))"
-    command = [sys.executable, "-c", program]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
-    assert float(printed) < 0.5
+    (found,) = printed("print(faults(48))", environment)
+    assert found < 0.5

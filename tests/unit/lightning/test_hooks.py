@@ -240,6 +240,14 @@ def test_hooks_between_steps() -> None:
     class Named(ModelCheckpoint):
         CHECKPOINT_NAME_LAST = "newest"
 
+    class Watches(Callback):
+        only_reads = True
+
+        def on_train_batch_end(self, *args: Any) -> None: ...
+
+    class Meddles(Watches):
+        def on_train_batch_end(self, *args: Any) -> None: ...
+
     class InStep(Callback):
         def on_after_backward(self, *args: Any) -> None: ...
 
@@ -259,4 +267,5 @@ def test_hooks_between_steps() -> None:
         return overridden_between_steps(SimpleNamespace(callbacks=callbacks), model or Steps())
 
     assert not found() and not found(*reading, InStep())
+    assert not found(Watches()) and found(Meddles())
     assert found(Clips()) and found(*reading, Saves()) and found(EMAWeightAveraging()) and found(model=Logs())

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -288,6 +290,60 @@ def test_autocast() -> None:
     assert y.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match=r"a layer differentiates a gradient \(create_graph=True\) under autocast"):
         torch.autograd.grad(y.float().sum(), x, create_graph=True)
+
+
+def test_a_backward_pass_within_a_backward_pass_adds_nothing() -> None:
+    """Such as that of a layer that finds a fixed point, whose hook on its output solves for the gradient."""
+    found = []
+    plain = nn.Linear(4, 4)
+    for layer, delays in ((copy.deepcopy(plain), None), (plain, DelayedWeights())):
+        x = torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
+        with delays or nullcontext():
+            z = layer(x)
+            again = z.detach().requires_grad_()
+            once_more = layer(again)
+        z.register_hook(partial(solved, once_more, again, layer.weight))
+        if delays is not None:
+            delays.left = WeightGradients(at_once=True)
+        z.square().sum().backward()
+        found.append([x.grad, *(p.grad for p in layer.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def solved(output: Tensor, input: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
+    through, of_weight = torch.autograd.grad(output, (input, weight), grad, retain_graph=True)
+    (only,) = torch.autograd.grad(output, input, grad, retain_graph=True)
+    return grad + through + only + of_weight.sum()
+
+
+def test_a_weight_that_its_layer_changes_in_place() -> None:
+    """Autograd does not need the values of an embedding's weight either."""
+    found = []
+    plain = nn.Embedding(5, 3)
+    for layer, delays in ((copy.deepcopy(plain), None), (plain, DelayedWeights())):
+        outputs = []
+        for microbatch in ([0, 1, 2], [2, 4, 0]):
+            with torch.no_grad():
+                layer.weight[0].zero_()
+            with delays or nullcontext():
+                outputs.append(layer(torch.tensor(microbatch)))
+        if delays is not None:
+            delays.left = WeightGradients(at_once=True)
+        for output in outputs:
+            output.square().sum().backward()
+        found.append(layer.weight.grad)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
+
+
+def test_a_bias_that_was_frozen_in_the_forward_pass() -> None:
+    layer, delays = nn.Linear(4, 3), DelayedWeights()
+    layer.bias.requires_grad_(False)
+    with delays:
+        output = layer(torch.ones(2, 4))
+    layer.bias.requires_grad_(True)
+    delays.left = WeightGradients(at_once=True)
+    output.sum().backward()
+    assert layer.weight.grad is not None and layer.bias.grad is None
 
 
 def test_a_gradient_of_a_gradient_under_autocast_and_whole_backward_passes() -> None:
