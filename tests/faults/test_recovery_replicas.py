@@ -32,7 +32,9 @@ def test_workers_of_replicas_are_killed(name: str) -> None:
         assert differing == [] and differing_there == []
         assert restarts == []
         batches = kills[0].keys() | kills[1].keys()
-        assert bool(recovered) == bool(batches) and len(recovered) >= len(batches)
+        # A loss may be noticed in the next step, whose own loss is then repaired with it.
+        least = sum(batch - 1 not in batches for batch in batches)
+        assert bool(recovered) == bool(batches) and len(recovered) >= least
         assert all(line.startswith("In replica ") for line in recovered)
 
 

@@ -139,9 +139,13 @@ def spares() -> tuple[str, list[int], int, int, bool]:
         running = [child for child in supervisor.children() if child.status() != psutil.STATUS_ZOMBIE]
         return sorted(child.pid for child in running if child.pid != worker)
 
-    first = comes(lambda: len(idle()) == 2 and idle())
+    def two(*, without: int = 0) -> list[int]:
+        found = idle()
+        return found if len(found) == 2 and without not in found else []
+
+    first = comes(two)
     os.kill(first[0], signal.SIGKILL)
-    second = comes(lambda: len(idle()) == 2 and first[0] not in idle() and idle())
+    second = comes(lambda: two(without=first[0]))
     os.kill(worker, signal.SIGKILL)
     said += process.communicate(timeout=30)[0]
     successor = int(next(line for line in said.splitlines() if line.startswith("worker 2")).split()[2])
