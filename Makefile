@@ -12,10 +12,10 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
-	@echo "make unit     run the tests that start no process (about a minute)"
-	@echo "make test     run all tests except those marked slow (about four minutes)"
-	@echo "make slow     run the tests marked slow (about 17 minutes); .ci/run runs these too"
-	@echo "make device-plane run tests of parity over the simulated device plane (about a minute); device-plane-all: all of them"
+	@echo "make unit     run the tests that start no process (80 seconds)"
+	@echo "make test     run all tests except those marked slow (about five minutes)"
+	@echo "make slow     run the tests marked slow (about 40 minutes); .ci/run runs these too"
+	@echo "make device-plane run tests of parity over the simulated device plane (half a minute); device-plane-all: all of them"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make faults   disturb 1,000 small runs by random faults (hours); it continues where it was interrupted"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
