@@ -38,7 +38,14 @@ from strategies.launch.workers import VARIABLES_OF_NCCL, Workers, share_of_threa
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
-from strategies.pipeline.control.client import Failures, InterruptibleWait, NotCopyable, RemoteStage, StageProcess
+from strategies.pipeline.control.client import (
+    Failures,
+    InterruptibleWait,
+    NotCopyable,
+    RemoteStage,
+    StageProcess,
+    cause_of,
+)
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart, in_rescue
@@ -938,7 +945,11 @@ class Pipeline(NotCopyable):
         session = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
         started = True
         for i, stage in enumerate(stages):
-            name, hosted, process = session.name(i), ship(i, session), _stage_process(processes, i)
+            name, process = session.name(i), _stage_process(processes, i)
+            try:
+                hosted = ship(i, session)
+            except RuntimeError as error:  # RPC may know before all is connected that a process has ended
+                raise cause_of(error, stage, process) from error
             if i < len(remotes):
                 remotes[i].renew(name, hosted, process, self.failures)
             else:

@@ -389,9 +389,9 @@ class RemoteStage(NotCopyable):
         reply: Any
         try:
             reply = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
-        except RuntimeError as error:  # RPC knows already that the process has ended
-            if self.process.ended() is None:
-                raise
+        except RuntimeError as error:
+            if cause_of(error, self.description, self.process) is error:
+                raise  # else RPC knows already that the process has ended
             reply = futures.Future()
             reply.set_exception(error)
         self._number += 1
@@ -426,11 +426,7 @@ class RemoteStage(NotCopyable):
 
     def cause_of(self, error: Exception) -> Exception:
         """Return why a call of :meth:`beside` failed: the process cannot be reached, or what the function raised."""
-        ended = _how_it_ended(self.process)
-        if ended is None and _RPC_TRANSPORT not in str(error):
-            return error
-        how = ended or f"did not answer: {error}"
-        return WorkerLost(f"{self.description}, {self.process.description}, {how}")
+        return cause_of(error, self.description, self.process)
 
     def ask_for_progress(self) -> Any:
         """Ask what the stage does; the answer is a :class:`~strategies.common.activity.Progress`."""
@@ -522,6 +518,20 @@ class RemoteStage(NotCopyable):
             done.set_exception(failed)
         else:
             done.set_result(value)
+
+
+def cause_of(error: Exception, stage: str, process: StageProcess) -> Exception:
+    """Return why a call of RPC failed: the process has ended or cannot be reached, or else ``error`` itself.
+
+    Args:
+        error: What the call raised.
+        stage: The stage in words.
+        process: Its process.
+    """
+    ended = _how_it_ended(process)
+    if ended is None and _RPC_TRANSPORT not in str(error):
+        return error
+    return WorkerLost(f"{stage}, {process.description}, {ended or f'did not answer: {error}'}")
 
 
 def _how_it_ended(process: StageProcess) -> str | None:

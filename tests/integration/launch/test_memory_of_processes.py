@@ -123,4 +123,5 @@ def test_training_state_of_four_times_what_a_process_may_use() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 4: " in done.stdout and "predicted 4 batches" in done.stdout
     alone = example("--one-process")
-    assert alone.returncode != 0 and "can't allocate memory" in alone.stderr
+    assert alone.returncode != 0
+    assert "can't allocate memory" in alone.stderr or "MemoryError" in alone.stderr  # torch's error, or Python's
