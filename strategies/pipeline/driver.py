@@ -675,7 +675,7 @@ class Pipeline(NotCopyable):
         return OwnParts(
             modules=[model for model, _, _, _ in self._all()],
             stages=self.stages,
-            parameters=list(dict.fromkeys([*self._parameters_here(), *copied])),
+            parameters=list(dict.fromkeys([*self.parameters_here(), *copied])),
             optimizers=self.optimizers.optimizers,
             seeds=self._seeds,
             holders=running.holders,
@@ -841,7 +841,7 @@ class Pipeline(NotCopyable):
         return (
             executor,
             whole_batch,
-            PerMicrobatch(executor, self._parameters_here) if self.settings.interleaves else None,
+            PerMicrobatch(executor, self.parameters_here) if self.settings.interleaves else None,
         )
 
     def _move_to_worker(self, i: int, remote: RemoteStage) -> Holder:
@@ -865,7 +865,7 @@ class Pipeline(NotCopyable):
         """Meet the drivers of the other replicas, until the session ends."""
         with self.failures.explained():
             group = replicas.join(len(self.stages) - 1, self.failures.raise_untold)
-        averaging = Averaging(group, self._parameters_here, self._buffers_here, wait=wait)
+        averaging = Averaging(group, self.parameters_here, self._buffers_here, wait=wait)
         session.callback(averaging.close)
         return averaging
 
@@ -874,7 +874,7 @@ class Pipeline(NotCopyable):
         own = self._model or self.module, self.module, self.stages, self.optimizers.optimizers
         return [own, *((copy.model, copy.module, stages, ()) for copy, stages in self._copies)]
 
-    def _parameters_here(self) -> list[nn.Parameter]:
+    def parameters_here(self) -> list[nn.Parameter]:
         """Every parameter with its values in this process, also those that only an optimizer knows."""
         groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
         return [p for p in dict.fromkeys(chain((self._model or self.module).parameters(), *groups)) if not p.is_meta]

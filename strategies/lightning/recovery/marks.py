@@ -101,25 +101,20 @@ class Marks:
 
     def values(self) -> Any:
         """Return fingerprints of the weights, buffers and gradients of this process."""
-        here = self._parameters()
+        here = self._pipeline.parameters_here()
         return [fingerprint(each) for each in (*here, *self._model.buffers())], self._values_of_gradients()
 
     def _gradients(self) -> Any:
-        here = self._parameters()
+        here = self._pipeline.parameters_here()
         grads = [None if p.grad is None else _identity(p.grad) for p in here]
         return grads, [_identity(p) for p in here], [remote.version for remote in self._pipeline.remotes]
 
     def _values_of_gradients(self) -> Any:
-        return [None if p.grad is None else fingerprint(p.grad) for p in self._parameters()]
-
-    def _parameters(self) -> list[nn.Parameter]:
-        groups = [group["params"] for each in self._pipeline.optimizers.optimizers for group in each.param_groups]
-        listed = [*self._model.parameters(), *(p for params in groups for p in params)]
-        return [p for p in dict.fromkeys(listed) if not p.is_meta]
+        return [None if p.grad is None else fingerprint(p.grad) for p in self._pipeline.parameters_here()]
 
     def _tensors(self) -> tuple[list[Tensor], list[Any]]:
         """Return the tensors that steps leave to the steps after them, and what is beside them in optimizers."""
-        found: list[Tensor] = [*self._parameters(), *(b for b in self._model.buffers() if not b.is_meta)]
+        found: list[Tensor] = [*self._pipeline.parameters_here(), *(b for b in self._model.buffers() if not b.is_meta)]
         others: list[Any] = []
         for optimizer in self._pipeline.optimizers.optimizers:
             for parameter, states in optimizer.state.items():

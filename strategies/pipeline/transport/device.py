@@ -144,6 +144,11 @@ def given_up() -> PeerFailed:
     return PeerFailed("a transfer has been given up, because a process of the pipeline failed")
 
 
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor, on the same memory: NCCL lacks some dtypes."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
 def _abort(link: Link) -> None:
     with suppress(RuntimeError):  # the communicator reports the failure again that it is aborted for
         link.abort()

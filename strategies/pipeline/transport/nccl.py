@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store
 
 from strategies.common.torch_compat import nccl_backend
 from strategies.common.trees import TensorLayout
-from strategies.pipeline.transport.device import Links, Route, Transfer, given_up
+from strategies.pipeline.transport.device import Links, Route, Transfer, bytes_of, given_up
 
 _LOOK_SECONDS = 5e-5
 """How often a blocked process checks whether a transfer has run. A wait within CUDA could not be interrupted."""
@@ -73,13 +73,13 @@ class NcclLink:
         """Where memory for received tensors is taken, so that receives do not wait for what the GPU computes."""
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
-        works = [self._backend.send([_as_bytes(tensor)], self._peer, 0) for tensor in tensors]
+        works = [self._backend.send([bytes_of(tensor)], self._peer, 0) for tensor in tensors]
         return NcclTransfer(works, tensors, are_new=False, given_up=self._given_up)
 
     def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
         with torch.cuda.stream(self._stream):
             tensors = [torch.empty(each.shape, dtype=each.dtype, device=self._device) for each in layouts]
-            works = [self._backend.recv([_as_bytes(tensor)], self._peer, 0) for tensor in tensors]
+            works = [self._backend.recv([bytes_of(tensor)], self._peer, 0) for tensor in tensors]
         return tensors, NcclTransfer(works, tensors, are_new=True, given_up=self._given_up)
 
     def abort(self) -> None:
@@ -124,8 +124,3 @@ class NcclLinks(Links):
                 described = TensorLayout((1,), torch.uint8, False)
                 transfer = link.receive([described])[1] if own else link.send([first])
                 transfer.synchronize()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, since NCCL lacks some dtypes."""
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -22,7 +22,7 @@ from strategies.common.torch_compat import cpu_backend, timeout_of
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
 from strategies.pipeline.transport.channel import unrecorded
-from strategies.pipeline.transport.device import Links, Route, Transfer, given_up
+from strategies.pipeline.transport.device import Links, Route, Transfer, bytes_of, given_up
 
 _FIRST_TAG = 1000
 """Payloads of a channel have its tag plus this number."""
@@ -134,15 +134,15 @@ class SimulatedLink:
         self._under_way: list[SimulatedTransfer] = []
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
-        sent = [_as_bytes(tensor).clone() for tensor in tensors]
+        sent = [bytes_of(tensor).clone() for tensor in tensors]
         run = partial(self._move, self._backend.send, sent)
         return self._posted(run, partial(self._check_unchanged, list(tensors), sent))
 
     def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
         tensors = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in layouts]
         for tensor in tensors:
-            _as_bytes(tensor).fill_(0xFF)
-        arrived = [torch.empty_like(_as_bytes(tensor)) for tensor in tensors]
+            bytes_of(tensor).fill_(0xFF)
+        arrived = [torch.empty_like(bytes_of(tensor)) for tensor in tensors]
         run = partial(self._move, self._backend.recv, arrived)
         return tensors, self._posted(run, partial(_fill, tensors, arrived))
 
@@ -166,7 +166,7 @@ class SimulatedLink:
 
     def _check_unchanged(self, tensors: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         for tensor, bytes_sent in zip(tensors, sent, strict=True):
-            if not torch.equal(_as_bytes(tensor), bytes_sent):
+            if not torch.equal(bytes_of(tensor), bytes_sent):
                 raise RuntimeError(
                     f"stage {self._route.source} changed a tensor of shape {list(tensor.shape)} that it was sending to "
                     f"stage {self._route.target}, which on a GPU would get some of the new values. A layer must not "
@@ -210,8 +210,4 @@ class SimulatedLinks(Links):
 @torch.no_grad()
 def _fill(tensors: Sequence[Tensor], arrived: Sequence[Tensor]) -> None:
     for tensor, message in zip(tensors, arrived, strict=True):
-        _as_bytes(tensor).copy_(message)
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)
+        bytes_of(tensor).copy_(message)
