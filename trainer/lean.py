@@ -386,7 +386,7 @@ class LeanAutomaticOptimization(AutomaticOptimization):
                 and _methods_of_precision(type(precision)) == _PRECISION_WITH_LOSS
                 and all(_EMPTY.issuperset(_functions_of_callback(callback)) for callback in trainer.callbacks)
             )
-        except AttributeError:  # something else than a method
+        except AttributeError:  # not a method
             return False
 
     def _make_closure(self, *args: Any) -> Any:

@@ -278,7 +278,7 @@ def example_of(model: nn.Module, module: nn.Module) -> tuple[nn.Module, dict[str
     The input has 2 rows of up to 128 tokens, and the tokens as labels if the model predicts tokens, or 2 images.
 
     Returns:
-        ``None`` if there is no such model around ``module``, or if it takes something else than tokens or images.
+        ``None`` if there is no such model around ``module``, or if it takes something other than tokens or images.
     """
     around = [
         child

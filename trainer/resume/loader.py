@@ -126,7 +126,7 @@ class TrackedLoader(Iterator[Any]):
         """
         if not all(state is None or isinstance(state, dict) for state in saved["workers"]):
             raise MisconfigurationException(
-                "The checkpoint holds something else than the random states of a loader's workers where those should "
+                "The checkpoint holds something other than the random states of a loader's workers where those should "
                 "be. Bytes there would be run as a pickle, so do not trust any part of this file."
             )
         self._saved, self._how = saved, how

@@ -1,4 +1,4 @@
-"""Marks of a run between two training steps, which tell whether something else than a step has changed it.
+"""Marks of a run between two training steps, which tell whether something other than a step has changed it.
 
 A repeated step begins with what the step before it has left. What a callback has changed in between would be lost
 silently, so it must be noticed: tensors that are other ones or have been changed in place, states of optimizers,

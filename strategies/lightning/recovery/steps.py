@@ -367,7 +367,7 @@ class StepRecovery:
         if unknown:
             rank_zero_warn(
                 f"snapshot_every_n_steps={self._every_n_steps}: when a worker is lost, training steps run again. "
-                f"Attributes that are taken as unchanged by training steps then: {'; '.join(unknown)}."
+                f"Training steps are assumed not to change these attributes: {'; '.join(unknown)}."
             )
 
     def _warn_of_what_changes(self, step: _Step) -> None:
@@ -378,7 +378,8 @@ class StepRecovery:
         if changed := [*step.begin.changed(), *step.batch.changed()]:
             rank_zero_warn(
                 f"snapshot_every_n_steps={self._every_n_steps}: if a worker is lost, training will end as it does "
-                f"without snapshots, because the first step has changed what cannot be restored: {', '.join(changed)}. "
+                "without snapshots, because the first step has changed something that cannot be restored: "
+                f"{', '.join(changed)}. "
                 f"{_WAY_OUT}"
             )
 
@@ -482,7 +483,9 @@ class StepRecovery:
 
     def _check_unchanged(self, lost: str) -> None:
         if not self._is_unchanged(with_gradients=False):
-            raise _Unrecoverable(f"{lost}\nSomething else than training steps has changed weights since the last one.")
+            raise _Unrecoverable(
+                f"{lost}\nThe weights have been changed since the last training step, so that state is in no snapshot."
+            )
 
     def _has_gradients(self) -> bool:
         here = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
@@ -526,9 +529,9 @@ class StepRecovery:
                 different = _difference(found, step.results)
                 raise _Unrecoverable(
                     f"{lost}\n{step.name} was run again from the last snapshot, and gave {different}, so training "
-                    "cannot go on from there: training_step depends on something that is neither the model, the batch "
-                    "nor a random state of torch, Python or NumPy, or something other than training steps has changed "
-                    "weights."
+                    "cannot go on from there. Either training_step depends on something other than the model, the "
+                    "batch and the random states of torch, Python and NumPy, or the weights were changed outside "
+                    "training steps."
                 )
         until.restore()
         again = f"{len(repeated)} steps run again" if len(repeated) != 1 else "one step run again"
@@ -540,12 +543,12 @@ class StepRecovery:
         """Raise an error if something has changed since the beginning of these steps that cannot be restored."""
         changed = [*steps[0].begin.changed(), *(name for step in steps for name in step.batch.changed())]
         changed += [
-            f"weights, before {step.name}, by something else than a step" for step in steps[1:] if not step.follows
+            f"the weights (changed outside training_step, before {step.name})" for step in steps[1:] if not step.follows
         ]
         if changed:
             raise _Unrecoverable(
-                f"{lost}\nTraining cannot go on from the last snapshot, because these have changed since, or may have, "
-                f"and cannot be restored: {', '.join(dict.fromkeys(changed))}. {_WAY_OUT}"
+                f"{lost}\nTraining cannot go on from the last snapshot, because the following has changed since "
+                f"then, or may have, and cannot be restored: {', '.join(dict.fromkeys(changed))}. {_WAY_OUT}"
             )
 
 

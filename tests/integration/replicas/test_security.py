@@ -241,6 +241,6 @@ def test_bytes_in_a_checkpoint_are_not_unpickled(folder: Path) -> None:
     saved = torch.load("a.ckpt", weights_only=True)
     tracked = TrackedLoader(DataLoader([1, 2], num_workers=1))
     for in_mid_epoch in (True, False):
-        with pytest.raises(MisconfigurationException, match=r"something else than the random states of a loader's"):
+        with pytest.raises(MisconfigurationException, match=r"something other than the random states of a loader's"):
             tracked.resume(saved, Resumption(in_mid_epoch, 1, 1, 0))
     assert not ran()
