@@ -26,7 +26,7 @@ def command(*arguments: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-FEW = {"limit_train_batches": 60, "limit_val_batches": 10}
+FEW = {"limit_train_batches": 40, "limit_val_batches": 10}
 """Instead of 165 batches of training data, and all of validation data."""
 SHORTENED = [f"--trainer.{name}={number}" for name, number in FEW.items()]
 
