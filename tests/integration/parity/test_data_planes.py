@@ -85,7 +85,7 @@ def test_devices_that_run_one_operation_at_a_time() -> None:
     run(check_schedules, ("simulated-serial",), ("gpipe", "1f1b", "interleaved", "zbv"), (3,))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_schedules() -> None:
     run(check_schedules, ("simulated", "simulated-serial"), tuple(SCHEDULES), (2, 3, 4), timeout_seconds=240)
 
