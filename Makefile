@@ -3,18 +3,20 @@ PYTHON ?= python3
 # How many tests run at once.
 JOBS ?= 2
 SPREAD = --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
+QUICK := -m "not slow and not nightly"
 VENV := .venv
 INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: device-plane device-plane-all faults help demo unit test slow check coverage mutation bench bench-tiny clean
+.PHONY: device-plane device-plane-all faults help demo unit test slow nightly check coverage mutation bench bench-tiny clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
 	@echo "make unit     run the tests that start no process (80 seconds)"
-	@echo "make test     run all tests except those marked slow (about five minutes)"
-	@echo "make slow     run the tests marked slow (about 40 minutes); .ci/run runs these too"
+	@echo "make test     run all tests except those marked slow or nightly (about five minutes)"
+	@echo "make slow     run the tests marked slow (about 20 minutes); .ci/run runs these too"
+	@echo "make nightly  run the tests marked nightly, the rest of long sweeps (about 25 minutes)"
 	@echo "make device-plane run tests of parity over the simulated device plane (half a minute); device-plane-all: all of them"
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make faults   disturb 1,000 small runs by random faults (hours); it continues where it was interrupted"
@@ -30,22 +32,22 @@ demo: $(INSTALLED)
 # The tests of a file stay in one process, since many share what one launch of processes has computed. tests/conftest.py
 # puts the longest files first.
 unit: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest tests/unit -m "not slow" $(SPREAD)
+	OMP_NUM_THREADS=1 python -m pytest tests/unit $(QUICK) $(SPREAD)
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m "not slow" $(SPREAD)
+	OMP_NUM_THREADS=1 python -m pytest $(QUICK) $(SPREAD)
 
 # Of the tests of parity, the most telling ones for the order of sends and receives; a nightly job runs all of them.
 DEVICE_PLANE = $(addprefix tests/integration/parity/test_,evaluation.py parity_calls.py parity_gradients.py parity_inputs.py parity_1f1b.py)
 
 device-plane: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest --data-plane=simulated-serial -m "not slow" $(DEVICE_PLANE) $(SPREAD)
+	OMP_NUM_THREADS=1 python -m pytest --data-plane=simulated-serial $(QUICK) $(DEVICE_PLANE) $(SPREAD)
 
 device-plane-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest --data-plane=simulated-serial tests/integration/parity $(SPREAD)
 
-slow: $(INSTALLED)
-	OMP_NUM_THREADS=1 python -m pytest -m slow $(SPREAD) --durations 40
+slow nightly: $(INSTALLED)
+	OMP_NUM_THREADS=1 python -m pytest -m $@ $(SPREAD) --durations 40
 
 check: $(INSTALLED)
 	ruff check .

@@ -31,8 +31,14 @@ def test_a_fault(kind: str) -> None:
     check(first_seed(kind, QUICK[kind]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1000, 1030))
+SOME = (1005, 1008, 1020, 1027)
+"""Seeds of ``make slow``: driver or worker is killed or terminated, a checkpoint is cut off, two faults at once."""
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [pytest.param(seed, marks=pytest.mark.slow if seed in SOME else pytest.mark.nightly) for seed in range(1000, 1030)],
+)
 def test_some_faults(seed: int) -> None:
     check(seed)
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -99,8 +100,13 @@ def driver_gets(how: str, phase: str) -> tuple[int, str, float]:
     return job.returncode, said, time.monotonic() - ended
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("phase", ["unpack", "backward", "save", "teardown"])
+@pytest.mark.parametrize(
+    "phase",
+    [
+        pytest.param(phase, marks=pytest.mark.slow if phase == "backward" else pytest.mark.nightly)
+        for phase in ("unpack", "backward", "save", "teardown")
+    ],
+)
 def test_a_driver_that_is_killed(phase: str) -> None:
     code, _, seconds = run(driver_gets, "SIGKILL", phase, timeout_seconds=90, env=OWN_SERVER)
     assert code == -signal.SIGKILL and seconds < SECONDS
@@ -134,7 +140,16 @@ def await_workers(seconds: float, *, ready: bool) -> list[int]:
     return [found[0], found[1]]
 
 
-def killed_while_starting() -> list[tuple[str, float]]:
+Moments = Sequence[tuple[bool, float]]
+"""Whether the time, in seconds, counts from when workers have imported torch, or from when they are spawned."""
+SOME_MOMENTS: Moments = [(False, 0.0), (False, 0.1), (True, 0.0), (True, 0.012)]
+ALL_MOMENTS: Moments = [
+    *((False, seconds) for seconds in (0.0, 0.1, 0.5, 1.0)),
+    *((True, 0.004 * k) for k in range(12)),
+]
+
+
+def killed_while_starting(moments: Moments) -> list[tuple[str, float]]:
     """Starts a pipeline again and again, and kills one of its workers at those moments.
 
     Returns:
@@ -146,7 +161,7 @@ def killed_while_starting() -> list[tuple[str, float]]:
         os.kill(await_workers(seconds, ready=ready)[victim], signal.SIGKILL)
         killed.append(time.monotonic())
 
-    for number, moment in enumerate(MOMENTS):
+    for number, moment in enumerate(moments):
         killer = threading.Thread(target=kill, args=(number % 2, *moment))
         killer.start()
         pipeline, message = three_stages(), ""
@@ -165,22 +180,25 @@ def killed_while_starting() -> list[tuple[str, float]]:
     return seen
 
 
-MOMENTS = [(False, 0.0), (False, 0.1), (False, 0.5), (False, 1.0), *((True, 0.004 * k) for k in range(12))]
-"""Whether the time, in seconds, counts from when workers have imported torch, or from when they are spawned."""
+at_moments = pytest.mark.parametrize(
+    "moments",
+    [pytest.param(SOME_MOMENTS, marks=pytest.mark.slow), pytest.param(ALL_MOMENTS, marks=pytest.mark.nightly)],
+    ids=["some moments", "all moments"],
+)
 
 
-@pytest.mark.slow
+@at_moments
 @pytest.mark.timeout(200)
-def test_a_worker_that_is_killed_while_the_processes_start() -> None:
-    for message, seconds in run(killed_while_starting, timeout_seconds=170, env=OWN_SERVER):
+def test_a_worker_that_is_killed_while_the_processes_start(moments: Moments) -> None:
+    for message, seconds in run(killed_while_starting, moments, timeout_seconds=170, env=OWN_SERVER):
         assert ", was killed by signal 9 " in message and message.startswith("stage "), message
         assert seconds < SECONDS, (message, seconds)
 
 
-def driver_killed_while_starting() -> list[float]:
+def driver_killed_while_starting(moments: Moments) -> list[float]:
     """The same with the driver, which is a fork of this process; for how long its workers outlived it."""
     seen = []
-    for ready, seconds in MOMENTS:
+    for ready, seconds in moments:
         driver = os.fork()
         if driver == 0:
             try:
@@ -198,8 +216,8 @@ def driver_killed_while_starting() -> list[float]:
     return seen
 
 
-@pytest.mark.slow
+@at_moments
 @pytest.mark.timeout(200)
-def test_a_driver_that_is_killed_while_the_processes_start() -> None:
-    seen = run(driver_killed_while_starting, timeout_seconds=170, env=OWN_SERVER)
+def test_a_driver_that_is_killed_while_the_processes_start(moments: Moments) -> None:
+    seen = run(driver_killed_while_starting, moments, timeout_seconds=170, env=OWN_SERVER)
     assert max(seen) < SECONDS, seen

@@ -22,9 +22,14 @@ def launch(name: str) -> list[Any]:
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", recovery_replicas_job.CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "divided" else pytest.mark.nightly)
+        for name in recovery_replicas_job.CASES
+    ],
+)
 def test_workers_of_replicas_are_killed(name: str) -> None:
     first, second = run(launch, name, timeout_seconds=290)
     _, cases = recovery_replicas_job.CASES[name]

@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,12 +226,13 @@ def killed_at_once() -> float:
         Workers._spawn = spawn
 
 
-PHASES = ["spawn", *faults_job.PHASES, "hang"]
+PHASES = ("spawn", *faults_job.PHASES, "hang")
+SOME_PHASES = ("spawn", "backward", "save", "hang")
 
 
-def at_phases() -> dict[str, float]:
+def at_phases(phases: Sequence[str]) -> dict[str, float]:
     expected, found = faults_job.train("", ""), {}
-    for phase in PHASES:
+    for phase in phases:
         if phase == "spawn":
             found[phase] = killed_at_once()
         elif phase == "hang":
@@ -240,10 +242,14 @@ def at_phases() -> dict[str, float]:
     return {phase: loss - expected for phase, loss in found.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(250)
-def test_a_worker_dies_or_hangs_at_any_phase() -> None:
-    assert run(at_phases, timeout_seconds=240) == dict.fromkeys(PHASES, 0.0)
+@pytest.mark.parametrize(
+    "phases",
+    [pytest.param(SOME_PHASES, marks=pytest.mark.slow), pytest.param(PHASES, marks=pytest.mark.nightly)],
+    ids=["some phases", "all phases"],
+)
+def test_a_worker_dies_or_hangs_at_any_phase(phases: Sequence[str]) -> None:
+    assert run(at_phases, phases, timeout_seconds=240) == dict.fromkeys(phases, 0.0)
 
 
 class Recovers(Net):

@@ -85,6 +85,9 @@ CASES: dict[str, Case] = {
     ),
 }
 
+SOME = ("between_steps", "1f1b", "hang", "manual", "sharded", "meddler")
+"""Those of ``make slow``: kills within and between steps, a hang, both ways of optimization, checkpoints in parts."""
+
 
 def disturbed(name: str) -> Any:
     options, cases = CASES[name]
@@ -110,9 +113,10 @@ def test_one_lost_worker() -> None:
     assert "was killed by signal 9 in " in recovered and "\nTraining goes on from a snapshot (0 steps" in recovered
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SOME else pytest.mark.nightly) for name in CASES]
+)
 def test_workers_are_killed_at_any_time(name: str) -> None:
     check(name)
 

@@ -1,8 +1,9 @@
 """One training that can be taken up again under any strategy: a script for DDP, and what the tests call themselves.
 
-Run as ``python checkpoint_job.py KIND RESULTS CKPT_PATH UNTIL INTO`` it goes on from a checkpoint up to an epoch, saves
-INTO, and writes what it came to: on two processes (``ddp``, ``zero``), or as two pipelines of two stages that save in
-parts (``2x2``). Lightning starts the second process by running it once more.
+Run as ``python checkpoint_job.py RESULTS FOLDER EPOCH KIND...`` it trains one epoch for each kind, numbered from EPOCH
+on, and writes what they came to: on two processes (``ddp``, ``zero``), or as two pipelines of two stages that save in
+parts (``2x2``). Each goes on from the checkpoint in FOLDER that has the number of the epoch before, and saves its own.
+Lightning starts the second process by running it once more.
 """
 
 import logging
@@ -134,14 +135,17 @@ def write_shards(shards: Path, parts: list[dict[str, Tensor]], planned: list[dic
 
 
 if __name__ == "__main__":
-    kind, results, start, until, into = sys.argv[1:]
+    results, folder, first, *kinds = sys.argv[1:]
     two_by_two = RPCSequentialStrategy(BALANCES[2], 3, data_parallel_size=2, state_dict_type="sharded", async_save=True)
-    setting: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "ddp": {"strategy": DDPStrategy(async_save=True), "devices": 2},
         "zero": {"strategy": ZeROStrategy(stage=2, overlap_with_ddp=True, async_save=True), "devices": 2},
         "2x2": {"strategy": two_by_two, "devices": 4},
-    }[kind]
-    seen = fit(setting, int(until), callbacks=[Saves(into)], ckpt_path=start)
+    }
+    seen = []
+    for epoch, kind in enumerate(kinds, int(first)):
+        start, saves = Path(folder, f"{epoch - 1}.ckpt"), Saves(Path(folder, f"{epoch}.ckpt"))
+        seen.append(fit(settings[kind], epoch + 1, callbacks=[saves], ckpt_path=start))
     if torch.distributed.get_rank() == 0:
         torch.save(seen, results)
     torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A user's script for four ranks that torchrun or SLURM starts: several Trainers one after another.
+"""A user's script for ranks that torchrun or SLURM starts: several Trainers one after another.
 
 Run as ``launched_job.py RESULTS LAYOUT NUM_NODES``; what comes after the first ``fit`` is done by drivers only.
 """
@@ -20,12 +20,18 @@ from strategies import RPCSequentialStrategy
 TIMEOUT_SECONDS = 200.0
 """Of runs that fail; far above what four interpreters may take to start on a slow machine."""
 
-RANKS = 4
+BALANCE = [1, 2, 3]
+"""Of runs that lose a process or raise an error."""
+
 LAYOUTS: dict[str, dict[str, dict[str, Any]]] = {
     "four stages": {"gpipe": {"balance": [1, 2, 1, 2]}},
     "two replicas": {"gpipe": {"balance": [3, 3]}, "1f1b": {"balance": [2, 4], "schedule": "1f1b"}},
 }
 REPLICAS = {"four stages": 1, "two replicas": 2}
+
+
+def num_ranks(layout: str) -> int:
+    return 4 if layout in LAYOUTS else len(BALANCE)
 
 
 class Fails(nn.Linear):
@@ -86,7 +92,7 @@ def job(layout: str, num_nodes: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for name, options in LAYOUTS[layout].items():
         strategy = RPCSequentialStrategy(microbatches=3, data_parallel_size=REPLICAS[layout], **options)
-        model, trainer = fit(Net, strategy, RANKS // num_nodes, num_nodes=num_nodes)
+        model, trainer = fit(Net, strategy, num_ranks(layout) // num_nodes, num_nodes=num_nodes)
         assert trainer.world_size == REPLICAS[layout]
         weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
         seen[name] = {"losses": model.losses, "weights": weights, "validated": trainer.validate(model, verbose=False)}
@@ -96,28 +102,28 @@ def job(layout: str, num_nodes: int) -> dict[str, Any]:
 
 def goes_on(num_nodes: int) -> dict[str, Any]:
     """From the last checkpoint, of which there is none yet in the first run."""
-    strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3)
+    strategy = RPCSequentialStrategy(BALANCE, microbatches=3)
     saves = ModelCheckpoint("kept", save_last=True, every_n_train_steps=3)
     given = {"enable_checkpointing": True, "callbacks": [saves], "ckpt_path": "last", "num_nodes": num_nodes}
-    model, trainer = fit(OnceKilledNet, strategy, RANKS // num_nodes, **given)
+    model, trainer = fit(OnceKilledNet, strategy, len(BALANCE) // num_nodes, **given)
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     return {"losses": model.losses, "weights": weights, "is_global_zero": trainer.is_global_zero}
 
 
 def restarts() -> dict[str, Any]:
     """Within fit, from the last checkpoint; the ranks stay. Then a second fit, and one that kills more often."""
-    strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3, max_restarts=2)
+    strategy = RPCSequentialStrategy(BALANCE, microbatches=3, max_restarts=2)
     saves = ModelCheckpoint("kept", save_last=True, every_n_train_steps=3)
-    model, trainer = fit(ReplacedNet, strategy, RANKS, enable_checkpointing=True, callbacks=[saves])
+    model, trainer = fit(ReplacedNet, strategy, len(BALANCE), enable_checkpointing=True, callbacks=[saves])
     weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
-    again, _ = fit(Net, RPCSequentialStrategy([1, 2, 1, 2], microbatches=3, max_restarts=1), RANKS)
+    again, _ = fit(Net, RPCSequentialStrategy(BALANCE, microbatches=3, max_restarts=1), len(BALANCE))
     return {"losses": model.losses, "weights": weights, "again": again.losses, "is_global_zero": trainer.is_global_zero}
 
 
 def main(results: Path, layout: str, num_nodes: int) -> None:
     if layout in ENDS:
-        strategy = RPCSequentialStrategy([1, 2, 1, 2], microbatches=3, rpc_timeout_sec=TIMEOUT_SECONDS)
-        fit(ENDS[layout], strategy, RANKS // num_nodes, num_nodes=num_nodes)
+        strategy = RPCSequentialStrategy(BALANCE, microbatches=3, rpc_timeout_sec=TIMEOUT_SECONDS)
+        fit(ENDS[layout], strategy, len(BALANCE) // num_nodes, num_nodes=num_nodes)
     others = {"killed once": partial(goes_on, num_nodes), "replaced": restarts}
     seen = others.get(layout, partial(job, layout, num_nodes))()
     if seen.pop("is_global_zero"):

@@ -1,7 +1,7 @@
 """Trainings that save checkpoints on their way and are resumed from each of them; with several processes as a script.
 
-Run as ``resume_job.py RESULTS ddp|zero|replicas|between|own_state|single_error``; Lightning
-starts the other processes by running it again.
+Run as ``resume_job.py RESULTS NAME...`` with some of ddp, zero, replicas, between, own_state and single_error;
+Lightning starts the other processes by running it again.
 """
 
 import logging
@@ -259,7 +259,8 @@ def job(folder: Path, name: str) -> None:
 if __name__ == "__main__":
     results = Path(sys.argv[1])
     jobs: dict[str, Callable[[Path], Any]] = {"between": between, "single_error": single_error, "own_state": own_state}
-    seen = jobs.get(sys.argv[2], partial(job, name=sys.argv[2]))(results.parent)
+    for name in sys.argv[2:]:
+        seen = jobs.get(name, partial(job, name=name))(results.parent)
     if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
         torch.save(seen, results)
     if torch.distributed.is_initialized():

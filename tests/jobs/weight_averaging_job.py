@@ -1,6 +1,7 @@
 """A user's script: averages of weights under a strategy with several ranks or replicas.
 
-Run as ``python weight_averaging_job.py RESULTS STRATEGY``; Lightning starts the other ranks by running it once more.
+Run as ``python weight_averaging_job.py RESULTS STRATEGY...``, with strategies of the same number of ranks; Lightning
+starts the other ranks by running it once more.
 """
 
 import sys
@@ -67,11 +68,12 @@ def train(name: str, callback: Any, folder: Path, start: Path | None = None) -> 
 
 
 if __name__ == "__main__":
-    results, name = Path(sys.argv[1]), sys.argv[2]
-    found = {}
-    for kind, make in CALLBACKS.items():
-        found[kind] = train(name, make(), results / name / kind)
-        if kind == "mean":
-            found["resumed"] = train(name, make(), results / name / "resumed", results / name / kind / "step=4.ckpt")
-    if all([outcome.pop("rank") == 0 for outcome in found.values()]):
-        torch.save(found, results / f"{name}.pt")
+    results = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        found, folder = {}, results / name
+        for kind, make in CALLBACKS.items():
+            found[kind] = train(name, make(), folder / kind)
+            if kind == "mean":
+                found["resumed"] = train(name, make(), folder / "resumed", folder / kind / "step=4.ckpt")
+        if all([outcome.pop("rank") == 0 for outcome in found.values()]):
+            torch.save(found, results / f"{name}.pt")

@@ -101,7 +101,11 @@ SOME["modes"] = ["stage 2, overlap"]
 SOME["blocks"] = ["stage 3"]
 ALL = {name: [option for option in OPTIONS if option != "stage 3" or name not in NOT_BY_ROWS] for name in CASES}
 ALL.update({name: ["stage 3"] for name in ALL if name.startswith("blocks")})
-WANTED = {"some": SOME, "all": ALL}
+MOST = {
+    name: [option for option in options if option in ("stage 1, overlap", "stage 2", "stage 3")]
+    for name, options in ALL.items()
+}
+WANTED = {"some": SOME, "most": MOST, "all": ALL}
 
 
 def fit(case: Case, strategy: Any, ranks: int, ckpt_path: Path | None = None, **more: Any) -> tuple[Any, Trainer]:
@@ -297,16 +301,14 @@ if __name__ == "__main__":
     seen: Any = None
     if what in WANTED:
         seen = compared(ranks, results.parent, WANTED[what])
-    elif what == "watched":
-        seen = watched(ranks)
-    elif what == "refused":
-        seen = refused(ranks)
-    elif what == "refused by rows":
-        seen = refused_by_rows(ranks)
-    elif what == "built late":
-        seen = built_late(ranks, results.parent)
-    elif what == "unsaved":
-        seen = unsaved(ranks, results.parent)
+    elif what == "others":
+        seen = {
+            "watched": watched(ranks),
+            "refused": refused(ranks),
+            "refused by rows": refused_by_rows(ranks),
+            "built late": built_late(ranks, results.parent),
+            "unsaved": unsaved(ranks, results.parent),
+        }
     elif what == "doomed":
         fit(Case(odd.Doomed), "zero", ranks)
     else:  # strategies, separated by slashes: each trains for an epoch, from where the one before has saved

@@ -15,7 +15,7 @@ from tests.mutation.mutants import Mutant, draw
 from tests.mutation.report import markdown
 from tests.mutation.runner import Checkout, Verdict, order
 
-QUICK = "not slow"
+QUICK = "not slow and not nightly"
 
 
 def main() -> None:

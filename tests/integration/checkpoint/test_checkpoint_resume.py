@@ -41,25 +41,31 @@ for path in sys.argv[1:]:
 """
 
 
-def job(kind: str, start: Path, until: int, into: Path) -> dict[str, Any]:
-    results = into.with_suffix(".pt")
-    command = [sys.executable, "-W", "ignore", checkpoint_job.__file__, kind, *map(str, (results, start, until, into))]
+def job(*kinds: str, folder: Path, epoch: int) -> list[dict[str, Any]]:
+    """Trains one epoch for each kind, in processes that stay."""
+    results = folder / "results.pt"
+    command = [sys.executable, "-W", "ignore", checkpoint_job.__file__, str(results), str(folder), str(epoch), *kinds]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    assert subprocess.run(command, env=environment, timeout=100).returncode == 0
-    seen: dict[str, Any] = torch.load(results)
+    assert subprocess.run(command, env=environment, timeout=150).returncode == 0
+    seen: list[dict[str, Any]] = torch.load(results)
     return seen
 
 
 def chain(steps: list[Any], folder: Path) -> list[dict[str, Any]]:
     """Trains one epoch after another, each in another way, and without interruption in one process."""
-    seen, losses, path = [], [], None
-    for k, step in enumerate(steps):
-        into = folder / f"{k}.ckpt"
-        seen.append(step(path, k + 1, into) if callable(step) else fit(step, k + 1, into, ckpt_path=path))
-        path = into
-        losses += seen[-1]["losses"]
-        seen[-1]["losses"] = losses[:]
-    return [*seen, fit(single(), len(steps), folder / "whole.ckpt")]
+    seen: list[dict[str, Any]] = []
+    for step in steps:
+        k = len(seen)
+        if callable(step):
+            seen += step(folder=folder, epoch=k)
+        else:
+            path = folder / f"{k - 1}.ckpt" if k else None
+            seen.append(fit(step, k + 1, folder / f"{k}.ckpt", ckpt_path=path))
+    losses: list[float] = []
+    for each in seen:
+        losses += each["losses"]
+        each["losses"] = losses[:]
+    return [*seen, fit(single(), len(seen), folder / "whole.ckpt")]
 
 
 def signature(value: Any) -> Any:
@@ -108,8 +114,7 @@ def over_strategies() -> list[dict[str, Any]]:
     seen = chain(
         [
             pipeline(2),
-            partial(job, "zero"),
-            partial(job, "ddp"),
+            partial(job, "zero", "ddp"),
             single(),
             partial(job, "2x2"),
             pipeline(3, checkpoint="always"),

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,17 +60,15 @@ def to_a_pipeline_and_back() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["ddp", "zero", "replicas", "single_error", "own_state"],
-)
-def test_two_processes_with_samples_and_random_numbers_of_their_own(name: str) -> None:
-    run(two_processes, name, timeout_seconds=175)
+@pytest.mark.timeout(250)
+@pytest.mark.parametrize("names", [("ddp", "zero", "own_state", "single_error"), ("replicas",)], ids="/".join)
+def test_two_processes_with_samples_and_random_numbers_of_their_own(names: Sequence[str]) -> None:
+    run(two_processes, names, timeout_seconds=240)
 
 
-def two_processes(name: str) -> None:
+def two_processes(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        launch(Path(folder), name)
+        launch(Path(folder), *names)
 
 
 @pytest.mark.slow
@@ -100,9 +99,9 @@ def between() -> None:
             fit(lambda: DataLoader(Rows(22), batch_size=4, sampler=Draws(22)), checkpoint=drawn, **one)
 
 
-def launch(folder: Path, name: str) -> Any:
+def launch(folder: Path, *names: str) -> Any:
     """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
-    command = [sys.executable, "-W", "ignore", resume_job.__file__, str(folder / "results"), name]
+    command = [sys.executable, "-W", "ignore", resume_job.__file__, str(folder / "results"), *names]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    assert subprocess.run(command, env=environment, timeout=170).returncode == 0
+    assert subprocess.run(command, env=environment, timeout=230).returncode == 0
     return torch.load(folder / "results")

@@ -107,21 +107,30 @@ def test_ranks_train_as_ddp_does(some: tuple[int, dict[str, Any]], name: str) ->
     check_case(name, outcomes[name], ranks)
 
 
-@pytest.fixture(scope="module")
-def everything() -> dict[str, Any]:
-    return run(launch, 2, "all", 580.0, timeout_seconds=600)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("most", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.nightly)],
+    ids="{} options".format,
+)
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return run(launch, 2, request.param, 580.0, timeout_seconds=600)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize("name", zero_job.ALL)
-def test_every_case_trains_as_ddp_does(everything: dict[str, Any], name: str) -> None:
-    check_case(name, everything[name], 2)
+def test_every_case_trains_as_ddp_does(options: dict[str, Any], name: str) -> None:
+    check_case(name, options[name], 2)
+
+
+@pytest.fixture(scope="module")
+def others() -> dict[str, Any]:
+    return run(launch, 2, "others", 230.0, timeout_seconds=240)
 
 
 @pytest.mark.slow
-def test_what_is_communicated_when() -> None:
-    seen = run(launch, 2, "watched", 110.0, timeout_seconds=120)
+@pytest.mark.timeout(250)
+def test_what_is_communicated_when(others: dict[str, Any]) -> None:
+    seen = others["watched"]
     # Gradients of 8 parameters: each rank's own until the third batch, or the last; then averages, of which under
     # stage 2 each rank has its own half.
     for option, number in {"stage 1": 8, "stage 2": 4, "stage 2, overlap, views": 4}.items():
@@ -138,8 +147,8 @@ def check_refusals(said: dict[str, str], expected: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_trained_is_refused() -> None:
-    said = run(launch, 2, "refused", 110.0, timeout_seconds=120)
+@pytest.mark.timeout(250)
+def test_what_cannot_be_trained_is_refused(others: dict[str, Any]) -> None:
     expected = {
         "LBFGS": "MisconfigurationException: LBFGS evaluates the loss several times within a step",
         "no gradient": "RuntimeError: the backward pass gave no gradient to second.bias, second.weight",
@@ -150,12 +159,13 @@ def test_what_cannot_be_trained_is_refused() -> None:
         "mixes sums": "RuntimeError: a backward pass without communication would add to the gradient of second.",
         "which": "MisconfigurationException: There are 2 optimizers; say whose gradients to clip",
     }
-    check_refusals(said, expected)
+    check_refusals(others["refused"], expected)
 
 
 @pytest.mark.slow
-def test_models_built_in_configure_model() -> None:
-    seen = run(launch, 2, "built late", 110.0, timeout_seconds=120)
+@pytest.mark.timeout(250)
+def test_models_built_in_configure_model(others: dict[str, Any]) -> None:
+    seen = others["built late"]
     for name, reference in {"cpu, None": "ddp", "meta, start": "ddp, start"}.items():
         check_case("built late", {"ddp": seen[reference], "stage 3": seen[name]}, 2)
     assert seen["validated anew"] == seen["meta, start, validated"]
@@ -164,8 +174,8 @@ def test_models_built_in_configure_model() -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_divided_by_rows_is_refused() -> None:
-    said = run(launch, 2, "refused by rows", 110.0, timeout_seconds=120)
+@pytest.mark.timeout(250)
+def test_what_cannot_be_divided_by_rows_is_refused(others: dict[str, Any]) -> None:
     expected = {
         "manual": "MisconfigurationException: stage=3 needs automatic optimization",
         "copies": "MisconfigurationException: stage=3 does not support EMAWeightAveraging",
@@ -177,7 +187,7 @@ def test_what_cannot_be_divided_by_rows_is_refused() -> None:
         "no gradient": "RuntimeError: the backward pass gave no gradient to unused",
         "other blocks": "RuntimeError: the ranks have not run the same blocks of the model",
     }
-    check_refusals(said, expected)
+    check_refusals(others["refused by rows"], expected)
 
 
 @pytest.mark.slow
@@ -194,8 +204,9 @@ def doomed() -> str:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_parts_that_one_rank_cannot_write() -> None:
-    said = run(launch, 2, "unsaved", 110.0, timeout_seconds=120)
+@pytest.mark.timeout(250)
+def test_a_checkpoint_in_parts_that_one_rank_cannot_write(others: dict[str, Any]) -> None:
+    said = others["unsaved"]
     both = said["file too large"]
     assert all("could not be saved" in words and "rank 1: " in words for words in both), both
     assert all("only others have ['state_dict.more']" in words for words in said["more on one rank"]), said
@@ -206,10 +217,10 @@ def chain() -> list[dict[str, Any]]:
     """An epoch under each of several strategies, each resumed from the one before; and the same in one process."""
     with tempfile.TemporaryDirectory() as folder:
         stations = [
-            *[(2, "stage 2, overlap, views"), (2, "in parts"), (3, "stage 3"), (2, "stage 3, in parts, async")],
-            *[(3, "in parts, async"), (2, "ddp"), (2, "stage 3")],
+            *[(2, "stage 2, overlap, views"), (2, "stage 3, in parts, async"), (3, "in parts, async"), (3, "stage 3")],
+            *[(2, "in parts"), (2, "ddp"), (2, "stage 3")],
         ]
-        number, forms = len(stations), [False, True, False, True, True, False, False]
+        number, forms = len(stations), [False, True, True, False, True, False, False]
         files = [Path(folder) / f"{k}.ckpt" for k in range(number + 2)]
         k = 0
         for ranks, those in itertools.groupby(stations, lambda station: station[0]):  # which need no new processes

@@ -116,7 +116,7 @@ def example(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_training_state_of_four_times_what_a_process_may_use() -> None:
     done = example()

@@ -54,16 +54,23 @@ def loader(family: Family) -> Any:
     return DataLoader([family.batch(rows, length) for rows, length in SIZES], batch_size=None)
 
 
-def equal_one_process(names: Sequence[str], stages: Sequence[int], schedules: Sequence[str]) -> list[str]:
-    """Trains each family in one process and as pipelines; returns what differs, or is refused."""
+def equal_one_process(names: Sequence[str], stages: Sequence[int], *schedules: Sequence[str]) -> list[str]:
+    """Trains each family in one process and as pipelines; returns what differs, or is refused.
+
+    Args:
+        names: The families.
+        stages: The number of stages of each.
+        schedules: Those of the first family, of the second one and so on, then of the next ones in the same turn.
+    """
     workers_import_transformers()
     wrong: list[str] = []
-    for family, devices in zip((family for family in FAMILIES if family.name in names), stages, strict=True):
+    families = [family for family in FAMILIES if family.name in names]
+    for number, (family, devices) in enumerate(zip(families, stages, strict=True)):
         data = partial(loader, family)
         settings: dict[str, Any] = {"train": data, "val": data, "max_epochs": 1}
         single = fit(partial(Trained, family), SingleDeviceStrategy("cpu"), 1, **settings)
         path = f"model.{family.path}"
-        for schedule in schedules:
+        for schedule in schedules[number % len(schedules)]:
             strategy = RPCSequentialStrategy(
                 schedule=schedule,
                 microbatches=family.microbatches,
@@ -102,9 +109,18 @@ def test_several_chunks_and_split_backward_passes() -> None:
     assert run(equal_one_process, names, (2, 2, 2), schedules, env=OWN_SERVER, timeout_seconds=280) == []
 
 
+NAMES = [family.name for family in FAMILIES]
+STAGES = [2 + number // 2 % 2 for number in range(len(NAMES))]
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(400)
 def test_all_families() -> None:
-    names = [family.name for family in FAMILIES]
-    stages = [2 + number // 2 % 2 for number in range(len(names))]
-    assert run(equal_one_process, names, stages, ["1f1b", "gpipe"], env=OWN_SERVER, timeout_seconds=580) == []
+    """Each under one of two schedules."""
+    assert run(equal_one_process, NAMES, STAGES, ["1f1b"], ["gpipe"], env=OWN_SERVER, timeout_seconds=380) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_all_families_under_the_other_schedule() -> None:
+    assert run(equal_one_process, NAMES, STAGES, ["gpipe"], ["1f1b"], env=OWN_SERVER, timeout_seconds=380) == []

@@ -85,7 +85,7 @@ def test_devices_that_run_one_operation_at_a_time() -> None:
     run(check_schedules, ("simulated-serial",), ("gpipe", "1f1b", "interleaved", "zbv"), (3,))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_schedules() -> None:
     run(check_schedules, ("simulated", "simulated-serial"), tuple(SCHEDULES), (2, 3, 4), timeout_seconds=240)
 
@@ -188,7 +188,7 @@ def seconds_until_the_error(place: int, schedule: str) -> float:
 )
 def test_the_error_of_a_layer_does_not_wait_for_slow_aborts(place: int, schedule: str) -> None:
     """On stage 0, on stage 1, and on the driver."""
-    assert run(seconds_until_the_error, place, schedule, allow=("thread",)) < 2
+    assert run(seconds_until_the_error, place, schedule, allow=("thread",)) < 4  # an abort takes 5
 
 
 class Misuses(Small):

@@ -67,8 +67,11 @@ def relieved(schedule: str, slow: int) -> None:
     assert sizes == after
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "slow"), [("1f1b", 0), ("gpipe", 1)], ids=["1f1b", "gpipe"])
+@pytest.mark.parametrize(
+    ("schedule", "slow"),
+    [pytest.param("1f1b", 0, marks=pytest.mark.slow), pytest.param("gpipe", 1, marks=pytest.mark.nightly)],
+    ids=["1f1b", "gpipe"],
+)
 def test_a_slow_process_is_relieved_at_the_end_of_the_epoch(schedule: str, slow: int) -> None:
     run(relieved, schedule, slow)
 
@@ -141,7 +144,7 @@ def beside_a_busy_process() -> None:
     raise AssertionError("others used the driver's core in each of three runs, in which no layer moved")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.alone
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="each stage needs a core")
 def test_a_stage_beside_a_busy_process_is_relieved_at_the_end_of_the_epoch() -> None:

@@ -85,14 +85,13 @@ def test_two_runs_of_ddp_at_once_on_the_loopback_interface() -> None:
     assert not one & other
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "umask"),
     [
-        ("pipeline", 0o077),
-        ("replicas", 0o027),
-        ("zero", 0o077),
-        ("own launcher", 0o027),
+        pytest.param("pipeline", 0o077, marks=pytest.mark.nightly),
+        pytest.param("replicas", 0o027, marks=pytest.mark.slow),
+        pytest.param("zero", 0o077, marks=pytest.mark.nightly),
+        pytest.param("own launcher", 0o027, marks=pytest.mark.slow),
     ],
 )
 def test_nothing_is_open_beyond_the_loopback_interface(name: str, umask: int) -> None:

@@ -71,8 +71,10 @@ def test_the_launcher_ends_all_with_the_first_error_and_stays_on_loopback() -> N
 PAIRS = [("SGD", 0.5, "AdamW", 0.003), ("Adagrad", 0.05, "SGD", 0.1), ("AdamW", 0.003, "RMSprop", 0.001)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("table", "table_lr", "trunk", "trunk_lr"), PAIRS)
+@pytest.mark.parametrize(
+    ("table", "table_lr", "trunk", "trunk_lr"),
+    [pytest.param(*pair, marks=pytest.mark.slow if pair is PAIRS[0] else pytest.mark.nightly) for pair in PAIRS],
+)
 def test_a_remote_table_and_a_trunk_under_ddp_train_as_one_process(
     table: str, table_lr: float, trunk: str, trunk_lr: float
 ) -> None:
