@@ -140,7 +140,9 @@ def test_results_and_failures_come_back(wire: Wire) -> None:
 def test_a_process_that_has_ended_before_it_is_called(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """RPC may raise at once, because it could not create the host of the stage."""
 
-    refused = "ECONNREFUSED: connection refused (this error originated at tensorpipe/transport/uv/connection_impl.cc:62)"
+    refused = (
+        "ECONNREFUSED: connection refused (this error originated at tensorpipe/transport/uv/connection_impl.cc:62)"
+    )
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(refused)
