@@ -304,7 +304,7 @@ class _Pass:
             self._connections.output_grads.send([slot.value for slot in slots], this.number, m)
         if recorder is not None:
             recorder.end("loss", m, action.stage, this.number)
-        return None if loss is None else loss.detach()
+        return None if loss is None else loss.detach().clone()  # later code may change what it has returned
 
     def _answer(self, m: int) -> None:
         """Run the backward pass of the code before the call."""

@@ -92,3 +92,20 @@ def test_gradients_are_those_of_a_loop_over_micro_batches(trains_input: bool) ->
     tolerance = {} if trains_input else {"rtol": 0.0, "atol": 0.0}
     for grad, expected in zip(found, wanted, strict=True):
         torch.testing.assert_close(grad, expected, **tolerance)
+
+
+def test_code_may_change_what_it_has_returned() -> None:
+    torch.manual_seed(0)
+    returned: list[Tensor] = []
+
+    def code(part: Tensor) -> Tensor:
+        for loss in returned:
+            loss.detach().zero_()
+        returned.append(module(part).square().mean())
+        return returned[-1]
+
+    module, rows = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3)
+    wanted = module(rows).square().mean().item()
+    with pipelined(module, microbatches=2, schedule="1f1b") as pipeline:
+        codes = [partial(code, part) for part in rows.chunk(2)]
+        assert pipeline.interleave(codes, [0.5, 0.5], PassContext.capture("cpu")).item() == pytest.approx(wanted)
