@@ -295,6 +295,7 @@ class Stage:
             torch.OutOfMemoryError: If the device has no memory left; it says what helps.
         """
         self._now = f"B{m}"
+        self.note(self._now)
         with self._explaining(this), self._random_state.preserving(), self.chunks[i].in_backward():
             yield
 
