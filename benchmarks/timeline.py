@@ -46,8 +46,8 @@ class ActionLog:
             notes.append((perf_counter(), what))
             note(stage, what)
 
-        def run_and_note(stage: Stage, *arguments: Any) -> None:
-            run(stage, *arguments)
+        def run_and_note(stage: Stage, *arguments: Any, **options: Any) -> None:
+            run(stage, *arguments, **options)
             notes.append((perf_counter(), ""))
 
         Stage.note = note_here

@@ -102,6 +102,8 @@ class TrainingStepPerMicrobatch:
             finally:
                 _collector.reset(token)
             parts[m] = None
+            if isinstance(output, Tensor) and output.is_floating_point():
+                return output
             loss = ClosureResult.from_training_step_output(output).closure_loss  # raises Lightning's own errors
             if isinstance(output, Mapping):
                 outputs[m] = recursive_detach(output)  # otherwise the graphs of all micro-batches would be kept

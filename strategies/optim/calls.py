@@ -236,8 +236,15 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
     Tensors are copied, because schedulers change them in place, possibly before they have been sent.
     """
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), groups)
+    return [
+        {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
+    ]
+
+
+def _copied(value: Any) -> Any:
+    if type(value) in (bool, int, float, str, type(None)):  # to look for tensors in a value takes several microseconds
+        return value
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
 
 
 def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
 from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
-from strategies.common.torch_compat import convert_tensors, replacing_conversion
+from strategies.common.torch_compat import convert_tensors, replacing_conversion, without_torch_function
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
@@ -877,7 +877,9 @@ class Pipeline(NotCopyable):
     def parameters_here(self) -> list[nn.Parameter]:
         """Every parameter with its values in this process, also those that only an optimizer knows."""
         groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
-        return [p for p in dict.fromkeys(chain((self._model or self.module).parameters(), *groups)) if not p.is_meta]
+        known = {id(p): p for p in chain((self._model or self.module).parameters(), *groups)}
+        with without_torch_function():  # of stand-ins: this is asked in each step
+            return [p for p in known.values() if not p.is_meta]
 
     def _buffers_here(self) -> list[Tensor]:
         """Every buffer with its values in this process."""

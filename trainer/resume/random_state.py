@@ -2,14 +2,14 @@
 
 import ctypes
 import random
-import struct
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+from strategies.common.python_random import WORDS, words_of_python
 
 Generator = torch.Generator | random.Random | np.random.RandomState | np.random.Generator
 
@@ -51,7 +51,7 @@ class RandomStateReader:
     def __init__(self) -> None:
         self._python: tuple[Any, Any] = (None, None)  # what is compared, and the state
         self._numpy: tuple[Any, Any] = (None, None)
-        self._generator, self._words_of_python = _words_of_python()
+        self._generator, self._words_of_python = words_of_python()
         self._bit_generator, self._words_of_numpy = None, None
 
     def __reduce__(self) -> Any:
@@ -83,28 +83,11 @@ class RandomStateReader:
         return self._numpy[1]
 
 
-_WORDS = struct.Struct("i624I")
-"""Memory of a Mersenne Twister: its position and words in Python, words and position in numpy."""
-
-
-def _words_of_python() -> tuple[Any, Any]:
-    """Return Python's global generator and its memory, or ``None`` if that does not follow the header of its object."""
-    generator: Any = getattr(random.getstate, "__self__", None)
-    size, base = object.__basicsize__ + _WORDS.size, random.Random.__base__
-    if type(generator) is not random.Random or sys.implementation.name != "cpython" or base is None:
-        return generator, None
-    if not size <= base.__basicsize__ < size + 8:
-        return generator, None
-    memory = (ctypes.c_char * _WORDS.size).from_address(id(generator) + object.__basicsize__)
-    position, *words = _WORDS.unpack(memory.raw)
-    return generator, memory if generator.getstate()[1] == (*words, position) else None
-
-
 def _words_of_numpy(generator: Any) -> Any:
     """Return the memory of a bit generator of numpy, or ``None`` if it is not a ``MT19937``."""
     if type(generator) is not np.random.MT19937:
         return None
-    return (ctypes.c_char * _WORDS.size).from_address(generator.ctypes.state_address)
+    return (ctypes.c_char * WORDS.size).from_address(generator.ctypes.state_address)
 
 
 def set_random_state(state: dict[str, Any]) -> None:

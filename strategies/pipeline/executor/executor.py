@@ -11,8 +11,8 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -211,10 +211,22 @@ class Executor(NotCopyable):
             recorder.end("feed", m if begun is None else begun, number=this.number)
         return num_fed
 
-    def run(self, operations: Iterable[Operation], this: Pass) -> None:
-        """Run actions of the driver's stage, with the sends and receives between them if they have an order."""
-        with self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext():
-            self.stage.run(operations, this)
+    def run(self, operations: Iterable[Operation], this: Pass, *, with_graph: bool = False) -> None:
+        """Run actions of the driver's stage, with the sends and receives between them if they have an order.
+
+        For ``with_graph`` see :meth:`~strategies.pipeline.stage.stage.Stage.run`.
+        """
+        with self._own_values():
+            self.stage.run(operations, this, with_graph=with_graph)
+
+    @contextmanager
+    def in_backward(self, this: Pass, m: int) -> Iterator[None]:
+        """Run the body, a backward pass through an output that the last chunk has given away with its graph."""
+        with self._own_values(), self.stage.in_backward(this, m, self.last_chunk):
+            yield
+
+    def _own_values(self) -> AbstractContextManager[None]:
+        return self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext()
 
     def output(self, this: Pass, m: int) -> Any:
         """Return the output of the last layer for a micro-batch, with packed objects. Every skip has been popped."""

@@ -13,9 +13,11 @@ Gradients are kept apart from ``.grad`` until the backward pass of the returned 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -155,8 +157,9 @@ class _Pass:
         executor, last = self._executor, self._executor.last_chunk
         losses: list[Tensor | None] = []
         ahead: list[Operation] = []
+        operations = timetable.operations[-1]
         try:
-            for step in timetable.operations[-1]:
+            for place, step in enumerate(operations):
                 if not isinstance(step, UserCode) and not _gives_output(step, last):
                     ahead.append(step)
                     continue
@@ -164,7 +167,9 @@ class _Pass:
                     executor.run(ahead, self._this)
                     ahead = []
                 if isinstance(step, Action):
-                    losses.append(self._forward_and_loss(step))
+                    losses.append(
+                        self._forward_and_loss(step, self._is_joined(step, islice(operations, place + 1, None)))
+                    )
                     for sender in executor.connections.senders:
                         sender.release(keep=timetable.limit)
                 elif isinstance(step, UserCode):
@@ -237,23 +242,49 @@ class _Pass:
         with self._this.context.entered(grad=True):
             return code()
 
-    def _forward_and_loss(self, action: Action) -> Tensor | None:
+    def _is_joined(self, forward: Action, later: Iterable[Operation]) -> bool:
+        """Whether the backward pass of a micro-batch's loss goes on through the last chunk.
+
+        It does if its backward action follows at once and is whole. Two calls of autograd with the output as a leaf in
+        between would cost more. While somebody records what each takes, there are two.
+
+        Args:
+            forward: The forward action of the last chunk.
+            later: The operations behind it.
+        """
+        this, m = self._this, forward.microbatch
+        if m < this.recomputed or this.at_once or this.splits or self._executor.stage.recorder is not None:
+            return False
+        if self._inputs[m]:  # the code before the call has a graph, which is gone through again
+            return False
+        for step in later:
+            if isinstance(step, UserCode):
+                if self._inputs[step.microbatch] if step.part == "a" else step.microbatch == len(self._steps):
+                    return False
+            else:
+                return step == Action("B", m, forward.stage)
+        return False
+
+    def _forward_and_loss(self, action: Action, is_joined: bool) -> Tensor | None:
         """Run the last forward action of a micro-batch, and the code after it with its backward pass."""
         executor, this, m = self._executor, self._this, action.microbatch
         step = self._steps[m]
         if self._side_outputs.known:
             self._side_outputs.restore()
-        executor.run([action], this)
+        executor.run([action], this, with_graph=is_joined)
         if (recorder := executor.stage.recorder) is not None:
             recorder.begin()
-        leaves = executor.output(this, m)
+        output = executor.output(this, m)
         if self._side_outputs.known:
             self._side_outputs.insert(
                 lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value))
             )
-        slots = [GradientSlot() for tensor in tensors_of(leaves) if tensor.requires_grad]
+        slots: list[GradientSlot] = []
+        if not is_joined:
+            slots = [GradientSlot() for tensor in tensors_of(output) if tensor.requires_grad]
+            output = entered(output, slots)
         with torch.enable_grad():
-            output = unpack_objects(entered(leaves, slots))
+            output = unpack_objects(output)
         step.resume(output)
         del output
         loss, step.result = step.result, None
@@ -264,13 +295,16 @@ class _Pass:
         if loss is not None and loss.requires_grad and self._weights[m]:  # 0 times an infinite gradient is not 0
             # The loss may also depend on the input directly; _answer goes through that part of the graph again. If it
             # depends on side outputs of the own stage, the backward action goes through the stage's graph again.
-            keep = bool(self._inputs[m]) or (bool(self._side_outputs.known) and self._side_outputs.have_graphs)
-            loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
+            keep = not is_joined and (
+                bool(self._inputs[m]) or (bool(self._side_outputs.known) and self._side_outputs.have_graphs)
+            )
+            with executor.in_backward(this, m) if is_joined else nullcontext():
+                loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
             self._connections.output_grads.send([slot.value for slot in slots], this.number, m)
         if recorder is not None:
             recorder.end("loss", m, action.stage, this.number)
-        return None if loss is None else loss.detach()
+        return None if loss is None else loss.detach().clone()  # later code may change what it has returned
 
     def _answer(self, m: int) -> None:
         """Run the backward pass of the code before the call."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from strategies.common.python_random import PythonGenerator
 from strategies.common.torch_compat import (
     num_dispatch_modes,
     num_function_modes,
@@ -126,7 +127,12 @@ class Step:
     """One run of a function, begun by :meth:`Steps.begin`."""
 
     def __init__(
-        self, function: Callable[[], Any], seed: int, device: torch.device, expected: PassContext | None
+        self,
+        function: Callable[[], Any],
+        seed: int,
+        device: torch.device,
+        expected: PassContext | None,
+        python: PythonGenerator,
     ) -> None:
         self.has_called = False
         """Whether the function has called the module and is suspended until it gets the output."""
@@ -136,7 +142,7 @@ class Step:
         """The settings of the thread at that call."""
         self.result: Any = None
         """The return value of the function."""
-        self._device, self._seed, self._expected = device, seed, expected
+        self._device, self._seed, self._expected, self._python = device, seed, expected, python
         self._device_types = ("cpu",) if device.type == "cpu" else ("cpu", device.type)
         self._random_state: list[Any] | None = None
         self._default_dtype: torch.dtype | None = None
@@ -172,12 +178,13 @@ class Step:
                 self._settings.put(settings_of_lead)
                 if self._default_dtype != dtype_of_lead:
                     torch.set_default_dtype(self._default_dtype)
-                set_random_state(self._random_state, self._device)
+                set_random_state(self._random_state, self._device, self._python)
             error = self._suspended.switch(go_on, output)
             del output
             self._settings = now = _ThreadSettings.taken(self._device_types)
             if not self._runs.dead:
-                self._random_state, self._default_dtype = random_state(self._device), torch.get_default_dtype()
+                self._random_state = random_state(self._device, self._python)
+                self._default_dtype = torch.get_default_dtype()
         finally:
             settings_of_lead.put(now)
             if torch.get_default_dtype() != dtype_of_lead:
@@ -242,7 +249,7 @@ class Steps:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._python = device, PythonGenerator()
 
     @property
     def current(self) -> Step | None:
@@ -265,7 +272,7 @@ class Steps:
         Raises:
             Exception: Whatever the function raises.
         """
-        step = Step(function, seed, self._device, expected)
+        step = Step(function, seed, self._device, expected, self._python)
         try:
             step.resume()
         except BaseException:  # KeyboardInterrupt too, during which the function still runs

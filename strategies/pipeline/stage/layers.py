@@ -218,15 +218,20 @@ def seed_device(seed: int, device: torch.device) -> None:
             torch.cuda.manual_seed(seed)
 
 
-def random_state(device: torch.device) -> list[Any]:
-    """The state of the generators that :func:`seed_device` seeds."""
+def random_state(device: torch.device, python: Any = random) -> list[Any]:
+    """The state of the generators that :func:`seed_device` seeds.
+
+    Args:
+        device: The device.
+        python: What reads the state of Python's generator, and sets it in :func:`set_random_state`.
+    """
     cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
-    return [random.getstate(), torch.get_rng_state(), *cuda]
+    return [python.getstate(), torch.get_rng_state(), *cuda]
 
 
-def set_random_state(state: list[Any], device: torch.device) -> None:
+def set_random_state(state: list[Any], device: torch.device, python: Any = random) -> None:
     """Restore the state that :func:`random_state` returned."""
-    random.setstate(state[0])
+    python.setstate(state[0])
     torch.set_rng_state(state[1])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[2], device)

@@ -12,6 +12,7 @@ Index letters: ``m`` micro-batch, ``i`` chunk.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -144,6 +145,10 @@ class Mailbox:
         own = [self._own(leaf).requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._values[pass_number, microbatch] = with_leaves(own, spec)
 
+    def put(self, value: Any, pass_number: int, microbatch: int) -> None:
+        """Put in a value as it is, with its graph."""
+        self._values[pass_number, microbatch] = value
+
     def receive(self, pass_number: int, microbatch: int) -> Any:
         return self._values.pop((pass_number, microbatch))
 
@@ -199,7 +204,8 @@ class _Kept:
     Attributes:
         inputs: Slots for the gradients of those tensors of the input that require one.
         outputs: One entry for each tensor of the output that receives a gradient from the next stage; ``None`` if the
-            micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient.
+            micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient. None for an output with
+            its graph.
         recompute_from: The input of a micro-batch that is recomputed.
         flags: Modes and ``requires_grad`` of the layers in the forward pass of a micro-batch that is recomputed.
     """
@@ -258,21 +264,45 @@ class Stage:
         if self._activity is not None:
             self._activity.doing = what
 
-    def run(self, operations: Iterable[Operation], this: Pass) -> None:
+    def run(self, operations: Iterable[Operation], this: Pass, *, with_graph: bool = False) -> None:
         """Run actions of one pass in the given order.
 
         Args:
             operations: The actions, with sends and receives in between if there is one order of these. An iterator may
                 do other work of the pass between two of them.
             this: The pass.
+            with_graph: Whether code of the same process gets the outputs of forward actions with their graphs. It
+                differentiates them within :meth:`in_backward`, and the backward actions only send what results.
 
         Raises:
             Exception: Whatever a layer raises.
             RuntimeError: If a neighbour fails or does not answer in time.
             torch.OutOfMemoryError: If the device has no memory left; it says what helps.
         """
+        with self._explaining(this):
+            self._run(operations, this, with_graph)
+
+    @contextmanager
+    def in_backward(self, this: Pass, m: int, i: int) -> Iterator[None]:
+        """Run the body, a backward pass through the graph of an output of a chunk.
+
+        Args:
+            this: The pass.
+            m: The micro-batch, whose forward action has run with ``with_graph``.
+            i: The chunk.
+
+        Raises:
+            torch.OutOfMemoryError: If the device has no memory left; it says what helps.
+        """
+        self._now = f"B{m}"
+        self.note(self._now)
+        with self._explaining(this), self._random_state.preserving(), self.chunks[i].in_backward():
+            yield
+
+    @contextmanager
+    def _explaining(self, this: Pass) -> Iterator[None]:
         try:
-            self._run(operations, this)
+            yield
         except torch.OutOfMemoryError as error:
             raise explained(error, self._name, Memory.of(self.device), self._situation(this)) from error
 
@@ -288,7 +318,7 @@ class Stage:
             not any(on for _, on, _ in this.context.autocast) and any(is_float32(chunk.layers) for chunk in chunks),
         )
 
-    def _run(self, operations: Iterable[Operation], this: Pass) -> None:
+    def _run(self, operations: Iterable[Operation], this: Pass, with_graph: bool) -> None:
         chunks, note, recorder, at_once = self.chunks, self.note, self.recorder, []
         with self._random_state.preserving():
             for kind, m, i in self._actions(operations, this):
@@ -299,7 +329,7 @@ class Stage:
                 if recorder is not None:
                     recorder.begin()
                 if kind == "F":
-                    chunks[i].forward(this, m, note, recorder)
+                    chunks[i].forward(this, m, note, recorder, with_graph=with_graph)
                 elif kind == "W":
                     chunks[i].weight_gradients(this, m, note)
                 else:
@@ -369,8 +399,14 @@ class Chunk:
                 if key[0] == pass_number:
                     known.pop(key, None)
 
-    def forward(self, this: Pass, m: int, note: Note, recorder: Recorder | None = None) -> None:
-        """Run the forward pass of a micro-batch."""
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Run the body, a backward pass through the graph of an output."""
+        return self._runner.in_backward()
+
+    def forward(
+        self, this: Pass, m: int, note: Note, recorder: Recorder | None = None, *, with_graph: bool = False
+    ) -> None:
+        """Run the forward pass of a micro-batch; for ``with_graph`` see :meth:`Stage.run`."""
         note(f"F{m}, waiting for its input")
         x = self._ports.inputs.receive(this.number, m)
         if recorder is not None:
@@ -395,7 +431,8 @@ class Chunk:
             kept.outputs = [None for flag in flags if flag]
         else:
             flags = [this.grad and t.requires_grad for t in tensors]
-            kept.outputs = [get_gradient_edge(t) for t, flag in zip(tensors, flags, strict=True) if flag]
+            if not with_graph:
+                kept.outputs = [get_gradient_edge(t) for t, flag in zip(tensors, flags, strict=True) if flag]
         if kept.inputs or any(flags):
             self._kept[this.number, m] = kept
         if m == this.microbatches - 1:
@@ -404,9 +441,12 @@ class Chunk:
             attributes = (*attributes, *self._side_outputs.find())
         if recorder is not None:
             recorder.computed()
-        self._ports.outputs.send(
-            WithSideOutputs(y, attributes) if attributes else y, this.number, m, requires_grad=flags
-        )
+        value, outputs = WithSideOutputs(y, attributes) if attributes else y, self._ports.outputs
+        if with_graph:
+            assert isinstance(outputs, Mailbox) and not recompute, "there is no graph, or it is in another process"
+            outputs.put(value, this.number, m)
+        else:
+            outputs.send(value, this.number, m, requires_grad=flags)
 
     def backward(
         self,

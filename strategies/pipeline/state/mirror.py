@@ -4,11 +4,13 @@ Sent are the mode, ``requires_grad``, plain attributes (numbers, flags and strin
 and tensors that are assigned to buffers. At the end, attributes of the worker's layers are copied back.
 """
 
+from collections.abc import Mapping
+from operator import is_
 from typing import Any
 
 from torch import nn
 
-from strategies.common.torch_compat import backward_hooks, forward_hooks
+from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import Attributes, StageCommands
@@ -27,7 +29,7 @@ class Mirror:
 
     def __init__(self, layers: nn.Sequential, description: str) -> None:
         self._layers, self._description = layers, description
-        self._structure = _structure_of(layers)
+        self._structure, self._parameters = _structure_of(layers), list(layers.parameters())
         self._sent, self._objects = plain_attributes(layers), ObjectsAtStart(layers)
         self._buffers = [
             (f"{prefix}.{name}" if prefix else name, module._buffers, name, buffer)
@@ -35,11 +37,16 @@ class Mirror:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        self._trained = _trained(layers)
+        self._trained, self._seen = self._flags(), _Seen(layers)
 
     def note_sent(self) -> None:
         """Record that the worker has the attributes and flags that the driver's copies have now."""
-        self._sent, self._trained = plain_attributes(self._layers), _trained(self._layers)
+        self._sent, self._trained = plain_attributes(self._layers), self._flags()
+        self._seen = _Seen(self._layers)
+
+    def _flags(self) -> list[bool]:
+        with without_torch_function():  # of stand-ins, which would take most of the time
+            return [parameter.requires_grad for parameter in self._parameters]
 
     def changes(self) -> tuple[Attributes, list[bool] | None]:
         """Return what has changed since the last call.
@@ -50,6 +57,18 @@ class Mirror:
         Raises:
             RuntimeError: If a module, parameter, buffer or hook has been added, removed or replaced since the start.
         """
+        changed: Attributes = {}
+        if not self._seen.is_unchanged():
+            self._check_structure()
+            before, self._sent = self._sent, plain_attributes(self._layers)
+            for k, (old, now) in enumerate(zip(before, self._sent, strict=True)):
+                if new := {name: value for name, value in now.items() if name not in old or old[name] != value}:
+                    changed[k] = new
+            self._seen = _Seen(self._layers)
+        trained, self._trained = self._trained, self._flags()
+        return changed, None if trained == self._trained else self._trained
+
+    def _check_structure(self) -> None:
         if _structure_of(self._layers) != self._structure:
             raise RuntimeError(
                 f"{self._description}, which lives in another process, has got another layer, parameter, buffer or "
@@ -57,14 +76,6 @@ class Mirror:
                 "(or in configure_model), change values by load_state_dict without assign=True, and modes, "
                 "requires_grad or plain attributes of layers at any time."
             )
-        before, self._sent = self._sent, plain_attributes(self._layers)
-        changed = {
-            k: new
-            for k, (old, now) in enumerate(zip(before, self._sent, strict=True))
-            if (new := {name: value for name, value in now.items() if name not in old or old[name] != value})
-        }
-        trained, self._trained = self._trained, _trained(self._layers)
-        return changed, None if trained == self._trained else self._trained
 
     def carry(self, remote: RemoteStage) -> None:
         """Send what has changed to the stage, with the next command."""
@@ -96,6 +107,27 @@ class Mirror:
             own.update({name: value for name, value in now.items() if name in sent and own.get(name) == sent[name]})
 
 
+class _Seen:
+    """The attributes, parameters, buffers, children and hooks that modules have, to find out quickly that none changes.
+
+    It refers to the objects, so another object cannot get the address of one of them.
+
+    Args:
+        layers: The modules.
+    """
+
+    def __init__(self, layers: nn.Module) -> None:
+        held: list[Mapping[Any, Any]] = []
+        for module in layers.modules():
+            held += (vars(module), module._parameters, module._buffers, module._modules)
+            held += (*forward_hooks(module), *backward_hooks(module))
+        self._held = [(own, [*own.keys()], [*own.values()]) for own in held]
+
+    def is_unchanged(self) -> bool:
+        """Whether the modules have the same objects under the same names, and so the same plain attributes."""
+        return all([*own.keys()] == names and all(map(is_, own.values(), values)) for own, names, values in self._held)
+
+
 def plain_attributes(layers: nn.Module) -> list[dict[str, Any]]:
     """Return the plain attributes of each module, including ``training``, in the order of ``modules()``."""
     return [plain_attributes_of(module) for module in layers.modules()]
@@ -111,10 +143,6 @@ def set_attributes(layers: nn.Module, attributes: Attributes) -> None:
     modules = list(layers.modules())
     for k, changed in attributes.items():
         vars(modules[k]).update(changed)
-
-
-def _trained(layers: nn.Module) -> list[bool]:
-    return [parameter.requires_grad for parameter in layers.parameters()]
 
 
 def _structure_of(layers: nn.Module) -> list[Any]:

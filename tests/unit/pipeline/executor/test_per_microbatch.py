@@ -1,6 +1,7 @@
 """A schedule that runs the backward passes of micro-batches before that of their common loss."""
 
 import random
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -52,3 +53,59 @@ def test_code_that_draws_leaves_the_random_state_of_the_process() -> None:
         pipeline.interleave(codes, [0.5, 0.5], PassContext.capture("cpu"))
         assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python_state
     assert drawn[0] != drawn[1]
+
+
+class Storing(nn.Linear):
+    """Stores a loss of its own in an attribute."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        self.own_loss = output.square().mean()
+        return output
+
+
+def loss_of(module: nn.Sequential, scale: nn.Parameter | None, part: Tensor) -> Tensor:
+    """A loss of the output, of a weight of the last stage, of what a layer there has stored, and of the input."""
+    x = part if scale is None else part * scale
+    last, y = module[-1], module(x)
+    return y.exp().mean() + last.weight.pow(4).sum() + last.own_loss + x.mean()
+
+
+@pytest.mark.parametrize("trains_input", [False, True])
+def test_gradients_are_those_of_a_loop_over_micro_batches(trains_input: bool) -> None:
+    torch.manual_seed(0)
+    module, rows = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Storing(3, 2)), torch.randn(9, 3)
+    scale = nn.Parameter(torch.randn(3)) if trains_input else None
+    own = [] if scale is None else [scale]
+    plain, weights = deepcopy(module), [0.2, 0.3, 0.5]
+    for part, weight in zip(rows.chunk(3), weights, strict=True):
+        loss = loss_of(plain, scale, part)
+        loss.backward(torch.full_like(loss, weight))
+    wanted = [p.grad for p in (*plain.parameters(), *own)]
+    for parameter in own:
+        parameter.grad = None
+    with pipelined(module, microbatches=3, schedule="1f1b", checkpoint="never") as pipeline:
+        codes = [partial(loss_of, module, scale, part) for part in rows.chunk(3)]
+        pipeline.interleave(codes, weights, PassContext.capture("cpu")).backward()
+    found = [p.grad for p in (*module.parameters(), *own)]
+    # With a graph before the call, the weight gets its gradients from two calls of autograd: sums in another order.
+    tolerance = {} if trains_input else {"rtol": 0.0, "atol": 0.0}
+    for grad, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(grad, expected, **tolerance)
+
+
+def test_code_may_change_what_it_has_returned() -> None:
+    torch.manual_seed(0)
+    returned: list[Tensor] = []
+
+    def code(part: Tensor) -> Tensor:
+        for loss in returned:
+            loss.detach().zero_()
+        returned.append(module(part).square().mean())
+        return returned[-1]
+
+    module, rows = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3)
+    wanted = module(rows).square().mean().item()
+    with pipelined(module, microbatches=2, schedule="1f1b") as pipeline:
+        codes = [partial(code, part) for part in rows.chunk(2)]
+        assert pipeline.interleave(codes, [0.5, 0.5], PassContext.capture("cpu")).item() == pytest.approx(wanted)

@@ -1,0 +1,69 @@
+"""What the driver finds changed on its copies of a worker's layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from strategies.pipeline.state.mirror import Mirror
+
+
+def layers_and_mirror() -> tuple[nn.Sequential, Mirror]:
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(2)))
+    return layers, Mirror(layers, "stage 0")
+
+
+def test_attributes_and_flags_are_told_once() -> None:
+    layers, mirror = layers_and_mirror()
+    assert mirror.changes() == ({}, None)
+    for rate in (0.1, 0.2, 0.3):  # each may get the address of the one before
+        layers[1][0].p = rate + 0.01
+        layers.eval() if rate == 0.2 else layers.train()
+        layers[0].bias.requires_grad_(rate == 0.2)
+        attributes, trained = mirror.changes()
+        modes = {k: {"training": rate != 0.2} for k in range(5)} if rate > 0.1 else {}
+        modes.setdefault(3, {})["p"] = rate + 0.01
+        assert attributes == modes and trained == [True, rate == 0.2, True, True]
+        assert mirror.changes() == ({}, None)
+
+
+def test_an_equal_value_under_another_name_is_a_change() -> None:
+    layers, mirror = layers_and_mirror()
+    layers[0].first = flag = "a flag"
+    assert mirror.changes()[0] == {1: {"first": flag}}
+    del layers[0].first
+    layers[0].second = flag
+    assert mirror.changes()[0] == {1: {"second": flag}}
+    layers[0].second = "".join(["a", " flag"])  # another object, the same value
+    assert mirror.changes() == ({}, None)
+
+
+def add_hook(layers: nn.Sequential) -> None:
+    layers[0].register_forward_hook(lambda *_: None)
+
+
+def add_layer(layers: nn.Sequential) -> None:
+    layers[1].append(nn.Identity())
+
+
+def replace_layer(layers: nn.Sequential) -> None:
+    layers[1][0] = nn.Dropout(0.5)
+
+
+def replace_parameter(layers: nn.Sequential) -> None:
+    layers[0].weight = nn.Parameter(torch.ones(2, 2))
+
+
+def replace_buffer(layers: nn.Sequential) -> None:
+    layers[1][1].running_mean = torch.ones(2)
+
+
+@pytest.mark.parametrize("change", [add_hook, add_layer, replace_layer, replace_parameter, replace_buffer])
+def test_another_structure_is_refused_each_time(change: Callable[[Any], None]) -> None:
+    layers, mirror = layers_and_mirror()
+    change(layers)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"stage 0, .*has got another layer, parameter, buffer or hook"):
+            mirror.changes()
