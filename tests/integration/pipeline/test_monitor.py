@@ -1,9 +1,11 @@
 """``PipelineMonitor`` over several processes: its figures are consistent, and training is the same as without it."""
 
 import csv
+import io
 import json
 import re
 import statistics
+import struct
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -14,10 +16,9 @@ import pytest
 from harness import run
 from parity import WIDTH, Small, batches, compare, fit
 from pytorch_lightning import Callback
-from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger
 from sleep_layer import slept
 from sleeping import Sleepy
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -75,6 +76,13 @@ class SeesBar(Callback):
         self.shown.append(trainer.progress_bar_callback.get_metrics(trainer, model).get("use"))
 
 
+def scalars(folder: Path) -> list[dict[str, float]]:
+    """The rows of a CSV log that have scalars of the monitor."""
+    with (folder / "metrics.csv").open() as file:
+        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    return [row for row in rows if "pipeline/step_ms" in row]
+
+
 def trained(schedule: str, **arguments: Any) -> Any:
     strategy = RPCSequentialStrategy(microbatches=MICROBATCHES, schedule=schedule, balance="even")
     sizes = [8] * STEPS
@@ -85,24 +93,15 @@ def monitored() -> dict[str, dict[str, Any]]:
     found = {}
     for schedule in STAGES:
         monitor, bar = Timed(EVERY, TRACED), SeesBar()
-        loggers: list[Any] = [CSVLogger(".", name=schedule)]
-        if schedule == "1f1b":
-            loggers.append(TensorBoardLogger("board", name=schedule))
-        outcome = trained(schedule, callbacks=[monitor, bar], logger=loggers, enable_progress_bar=True)
+        logger = CSVLogger(".", name=schedule)
+        outcome = trained(schedule, callbacks=[monitor, bar], logger=logger, enable_progress_bar=True)
         compare(outcome, trained(schedule), 0.0)
         folder = Path(schedule, "version_0")
-        with (folder / "metrics.csv").open() as file:
-            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-        images: list[int] = []
-        if schedule == "1f1b":
-            board = EventAccumulator(str(Path("board", schedule, "version_0")), size_guidance={"images": 0}).Reload()
-            images = [event.step for event in board.Images("pipeline/timetable")]
         found[schedule] = {
-            "rows": rows,
+            "rows": scalars(folder),
             "files": {path.name: path.read_text() for path in (folder / "pipeline").iterdir()},
             "shown": bar.shown,
             "added": monitor.added,
-            "images": images,
             "after": "get_metrics" in vars(outcome.trainer.progress_bar_callback),
         }
     return found
@@ -189,12 +188,84 @@ def test_pictures_and_progress_bar(found: dict[str, dict[str, Any]], schedule: s
     # The third step is the first that is recorded, and is reported at the end of the fourth one.
     assert own["shown"][:3] == [None] * 3 and not own["after"]
     assert all(re.fullmatch(r"\d+(\|\d+)+%", shown) for shown in own["shown"][3:])
-    assert own["images"] == (REPORTED if schedule == "1f1b" else [])
 
 
 def test_a_step_that_is_not_recorded_costs_little(found: dict[str, dict[str, Any]]) -> None:
     added = [seconds for own in found.values() for seconds in own["added"]]
     assert len(added) >= 8 and statistics.median(added) < MOST_ADDED_SECONDS
+
+
+def with_tensorboard() -> tuple[list[dict[str, float]], list[dict[str, float]], dict[int, bytes]]:
+    """The scalars in a CSV log and those in an event file, by step, and the encoded pictures."""
+    from pytorch_lightning.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = [CSVLogger(".", name="csv"), TensorBoardLogger(".", name="board")]
+    trained("1f1b", callbacks=[PipelineMonitor(EVERY)], logger=loggers)
+    board = EventAccumulator(str(Path("board", "version_0")), size_guidance={"scalars": 0, "images": 0}).Reload()
+    rows = [{"step": float(step)} for step in REPORTED]
+    for name in board.Tags()["scalars"]:
+        if name.startswith("pipeline/"):
+            for row, event in zip(rows, board.Scalars(name), strict=True):
+                assert event.step == row["step"]
+                row[name] = event.value
+    images = {event.step: event.encoded_image_string for event in board.Images("pipeline/timetable")}
+    return scalars(Path("csv", "version_0")), rows, images
+
+
+def test_tensorboard_gets_scalars_and_pictures() -> None:
+    pytest.importorskip("tensorboard")
+    image = pytest.importorskip("PIL.Image")
+    written, board, images = run(with_tensorboard)
+    assert board == [pytest.approx(row, rel=1e-6) for row in written]  # event files hold float32
+    assert list(images) == REPORTED
+    for encoded in images.values():
+        picture = image.open(io.BytesIO(encoded)).convert("RGB")
+        assert picture.width > 300 and picture.height > 100
+        assert len(picture.getcolors(2**24)) > 10  # actions of several kinds, and text
+
+
+def records(path: Path) -> Iterator[Any]:
+    """The records of an offline run's file, which is a log of LevelDB: pieces, in blocks that none of them crosses."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    header, block_bytes, last_pieces = struct.Struct("<IHB"), 2**15, (1, 4)
+    data, place, record = path.read_bytes(), header.size, b""  # the file's own header is as long as that of a piece
+    while place < len(data):
+        if (left := block_bytes - place % block_bytes) < header.size:
+            place += left
+            continue
+        _, size, kind = header.unpack_from(data, place)
+        place += header.size
+        record += data[place : place + size]
+        place += size
+        if kind in last_pieces:
+            yield Record.FromString(record)
+            record = b""
+
+
+def with_wandb() -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    """The scalars in a CSV log and those in the file of an offline run of W&B."""
+    from pytorch_lightning.loggers import WandbLogger
+
+    board = WandbLogger(save_dir="own", offline=True)
+    trained("1f1b", callbacks=[PipelineMonitor(EVERY)], logger=[CSVLogger(".", name="csv"), board])
+    board.experiment.finish()
+    (path,) = Path("own", "wandb").glob("offline-run-*/run-*.wandb")
+    rows = []
+    for record in records(path):
+        items = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+        if "pipeline/step_ms" in items:
+            row = {name: float(value) for name, value in items.items() if name.startswith("pipeline/")}
+            rows.append({"step": float(items["trainer/global_step"]), **row})
+    return scalars(Path("csv", "version_0")), rows
+
+
+def test_wandb_gets_scalars() -> None:
+    pytest.importorskip("wandb")
+    # W&B's own process and its files may last until the process that has started them ends; Lightning sets WANDB_MODE.
+    written, board = run(with_wandb, allow=("env", "port", "process", "thread", "tmp"))
+    assert len(written) == len(REPORTED) and board == [pytest.approx(row) for row in written]
 
 
 MARK, SLOW_STEP, SLOW_SECONDS = 100.0, 3, 0.03
@@ -230,13 +301,6 @@ class Moves(Callback):
 
     def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._move("end", trainer, batch_idx)
-
-
-def scalars(folder: Path) -> list[dict[str, float]]:
-    """The rows of a CSV log that have scalars of the monitor."""
-    with (folder / "metrics.csv").open() as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return [row for row in rows if "pipeline/step_ms" in row]
 
 
 def beside_rebalancing() -> list[dict[str, float]]:
