@@ -46,8 +46,7 @@ OTHERS = ("raises", "rank 0 raises", "same Trainer", "deaf", "orphan")
 when rank 1 is killed; rank 0 is killed before they meet."""
 
 WIDTH, ROWS, RANK = 8, 32, int(os.environ.get("LOCAL_RANK", "0"))
-STRATEGIES: dict[str, Any] = {
-    "one process": lambda: "single_device",
+STRATEGIES = {
     "ddp": DDPStrategy,
     "zero": ZeROStrategy,
     "replicas": lambda: RPCSequentialStrategy([2, 1], microbatches=2, data_parallel_size=2),
@@ -148,8 +147,7 @@ def train(strategy: str, ranks: int, folder: Path) -> float:
     if RANK == 1:
         (folder / "built").touch()
     rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(0))
-    size = ROWS // (4 if strategy == "one process" else 8)
-    loaders = [DataLoader(rows, batch_size=size), DataLoader(rows, batch_size=ROWS)]
+    loaders = [DataLoader(rows, batch_size=ROWS // 8), DataLoader(rows, batch_size=ROWS)]
     if RANK == 0 and os.environ["MOMENT"] == "same Trainer":
         with suppress(RuntimeError):
             trainer.fit(Net(), *loaders)
