@@ -185,7 +185,7 @@ def _tiles(run: Run) -> Iterator[str]:
     if run.events:
         tiles.append(("from the first to the last event", _duration(run.events[-1]["time"] - run.events[0]["time"])))
         for name, count in Counter(event["event"] for event in run.events if _is_special(event)).items():
-            tiles.append((f"{name} events", str(count)))
+            tiles.append((f"{name} event{'s' if count > 1 else ''}", str(count)))
     yield '<div class="tiles">'
     yield from (f"<div><b>{escape(value)}</b><span>{escape(name)}</span></div>" for name, value in tiles)
     yield "</div>"

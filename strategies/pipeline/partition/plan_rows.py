@@ -33,7 +33,7 @@ EFFORT = 500_000
 """The number of simulated actions that are spent on the balance of a row."""
 
 ALLOCATOR_SHARE = 0.23
-"""What a process takes beyond its tensors, as a share of them: blocks that the allocator keeps, buffers of libraries.
+"""What a process takes beyond its tensors, as a share of them: free blocks that the allocator keeps.
 
 It was 0.1 to 0.4 in runs on CPU; this is the middle in ratios (docs/decisions/096-plan.md).
 """

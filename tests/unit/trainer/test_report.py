@@ -183,6 +183,7 @@ def test_the_numbers_are_those_of_the_files(folder: Path) -> None:
     assert "stage 0, forward: 117 ms, mean of 2 steps" in page.titles
     assert "driver, step 19: 15616" in page.titles and "15,616 MiB" in page.text
     assert "419.5 ms" in page.text and "29.6%" in page.text  # medians
+    assert "restart event" in page.text and "restart events" not in page.text
     assert "layer 1 (block): Block, 111,840 parameters" in page.titles
     assert page.row("stage 0")[1:] == ["0 Embedding, 1 Block", "136,416"]
     assert "schedule 1f1b, micro-batches 4" in page.ids["balance"]
