@@ -64,10 +64,17 @@ class PerMicrobatch:
     Args:
         executor: Leads the stages.
         parameters: Returns the parameters that have their values in this process.
+        may_repeat: Returns whether a pass may run again, perhaps without being recorded, and must give the same then.
     """
 
-    def __init__(self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
-        self._executor, self._parameters = executor, parameters
+    def __init__(
+        self,
+        executor: Executor,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        *,
+        may_repeat: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._executor, self._parameters, self._may_repeat = executor, parameters, may_repeat
         self.steps = Steps(executor.stage.device)
         """The suspended runs of user code."""
 
@@ -101,7 +108,14 @@ class PerMicrobatch:
             for remote, row in zip(executor.remotes, timetable.operations, strict=False):
                 remote.tell(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
-            pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
+            pass_ = _Pass(
+                executor,
+                self.steps,
+                this,
+                codes,
+                [weight * scale for weight in weights],
+                joins=executor.stage.recorder is None and not self._may_repeat(),
+            )
             with gathered.gathering(), preserved_random_state(executor.stage.device):
                 losses = pass_.run(timetable)
                 if not pass_.learns and any(loss is not None for loss in losses):
@@ -142,8 +156,16 @@ class _Pass:
     """One pass, as the driver leads it."""
 
     def __init__(
-        self, executor: Executor, steps: Steps, this: Pass, codes: Sequence[Code], weights: Sequence[float]
+        self,
+        executor: Executor,
+        steps: Steps,
+        this: Pass,
+        codes: Sequence[Code],
+        weights: Sequence[float],
+        *,
+        joins: bool,
     ) -> None:
+        self._joins = joins
         self._executor, self._connections, self._side_outputs = executor, executor.connections, executor.side_outputs
         self._threads, self._this, self._codes, self._weights = steps, this, codes, weights
         self.learns = False
@@ -246,14 +268,16 @@ class _Pass:
         """Whether the backward pass of a micro-batch's loss goes on through the last chunk.
 
         It does if its backward action follows at once and is whole. Two calls of autograd with the output as a leaf in
-        between would cost more. While somebody records what each takes, there are two.
+        between would cost more. While somebody records what each takes, there are two; and always in runs that
+        repeat steps, because the gradients of a parameter of the last chunk that the loss uses, too, may be rounded
+        differently.
 
         Args:
             forward: The forward action of the last chunk.
             later: The operations behind it.
         """
         this, m = self._this, forward.microbatch
-        if m < this.recomputed or this.at_once or this.splits or self._executor.stage.recorder is not None:
+        if m < this.recomputed or this.at_once or this.splits or not self._joins:
             return False
         if self._inputs[m]:  # the code before the call has a graph, which is gone through again
             return False
