@@ -57,26 +57,19 @@ def of_slurm() -> list[dict[str, str]]:
     return [{**common, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(3)]
 
 
-def with_spares(how: str) -> Any:
-    codes, said = ran([TORCHRUN], how, [{}])
+def with_spares() -> Any:
+    codes, said = ran([TORCHRUN], "with spares", [{}])
     assert codes == [0], said
     return torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), said
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
-@pytest.mark.parametrize(
-    ("how", "kills"),
-    [
-        pytest.param("with spares", rank_recovery_job.FEW_SNAPSHOTS, marks=pytest.mark.slow),
-        pytest.param("with spares, in every phase", rank_recovery_job.SNAPSHOTS, marks=pytest.mark.nightly),
-    ],
-    ids=["few kills", "every phase"],
-)
-def test_torchrun_with_spares(how: str, kills: recovery_job.Kills) -> None:
-    found, expected, said = run(with_spares, how, timeout_seconds=SECONDS + 40, allow=["tmp"], env=OWN_SERVER)
+def test_torchrun_with_spares() -> None:
+    found, expected, said = run(with_spares, timeout_seconds=SECONDS + 40, allow=["tmp"], env=OWN_SERVER)
     repaired, restarted, spares = found["repaired"], found["restarted"], found["spares"]
     assert recovery_job.differences(repaired, expected) == []
-    assert len(repaired["recovered"]) >= len(kills) - 1 and repaired["restarts"] == []
+    assert len(repaired["recovered"]) >= len(rank_recovery_job.SNAPSHOTS) - 1 and repaired["restarts"] == []
     assert repaired["recovered"][0].startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
     assert "(rank 1) on " in repaired["recovered"][0] and repaired["left"] == []
     # One spare for each rank; those that were killed have been replaced, and the next ones became the workers.

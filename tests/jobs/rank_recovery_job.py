@@ -5,7 +5,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ SNAPSHOTS: Kills = {
     10: ["on_train_batch_end-0"],
     12: ["forward-0", "forward-1"],
 }
-FEW_SNAPSHOTS: Kills = {3: ["backward-0"], 12: ["forward-0", "forward-1"]}
 CHECKPOINT: Kills = {9: ["backward-1"]}
 FEW: Kills = {4: ["backward-0"]}
 EVERY_BATCH: dict[str, Any] = {"accumulate_grad_batches": 1}
@@ -94,11 +92,11 @@ class KillsRank(Callback):
             os.kill(supervisor, signal.SIGKILL)
 
 
-def with_spares(kills: Kills) -> dict[str, Any]:
+def with_spares() -> dict[str, Any]:
     """From snapshots; then, with the same ranks, from a checkpoint."""
     spares = Spares()
     options = {"spare_workers": 1}
-    repaired = recovery_job.fit(kills, 1, options=options, callbacks=lambda: [spares], **EVERY_BATCH)
+    repaired = recovery_job.fit(SNAPSHOTS, 1, options=options, callbacks=lambda: [spares], **EVERY_BATCH)
     restarted = recovery_job.fit(CHECKPOINT, 0, options={"max_restarts": 1, **options}, **EVERY_BATCH)
     return {"repaired": repaired, "spares": spares.told, "restarted": restarted}
 
@@ -108,11 +106,7 @@ def without_spares() -> dict[str, Any]:
 
 
 def main(results: Path, how: str) -> None:
-    ways = {
-        "with spares": partial(with_spares, FEW_SNAPSHOTS),
-        "with spares, in every phase": partial(with_spares, SNAPSHOTS),
-        "without spares": without_spares,
-    }
+    ways = {"with spares": with_spares, "without spares": without_spares}
     torch.save(ways[how](), results)
     if how == "without spares":
         recovery_job.fit({}, 1, callbacks=lambda: [KillsRank()], **EVERY_BATCH)
