@@ -24,21 +24,3 @@ def words_of_python() -> tuple[Any, Any]:
     memory = (ctypes.c_char * WORDS.size).from_address(id(generator) + object.__basicsize__)
     position, *words = WORDS.unpack(memory.raw)
     return generator, memory if generator.getstate()[1] == (*words, position) else None
-
-
-class PythonGenerator:
-    """Does what ``random.getstate`` and ``random.setstate`` do, for states that stay in this process."""
-
-    def __init__(self) -> None:
-        self._generator, self._words = words_of_python()
-
-    def getstate(self) -> Any:
-        """Return the state of the generator, to be used with :meth:`setstate` only."""
-        return random.getstate() if self._words is None else (self._words.raw, self._generator.gauss_next)
-
-    def setstate(self, state: Any) -> None:
-        """Restore a state."""
-        if self._words is None:
-            random.setstate(state)
-        else:
-            self._words.raw, self._generator.gauss_next = state

@@ -216,11 +216,43 @@ class _Called:
         process: The process of the stage then.
         lost: Done if that process has been given up.
         failures: Where its failures are recorded.
+        replies: The replies of that process.
     """
 
     process: StageProcess
     lost: Future[None]
     failures: Failures
+    replies: "_InOrder"
+
+
+class _InOrder:
+    """Handles the replies of a process in the order of its calls, though threads of RPC may bring them in another one.
+
+    So whoever has the result of a call knows of the failures of all calls before it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._arrived: dict[int, Callable[[], None]] = {}
+        self._next = 0
+        self._is_handling = False
+
+    def arrived(self, number: int, handle: Callable[[], None]) -> None:
+        """Handle the reply to a call, once those to the calls before it have been handled."""
+        with self._lock:
+            self._arrived[number] = handle
+        while True:
+            with self._lock:
+                if self._is_handling or self._next not in self._arrived:
+                    return
+                handle = self._arrived.pop(self._next)
+                self._is_handling = True
+            try:
+                handle()
+            finally:
+                with self._lock:
+                    self._next += 1
+                    self._is_handling = False
 
 
 class RemoteStage(NotCopyable):
@@ -253,7 +285,7 @@ class RemoteStage(NotCopyable):
     def __init__(self, name: str, host: Any, description: str, process: StageProcess, failures: Failures) -> None:
         self._name, self._host, self.description, self.process = name, host, description, process
         self.failures = failures
-        self._number = 0
+        self._number, self._replies = 0, _InOrder()
         self._lost: Future[None] = Future()
         self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
         self._end: Callable[[], None] | None = None
@@ -291,7 +323,7 @@ class RemoteStage(NotCopyable):
             failures: Where failures of the stage are recorded from now on.
         """
         self._name, self._host, self.process, self.failures = name, host, process, failures
-        self._number, self._lost = 0, Future()
+        self._number, self._replies, self._lost = 0, _InOrder(), Future()
         self._queued.clear()
         self._end = self._channel = None
         self._takes_commands, self._num_told, self._num_taking = False, 0, 0
@@ -394,10 +426,11 @@ class RemoteStage(NotCopyable):
                 raise  # else RPC knows already that the process has ended
             reply = futures.Future()
             reply.set_exception(error)
+        number = self._number
         self._number += 1
         # Those of now: who leads the stages may have others by the time of the reply, and the stage another process.
-        called = _Called(self.process, self._lost, self.failures)
-        reply.add_done_callback(lambda reply: self._settle(reply, done, called))
+        called = _Called(self.process, self._lost, self.failures, self._replies)
+        reply.add_done_callback(lambda reply: called.replies.arrived(number, lambda: self._settle(reply, done, called)))
         return done
 
     def start_until(

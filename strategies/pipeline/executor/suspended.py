@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
-from strategies.common.python_random import PythonGenerator
 from strategies.common.torch_compat import (
     num_dispatch_modes,
     num_function_modes,
@@ -32,6 +31,7 @@ from strategies.common.torch_compat import (
 )
 from strategies.pipeline.stage.layers import (
     PassContext,
+    PythonGenerator,
     random_state,
     seed_device,
     set_random_state,

@@ -137,6 +137,19 @@ def test_results_and_failures_come_back(wire: Wire) -> None:
     assert remote.failures.raised
 
 
+def test_who_has_a_result_knows_of_failures_before_it(wire: Wire) -> None:
+    """Threads of RPC may bring replies in another order than that in which the stage has sent them."""
+    remote = remote_stage()
+    remote.tell(StageCommands.backward, 0)
+    later = remote.start(StageCommands.num_kept)
+    wire.replies[1].set_result(2)
+    assert not later.done()
+    wire.replies[0].set_result(Failure.of(KeyError("there"), STAGE, "B0"))
+    assert later.done()
+    with pytest.raises(KeyError, match="there"):
+        remote.result(later)
+
+
 def test_a_process_that_has_ended_before_it_is_called(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     """RPC may raise at once, because it could not create the host of the stage."""
 
@@ -174,6 +187,7 @@ def test_after_a_failure_was_raised_other_stages_can_be_rescued(wire: Wire) -> N
     with pytest.raises(KeyError, match="elsewhere"):
         remote.call(StageCommands.num_kept)
     started = remote.start(StageCommands.num_kept)
+    wire.replies[0].set_result(0)
     wire.replies[1].set_result(1)
     assert remote.result(started) == 1
     started = remote.start(StageCommands.num_kept)

@@ -5,8 +5,7 @@ import random
 import pytest
 from torch import device
 
-from strategies.common.python_random import PythonGenerator
-from strategies.pipeline.stage.layers import preserved_random_state
+from strategies.pipeline.stage.layers import PythonGenerator, preserved_random_state
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
