@@ -237,6 +237,8 @@ def records(path: Path) -> Iterator[Any]:
             continue
         _, size, kind = header.unpack_from(data, place)
         place += header.size
+        if place + size > len(data):  # it is being written
+            return
         record += data[place : place + size]
         place += size
         if kind in last_pieces:
@@ -253,6 +255,9 @@ def with_wandb() -> tuple[list[dict[str, float]], list[dict[str, float]]]:
     board.experiment.finish()
     (path,) = Path("own", "wandb").glob("offline-run-*/run-*.wandb")
     rows = []
+    deadline = time.monotonic() + 30  # W&B's own process may write for a moment after finish
+    while all(record.WhichOneof("record_type") != "exit" for record in records(path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
     for record in records(path):
         items = {".".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
         if "pipeline/step_ms" in items:
