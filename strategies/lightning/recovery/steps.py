@@ -484,7 +484,8 @@ class StepRecovery:
     def _check_unchanged(self, lost: str) -> None:
         if not self._is_unchanged(with_gradients=False):
             raise _Unrecoverable(
-                f"{lost}\nThe weights have been changed since the last training step, so that state is in no snapshot."
+                f"{lost}\nThe weights have been changed since the last training step, and no snapshot has "
+                "their present values."
             )
 
     def _has_gradients(self) -> bool:

@@ -204,8 +204,8 @@ class _Kept:
     Attributes:
         inputs: Slots for the gradients of those tensors of the input that require one.
         outputs: One entry for each tensor of the output that receives a gradient from the next stage; ``None`` if the
-            micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient. None for an output with
-            its graph.
+            micro-batch is not recomputed yet, or if the recomputed tensor requires no gradient. Empty for an
+            output that was given away with its graph.
         recompute_from: The input of a micro-batch that is recomputed.
         flags: Modes and ``requires_grad`` of the layers in the forward pass of a micro-batch that is recomputed.
     """

@@ -94,6 +94,25 @@ def test_gradients_are_those_of_a_loop_over_micro_batches(trains_input: bool) ->
         torch.testing.assert_close(grad, expected, **tolerance)
 
 
+def test_a_pass_that_runs_again_gives_the_same_whether_it_is_recorded_or_not() -> None:
+    torch.manual_seed(0)
+    module, rows = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Storing(3, 2)), torch.randn(9, 3)
+    found = []
+    with pipelined(module, microbatches=3, schedule="1f1b", checkpoint="never") as pipeline:
+        pipeline.snapshot(0)
+        for is_recorded in (False, True):
+            recording = pipeline.start_recording(0) if is_recorded else None
+            codes = [partial(loss_of, module, None, part) for part in rows.chunk(3)]
+            pipeline.interleave(codes, [0.2, 0.3, 0.5], PassContext.capture("cpu")).backward()
+            if recording is not None:
+                recording.stop()
+                assert recording.take()
+            found.append([p.grad for p in module.parameters()])
+            module.zero_grad()
+    for again, first in zip(*found, strict=True):
+        assert torch.equal(again, first)
+
+
 def test_code_may_change_what_it_has_returned() -> None:
     torch.manual_seed(0)
     returned: list[Tensor] = []
