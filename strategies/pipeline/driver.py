@@ -841,9 +841,7 @@ class Pipeline(NotCopyable):
         return (
             executor,
             whole_batch,
-            PerMicrobatch(executor, self.parameters_here, may_repeat=lambda: self._snapshots is not None)
-            if self.settings.interleaves
-            else None,
+            PerMicrobatch(executor, self.parameters_here) if self.settings.interleaves else None,
         )
 
     def _move_to_worker(self, i: int, remote: RemoteStage) -> Holder:

@@ -89,7 +89,7 @@ def without_spares() -> Any:
     return codes, said, torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
 def test_slurm_without_spares_and_the_loss_of_a_rank() -> None:
     """A worker is replaced by a new interpreter. A rank itself is not: the run ends, so that the launcher can act."""

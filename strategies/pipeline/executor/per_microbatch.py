@@ -33,6 +33,7 @@ from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
 from strategies.pipeline.stage.microbatch.split import pack_objects, plain, unpack_objects
+from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, leaves_of, tensors_of, with_leaves
 from strategies.pipeline.transport.channel import MOST_BUNDLED_BYTES
@@ -64,17 +65,10 @@ class PerMicrobatch:
     Args:
         executor: Leads the stages.
         parameters: Returns the parameters that have their values in this process.
-        may_repeat: Returns whether a pass may run again, perhaps without being recorded, and must give the same then.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        parameters: Callable[[], Sequence[nn.Parameter]],
-        *,
-        may_repeat: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._executor, self._parameters, self._may_repeat = executor, parameters, may_repeat
+    def __init__(self, executor: Executor, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._executor, self._parameters = executor, parameters
         self.steps = Steps(executor.stage.device)
         """The suspended runs of user code."""
 
@@ -108,14 +102,7 @@ class PerMicrobatch:
             for remote, row in zip(executor.remotes, timetable.operations, strict=False):
                 remote.tell(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
-            pass_ = _Pass(
-                executor,
-                self.steps,
-                this,
-                codes,
-                [weight * scale for weight in weights],
-                joins=executor.stage.recorder is None and not self._may_repeat(),
-            )
+            pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
             with gathered.gathering(), preserved_random_state(executor.stage.device):
                 losses = pass_.run(timetable)
                 if not pass_.learns and any(loss is not None for loss in losses):
@@ -156,16 +143,8 @@ class _Pass:
     """One pass, as the driver leads it."""
 
     def __init__(
-        self,
-        executor: Executor,
-        steps: Steps,
-        this: Pass,
-        codes: Sequence[Code],
-        weights: Sequence[float],
-        *,
-        joins: bool,
+        self, executor: Executor, steps: Steps, this: Pass, codes: Sequence[Code], weights: Sequence[float]
     ) -> None:
-        self._joins = joins
         self._executor, self._connections, self._side_outputs = executor, executor.connections, executor.side_outputs
         self._threads, self._this, self._codes, self._weights = steps, this, codes, weights
         self.learns = False
@@ -268,16 +247,14 @@ class _Pass:
         """Whether the backward pass of a micro-batch's loss goes on through the last chunk.
 
         It does if its backward action follows at once and is whole. Two calls of autograd with the output as a leaf in
-        between would cost more. While somebody records what each takes, there are two; and always in runs that
-        repeat steps, because the gradients of a parameter of the last chunk that the loss uses, too, may be rounded
-        differently.
+        between would cost more.
 
         Args:
             forward: The forward action of the last chunk.
             later: The operations behind it.
         """
         this, m = self._this, forward.microbatch
-        if m < this.recomputed or this.at_once or this.splits or not self._joins:
+        if m < this.recomputed or this.at_once or this.splits:
             return False
         if self._inputs[m]:  # the code before the call has a graph, which is gone through again
             return False
@@ -304,6 +281,9 @@ class _Pass:
                 lambda value: m >= this.recomputed and (this.microbatches == 1 or is_fresh(value))
             )
         slots: list[GradientSlot] = []
+        ended: list[bool] = []
+        if is_joined and recorder is not None:
+            self._end_at_output(recorder, output, action, ended)
         if not is_joined:
             slots = [GradientSlot() for tensor in tensors_of(output) if tensor.requires_grad]
             output = entered(output, slots)
@@ -326,9 +306,28 @@ class _Pass:
                 loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
             self._connections.output_grads.send([slot.value for slot in slots], this.number, m)
-        if recorder is not None:
+        if recorder is not None and not ended:
             recorder.end("loss", m, action.stage, this.number)
         return None if loss is None else loss.detach().clone()  # later code may change what it has returned
+
+    def _end_at_output(self, recorder: Recorder, output: Any, action: Action, ended: list[bool]) -> None:
+        """Have the record of the code end where its backward pass comes to the output, and that of the chunk begin.
+
+        Args:
+            recorder: The recorder.
+            output: The output, with its graph.
+            action: The forward action of the last chunk.
+            ended: Gets an entry when that has happened.
+        """
+
+        def end(_: Tensor) -> None:
+            if not ended:
+                ended.append(True)
+                recorder.split("loss", action.microbatch, action.stage, self._this.number)
+
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                tensor.register_hook(end)
 
     def _answer(self, m: int) -> None:
         """Run the backward pass of the code before the call."""

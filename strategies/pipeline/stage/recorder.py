@@ -35,11 +35,15 @@ class Recorder:
         self._computed: float | None = None
         self._layers: dict[int, LayerRecord] = {}
         self._layer: tuple[int, float] | None = None
+        self._has_begun = False
         self.pass_of_code = -1
         """The pass whose code after the call of the module is what is being recorded; -1 if it is something else."""
 
     def begin(self, pass_of_code: int = -1) -> None:
-        """The process is ready for what it records next."""
+        """The process is ready for what it records next; without effect after :meth:`split`."""
+        if self._has_begun:
+            self._has_begun = False
+            return
         self._begin = self._received = self._now()
         self._computed, self.pass_of_code = None, pass_of_code
 
@@ -56,6 +60,12 @@ class Recorder:
         now = self._now()
         computed = now if self._computed is None else self._computed
         self._records.append(Record(kind, microbatch, stage, number, self._begin, self._received, computed, now))
+
+    def split(self, kind: RecordKind, microbatch: int, stage: int, number: int) -> None:
+        """Add a record, and begin the next one at once: a call of autograd does what belongs to both."""
+        self.end(kind, microbatch, stage, number)
+        self.begin()
+        self._has_begun = True
 
     def layer(self, place: int, value: Any) -> None:
         """The forward pass of a layer begins, and that of the layer before it has ended.

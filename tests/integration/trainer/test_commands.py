@@ -26,7 +26,7 @@ def command(*arguments: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-FEW = {"limit_train_batches": 40, "limit_val_batches": 10}
+FEW = {"limit_train_batches": 100, "limit_val_batches": 10}
 """Instead of 165 batches of training data, and all of validation data."""
 SHORTENED = [f"--trainer.{name}={number}" for name, number in FEW.items()]
 
@@ -53,7 +53,7 @@ def test_the_demo_and_what_follows_it(tmp_path: Path) -> None:
     fit = ("-m", "trainer", "fit", "--config", "configs/pipeline.yaml", "--trainer.max_epochs=2")
     output = command(*fit, *SHORTENED, into)
     (first, second), unigram = losses(output)
-    assert second < first < unigram
+    assert second < first < unigram - 0.5
     assert re.search(r"speed +[\d,]+ tokens/s", output)
     balance = re.search(r"balance +\[(\d), (\d)\]", output)
     assert balance and int(balance[1]) + int(balance[2]) == 7
@@ -72,15 +72,15 @@ def test_the_scripts_that_differ_in_one_argument(tmp_path: Path) -> None:
     single, _ = losses(script("train_single.py", tmp_path))
     pipeline, unigram = losses(script("train_pipeline.py", tmp_path))
     assert pipeline == pytest.approx(single, abs=2e-3)
-    assert pipeline[-1] < unigram
+    assert pipeline[-1] < unigram - 0.5
 
 
 def test_the_hugging_face_model(tmp_path: Path) -> None:
     into = f"--trainer.logger.init_args.save_dir={tmp_path}"
-    fit = ("-m", "trainer", "fit", "--config", "configs/hf_pipeline.yaml", "--trainer.max_epochs=1")
-    output = command(*fit, *SHORTENED, into)
-    (loss,), unigram = losses(output)
-    assert loss < unigram
+    shortened = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=60", SHORTENED[1])
+    output = command("-m", "trainer", "fit", "--config", "configs/hf_pipeline.yaml", *shortened, into)
+    (first, second), unigram = losses(output)
+    assert second < first < unigram
     balance = re.search(r"balance +\[(\d), (\d)\]", output)
     assert balance and int(balance[1]) + int(balance[2]) == 4
     checkpoint = re.search(r"checkpoint +(\S+\.ckpt)", output)
@@ -89,4 +89,4 @@ def test_the_hugging_face_model(tmp_path: Path) -> None:
 
 def test_the_script_of_the_hugging_face_model(tmp_path: Path) -> None:
     (loss,), unigram = losses(script("hf_finetune.py", tmp_path))
-    assert loss < unigram
+    assert loss < unigram - 0.5

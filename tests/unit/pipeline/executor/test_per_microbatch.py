@@ -1,6 +1,7 @@
 """A schedule that runs the backward passes of micro-batches before that of their common loss."""
 
 import random
+import time
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -94,23 +95,47 @@ def test_gradients_are_those_of_a_loop_over_micro_batches(trains_input: bool) ->
         torch.testing.assert_close(grad, expected, **tolerance)
 
 
-def test_a_pass_that_runs_again_gives_the_same_whether_it_is_recorded_or_not() -> None:
+class Slow(torch.autograd.Function):
+    """The identity, whose backward pass sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class SlowBackward(Storing):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(Slow.apply(input, 0.05))
+
+
+def test_a_recorded_pass_computes_the_same_and_tells_the_loss_from_the_layers() -> None:
     torch.manual_seed(0)
-    module, rows = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), Storing(3, 2)), torch.randn(9, 3)
+    module, rows = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), SlowBackward(3, 2)), torch.randn(9, 3)
     found = []
     with pipelined(module, microbatches=3, schedule="1f1b", checkpoint="never") as pipeline:
-        pipeline.snapshot(0)
         for is_recorded in (False, True):
             recording = pipeline.start_recording(0) if is_recorded else None
             codes = [partial(loss_of, module, None, part) for part in rows.chunk(3)]
             pipeline.interleave(codes, [0.2, 0.3, 0.5], PassContext.capture("cpu")).backward()
-            if recording is not None:
-                recording.stop()
-                assert recording.take()
             found.append([p.grad for p in module.parameters()])
             module.zero_grad()
-    for again, first in zip(*found, strict=True):
-        assert torch.equal(again, first)
+        assert recording is not None
+        recording.stop()
+        taken = recording.take()
+    for recorded, alone in zip(*found, strict=True):
+        assert torch.equal(recorded, alone)
+    assert taken is not None
+    records = [record for record in taken[-1].records if record.kind in ("F", "loss", "B")]
+    assert [(kind, m) for kind, m, *_ in records] == [(kind, m) for m in range(3) for kind in ("F", "loss", "B")]
+    for code, layers in zip(records[1::3], records[2::3], strict=True):
+        assert layers.computed - layers.received >= 0.05 > code.computed - code.received
+        assert code.end <= layers.begin
 
 
 def test_code_may_change_what_it_has_returned() -> None:
