@@ -138,7 +138,12 @@ def stamp(*, tiny: bool) -> str:
 def write(folder: Path, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     """Writes ``results.md``, and ``results.json``, from which a later run of some sections reads the other ones."""
     (folder / "results.json").write_text(json.dumps(outcomes, indent=1) + "\n")
-    head = ["# Benchmarks", "Written by `make bench`; [what each section compares](../README.md#what-it-costs).", ""]
+    head = [
+        "# Benchmarks",
+        "Written by `make bench`; [what each section compares](../README.md#what-it-costs). Sections may have been "
+        "measured on different days and machines, some of them faster: compare figures within a section only.",
+        "",
+    ]
     parts = ["\n\n".join(head).rstrip(), "\n".join(f"- {line}" for line in machine())]
     for outcome in outcomes.values():
         parts += [Section.of(outcome["section"]).markdown(), f"<sub>{outcome['stamp']}; {outcome['took']}</sub>"]
