@@ -2,8 +2,12 @@
 
 - A link buffers nothing: a send ends when its receive runs (gloo sends a message when its receive has been posted).
 - Transfers of a link run in the order of posting, beside the computation: each link has a thread, in place of a stream.
-- The tensors of a receive hold no values (NaN) until something has waited for the transfer.
-- A tensor that is being sent must not change until something has waited for the transfer; this is checked then.
+- The tensors of a receive hold no values until something has waited for the transfer: NaN, ``True``, or the largest
+  integer, which is no index. A change of them until then is an error, because the transfer overwrites it.
+- A tensor that is being sent must not change until something has waited for the transfer; this is checked then. It must
+  not be one that a receive still writes.
+- A tensor that is sent is contiguous and on the device.
+- A transfer that is dropped before anything has waited for it is an error: its memory could be used again.
 - With ``one_at_a_time``, a process runs one transfer or action at a time, in the order of posting: a device whose
   streams do not progress independently.
 """
@@ -13,12 +17,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from strategies.common.torch_compat import cpu_backend, timeout_of
+from strategies.common.torch_compat import cpu_backend, storage_key, timeout_of
 from strategies.common.trees import TensorLayout
 from strategies.common.waiting import Wait
 from strategies.pipeline.transport.channel import unrecorded
@@ -29,6 +34,8 @@ _FIRST_TAG = 1000
 
 _LOOK_SECONDS = 0.05
 """How often a wait for a transfer looks whether another process has failed, which then never posts its part."""
+
+_SIGNED = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class _Stream:
@@ -63,13 +70,18 @@ class SimulatedTransfer:
         run: Moves the tensors; called on the thread of a stream.
         end: Called by the thread that waits for the transfer, when it has run.
         links: All links of this process.
+        name: What the transfer is, for messages.
     """
 
-    def __init__(self, run: Callable[[], None], end: Callable[[], None], links: "SimulatedLinks") -> None:
-        self._run, self._links = run, links
+    def __init__(self, run: Callable[[], None], end: Callable[[], None], links: "SimulatedLinks", name: str) -> None:
+        self._run, self._links, self._name = run, links, name
         self._end: Callable[[], None] | None = end
         self._has_run = threading.Event()
         self._error: BaseException | None = None
+
+    def __del__(self) -> None:
+        if self._end is not None and self._error is None:
+            self._links.dropped.append(self._name)
 
     def run(self) -> None:
         """Run the transfer, on the thread of its link."""
@@ -131,25 +143,35 @@ class SimulatedLink:
         self._peer = route.target if rank == route.source else route.source
         self._tag, self._links, self._stream = _FIRST_TAG + route.tag, links, links.stream()
         self._lock = threading.Lock()
-        self._under_way: list[SimulatedTransfer] = []
+        self._under_way = WeakSet[SimulatedTransfer]()  # a stream refers to a transfer until it has run
 
     def send(self, tensors: Sequence[Tensor]) -> Transfer:
+        for tensor in tensors:
+            self._check_payload(tensor)
         sent = [bytes_of(tensor).clone() for tensor in tensors]
         run = partial(self._move, self._backend.send, sent)
-        return self._posted(run, partial(self._check_unchanged, list(tensors), sent))
+        return self._posted(run, partial(self._check_unchanged, list(tensors), sent), "send")
 
     def receive(self, layouts: Sequence[TensorLayout]) -> tuple[list[Tensor], Transfer]:
         tensors = [torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in layouts]
         for tensor in tensors:
-            bytes_of(tensor).fill_(0xFF)
+            _fill_without_values(tensor)
         arrived = [torch.empty_like(bytes_of(tensor)) for tensor in tensors]
         run = partial(self._move, self._backend.recv, arrived)
-        return tensors, self._posted(run, partial(_fill, tensors, arrived))
+        places = [storage_key(tensor) for tensor in tensors]
+        self._links.arriving.update(places)
+        return tensors, self._posted(run, partial(self._arrive, tensors, arrived, places), "receive")
 
-    def _posted(self, run: Callable[[], None], end: Callable[[], None]) -> Transfer:
-        transfer = SimulatedTransfer(run, end, self._links)
+    def _posted(self, run: Callable[[], None], end: Callable[[], None], way: str) -> Transfer:
+        if self._links.dropped and not self._links.is_given_up():
+            raise RuntimeError(
+                f"{', '.join(self._links.dropped)}: dropped before anything had waited for it, so the memory of its "
+                "tensors could be used again while the transfer runs. Call wait() or synchronize() of each transfer."
+            )
+        name = f"{way} of stage {self._route.source} to stage {self._route.target}"
+        transfer = SimulatedTransfer(run, end, self._links, name)
         with self._lock:
-            self._under_way = [*(each for each in self._under_way if not each.is_over), transfer]
+            self._under_way.add(transfer)
         self._stream.run(transfer.run)
         if self._links.one_at_a_time:
             transfer.let_run()
@@ -157,12 +179,38 @@ class SimulatedLink:
 
     def abort(self) -> None:
         with self._lock:
-            for transfer in self._under_way:
+            for transfer in list(self._under_way):
                 transfer.abort()
 
     def _move(self, post: Callable[[list[Tensor], int, int], Any], messages: Sequence[Tensor]) -> None:
         for message in messages:
             unrecorded(post, [message], self._peer, self._tag).wait(self._timeout)
+
+    def _check_payload(self, tensor: Tensor) -> None:
+        """Check what the memory that is sent must be."""
+        what = f"stage {self._route.source} sends stage {self._route.target} a tensor of shape {list(tensor.shape)}"
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{what} that is on {tensor.device}, but the stage computes on cpu.")
+        if tensor.layout != torch.strided or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            raise ValueError(f"{what} whose values do not follow one another in memory. Send tensor.contiguous().")
+        if not tensor.numel():
+            raise ValueError(f"{what}, which has no elements: both ends leave such a transfer out.")
+        if storage_key(tensor) in self._links.arriving:
+            raise RuntimeError(
+                f"{what} that a receive still writes: wait for the receive first, or stage {self._route.target} gets "
+                "other values."
+            )
+
+    def _arrive(self, tensors: Sequence[Tensor], arrived: Sequence[Tensor], places: Sequence[int]) -> None:
+        """Give received tensors their values."""
+        for tensor in tensors:
+            if not torch.equal(bytes_of(tensor), bytes_of(_fill_without_values(torch.empty_like(tensor)))):
+                raise RuntimeError(
+                    f"a tensor of shape {list(tensor.shape)} that stage {self._route.target} receives from stage "
+                    f"{self._route.source} was changed before the wait for it; the transfer overwrites the change."
+                )
+        _fill(tensors, arrived)
+        self._links.arriving.difference_update(places)
 
     def _check_unchanged(self, tensors: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         for tensor, bytes_sent in zip(tensors, sent, strict=True):
@@ -190,6 +238,10 @@ class SimulatedLinks(Links):
     ) -> None:
         super().__init__()
         self.wait, self.one_at_a_time = wait, one_at_a_time
+        self.dropped: list[str] = []
+        """Transfers that nothing has waited for and nothing refers to any more."""
+        self.arriving: set[int] = set()
+        """The storages of tensors that are being received, until something has waited for their transfer."""
         self._streams: list[_Stream] = []
         for route in routes:
             if rank in (route.source, route.target):
@@ -205,6 +257,17 @@ class SimulatedLinks(Links):
         super().close()
         for stream in self._streams:
             stream.end()
+
+
+@torch.no_grad()
+def _fill_without_values(tensor: Tensor) -> Tensor:
+    """Fill a tensor with what shows that it has no values yet: NaN, ``True``, or the largest integer."""
+    if tensor.dtype is torch.bool:
+        return tensor.fill_(True)
+    if tensor.dtype in _SIGNED:
+        return tensor.fill_(torch.iinfo(tensor.dtype).max)
+    bytes_of(tensor).fill_(0xFF)
+    return tensor
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Simulated links behave as NCCL's: they buffer nothing, keep the order of posting, and report misuse."""
 
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -78,11 +79,12 @@ def test_directions_have_links_of_their_own(links: Two) -> None:
 
 
 def test_what_has_arrived_is_there_after_the_wait_only(links: Two) -> None:
-    tensors = [torch.randn(3), torch.arange(4), torch.tensor(True), torch.randn(2).bfloat16(), torch.randn(2) * 1j]
+    tensors = [torch.randn(3), torch.arange(4), torch.tensor(False), torch.randn(2).bfloat16(), torch.randn(2) * 1j]
     sent = links[0].links[THERE].send(tensors)
     received, transfer = links[1].links[THERE].receive(layouts(*tensors))
     assert has_run(sent, 5) and has_run(transfer, 5)
-    assert received[0].isnan().all() and received[1].tolist() == [-1] * 4
+    assert received[0].isnan().all() and received[1].tolist() == [torch.iinfo(torch.int64).max] * 4
+    assert received[2].item() is True and received[3].isnan().all() and received[4].isnan().all()
     transfer.wait()
     assert all(torch.equal(one, other) for one, other in zip(received, tensors, strict=True))
 
@@ -145,3 +147,106 @@ def test_a_wait_ends_when_links_are_aborted(links: Two) -> None:
     for wait in (transfer.wait, transfer.synchronize, links[0].links[THERE].send([torch.ones(1)]).wait):
         with pytest.raises(PeerFailed, match="given up"):
             wait()
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16])
+def test_an_index_that_has_not_arrived_is_no_index(links: Two, dtype: torch.dtype) -> None:
+    """With -1, which the bytes of NaN are as a signed integer, a gather by Python's rules would find the last row."""
+    index = torch.tensor([1, 0], dtype=dtype)
+    sent = links[0].links[THERE].send([index])
+    (received,), transfer = links[1].links[THERE].receive(layouts(index))
+    assert has_run(transfer, 5)
+    assert received.tolist() == [torch.iinfo(dtype).max] * 2
+    with pytest.raises(IndexError):
+        torch.arange(3)[received.long()]
+    transfer.wait()
+    assert received.tolist() == [1, 0]
+    sent.wait()
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(3), torch.zeros(3, dtype=torch.int64), torch.tensor(False)], ids=str)
+def test_what_has_not_arrived_must_not_be_changed(links: Two, tensor: Tensor) -> None:
+    sent = links[0].links[THERE].send([tensor])
+    (received,), transfer = links[1].links[THERE].receive(layouts(tensor))
+    received.zero_()
+    with pytest.raises(RuntimeError, match=r"stage 1 receives from stage 0 was changed before the wait for it"):
+        transfer.wait()
+    sent.wait()
+
+
+def test_what_has_not_arrived_must_not_be_sent(links: Two) -> None:
+    x = torch.ones(2, 3)
+    sent = links[0].links[THERE].send([x])
+    (received,), transfer = links[1].links[THERE].receive(layouts(x))
+    assert has_run(transfer, 5)
+    for view in (received, received[1]):
+        with pytest.raises(RuntimeError, match=r"stage 1 sends stage 0 a tensor of shape .* that a receive still"):
+            links[1].links[BACK].send([view])
+    transfer.wait()
+    back = links[1].links[BACK].send([received])
+    (again,), transfer = links[0].links[BACK].receive(layouts(x))
+    for each in (sent, back, transfer):
+        each.wait()
+    assert torch.equal(again, x)
+
+
+def test_a_send_must_not_be_posted_before_its_tensor_is_computed(links: Two) -> None:
+    """Such as by a layer that computes on a thread or stream of its own, for which it does not wait."""
+    x, may_go_on = torch.zeros(2), threading.Event()
+
+    def compute() -> None:
+        may_go_on.wait(5)
+        x.add_(1)
+
+    with ThreadPoolExecutor(1) as pool:
+        computing = pool.submit(compute)
+        sent = links[0].links[THERE].send([x])
+        may_go_on.set()
+        computing.result()
+    (received,), transfer = links[1].links[THERE].receive(layouts(x))
+    transfer.wait()
+    assert received.tolist() == [0, 0]
+    with pytest.raises(RuntimeError, match="stage 0 changed a tensor"):
+        sent.synchronize()
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2, 3).t(), torch.arange(6)[::2], torch.ones(4, dtype=torch.uint8)[::2], torch.ones(1).expand(3)],
+    ids=["transposed", "every second", "every second byte", "expanded"],
+)
+def test_values_must_follow_one_another(links: Two, tensor: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"stage 0 sends stage 1 a tensor .* do not follow one another .*contiguous"):
+        links[0].links[THERE].send([tensor])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.ones(2, dtype=torch.complex64).conj(), "do not follow one another"),
+        (torch.ones(2).to_sparse(), "do not follow one another"),
+        (torch.empty(2, device="meta"), r"that is on meta, but the stage computes on cpu"),
+        (torch.empty(0, 3), "has no elements"),
+    ],
+    ids=["conjugated", "sparse", "on another device", "empty"],
+)
+def test_what_has_no_memory_of_its_own_is_not_sent(links: Two, tensor: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        links[0].links[THERE].send([tensor])
+
+
+def test_a_transfer_must_not_be_dropped_before_a_wait(links: Two) -> None:
+    x = torch.ones(1)
+    sent = links[0].links[THERE].send([x])
+    received, transfer = links[1].links[THERE].receive(layouts(x))
+    assert has_run(sent, 5) and has_run(transfer, 5)
+    transfer.wait()
+    del sent
+    deadline = time.monotonic() + 5
+    while not links[0].dropped and time.monotonic() < deadline:  # by the thread that has run it, too
+        time.sleep(0.005)
+    message = "send of stage 0 to stage 1: dropped before anything had waited for it, so the memory"
+    for post in (lambda: links[0].links[THERE].send([x]), lambda: links[0].links[BACK].receive(layouts(x))):
+        with pytest.raises(RuntimeError, match=message):
+            post()
+    assert received[0].tolist() == [1]
