@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -17,11 +17,25 @@ from strategies.pipeline.schedule.operations import Meeting, Operation, Post, ed
 from strategies.pipeline.schedule.posting import posting_order, with_meetings
 from strategies.pipeline.schedule.search import LayerCosts, ModelCosts, search
 from strategies.pipeline.schedule.simulator import Costs, Step, UserCode, simulate
-from strategies.pipeline.schedule.tables import Action, Placement, Schedule, loop, needs_of
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, Placement, Schedule, loop, needs_of
 from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order, sources_of
 
 Value: TypeAlias = tuple[str, int, int]
 """Kind, edge and micro-batch of what is sent."""
+
+SEVERAL_CHUNKS = {
+    **{name: CHOICES[name] for name in ("interleaved", "interleaved-3", "zb-h1-2", "zbv", "v-half")},
+    "interleaved-4": {"schedule": "interleaved", "chunks_per_stage": 4},
+    "zb-h1-3": {"schedule": "zb-h1", "chunks_per_stage": 3},
+}
+"""Schedules of processes with several chunks of layers."""
+
+
+def num_chunks(name: str) -> int:
+    """Return how many chunks each process has."""
+    choice = SEVERAL_CHUNKS[name]
+    return int(choice.get("chunks_per_stage", SCHEDULES[choice["schedule"]].chunks[1]))
+
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
 
@@ -184,7 +198,7 @@ def test_both_ways_to_check_an_order_agree(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("p", range(1, 17))
 def test_all_tables_run_on_devices_in_the_worst_case(p: int) -> None:
-    """Up to 16 stages and 64 micro-batches, and the largest tables of 16 processes."""
+    """Up to 16 chunks and 64 micro-batches, and the largest tables of 16 processes; a nightly test has more chunks."""
     all_tables = [Settings(**choice).timetables(p) for choice in CHOICES.values()]
     gc.disable()  # the collector looks at each of the many tuples several times
     try:
@@ -196,6 +210,33 @@ def test_all_tables_run_on_devices_in_the_worst_case(p: int) -> None:
                 check_runs_in_turn(posting_order(timetable, len(tables.rank_of)))
     finally:
         gc.enable()
+
+
+def check_in_turn(name: str, p: int, microbatches: Iterable[int]) -> None:
+    tables = Settings(**SEVERAL_CHUNKS[name]).timetables(p)
+    gc.disable()
+    try:
+        for m in microbatches:
+            for timetable in passes(tables, m):
+                check_runs_in_turn(posting_order(timetable, len(tables.rank_of)))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("name", SEVERAL_CHUNKS)
+def test_sixteen_processes_with_several_chunks(name: str) -> None:
+    """32 to 64 chunks. A nightly test below has all numbers of micro-batches up to 64."""
+    check_in_turn(name, 16, (1, 5, 16, 17))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "p"),
+    [(name, p) for name in SEVERAL_CHUNKS for p in range(1, 17) if num_chunks(name) * p > 16],
+)
+def test_all_tables_of_more_than_sixteen_chunks(name: str, p: int) -> None:
+    """Up to 16 processes, 64 chunks and 64 micro-batches: what the slow test above leaves out."""
+    check_in_turn(name, p, range(1, 65))
 
 
 @pytest.mark.slow
