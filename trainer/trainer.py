@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import strategies
 from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
+from strategies.lightning.checks import explained_gpus
 from strategies.lightning.compat import (
     LightningModule,
     MisconfigurationException,
@@ -101,6 +102,8 @@ class Trainer(pl.Trainer):
             super().__init__(**kwargs)
         except MisconfigurationException as error:  # its message shows the instance where the user gave a name
             error.args = tuple(str(arg).replace(repr(kwargs.get("strategy")), repr(name)) for arg in error.args)
+            if isinstance(kwargs.get("strategy"), strategies.RPCSequentialStrategy):
+                raise explained_gpus(error, kwargs.get("num_nodes", 1)) from error
             raise
         load_as_relay(self.strategy)
         lightnings = self.fit_loop

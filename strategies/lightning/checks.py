@@ -12,6 +12,7 @@ from strategies.checkpoint.store import STATE_DICT_TYPES
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm
 from strategies.lightning.compat import (
+    GPUS_MISSING,
     BatchSizeFinder,
     ClusterEnvironment,
     LearningRateFinder,
@@ -20,8 +21,10 @@ from strategies.lightning.compat import (
     MisconfigurationException,
     ModelPruning,
     PyTorchProfiler,
+    SLURMEnvironment,
     StochasticWeightAveraging,
     TensorBoardLogger,
+    TorchElasticEnvironment,
     WeightAveraging,
     logs_graph,
     rank_zero_warn,
@@ -264,6 +267,51 @@ def check_launch(environment: ClusterEnvironment, num_devices: int, num_nodes: i
             f"data_parallel_size={num_replicas} replicas cannot divide {number} devices evenly among them; set "
             f"devices to {num_replicas} times the number of stages."
         )
+
+
+def check_visible_gpus(environment: ClusterEnvironment, devices: Sequence[torch.device], num_nodes: int) -> None:
+    """Check that a rank that a launcher has started sees all GPUs of its host.
+
+    The first rank of a host has its first device, the second rank the second one, and so on.
+
+    Args:
+        environment: Tells how many processes have been started.
+        devices: The devices of this host.
+        num_nodes: Number of hosts.
+
+    Raises:
+        MisconfigurationException: If the rank sees only some of them.
+    """
+    indices = [device.index or 0 for device in devices if device.type == "cuda"]
+    if not indices:
+        return
+    num_visible, num_local = torch.cuda.device_count(), environment.world_size() // num_nodes
+    if max(indices) >= num_visible or len(devices) == num_visible < num_local:
+        raise MisconfigurationException(_visible_gpus(num_visible, num_local))
+
+
+def explained_gpus(error: MisconfigurationException, num_nodes: int) -> MisconfigurationException:
+    """Return the error of a Trainer that asks for more GPUs than its process sees, with the way out under a launcher.
+
+    Under SLURM, Lightning refuses such devices before it asks the strategy.
+    """
+    if GPUS_MISSING not in str(error):
+        return error
+    launchers = [environment for environment in (TorchElasticEnvironment, SLURMEnvironment) if environment.detect()]
+    num_local = launchers[0]().world_size() // num_nodes if launchers else 1
+    if num_local == 1:
+        return error
+    return MisconfigurationException(f"{error}\n{_visible_gpus(torch.cuda.device_count(), num_local)}")
+
+
+def _visible_gpus(num_visible: int, num_local: int) -> str:
+    return (
+        f"This rank sees {num_visible} GPU{'' if num_visible == 1 else 's'}, but {num_local} ranks of this host need "
+        "one each, and each rank must see those of all: rank r of a host uses cuda:r. Under SLURM, use "
+        f"--gpus-per-node={num_local} (and --gpu-bind=none) instead of --gpus-per-task=1; under torchrun and others, "
+        "set CUDA_VISIBLE_DEVICES to one list for all ranks of a host, or not at all. For stages that share a GPU, "
+        f"leave devices out and set RPCSequentialStrategy(parallel_devices=[torch.device('cuda:0')] * {num_local})."
+    )
 
 
 def is_external(environment: ClusterEnvironment) -> bool:

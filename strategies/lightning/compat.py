@@ -130,12 +130,14 @@ Profiler = pl.profilers.Profiler
 PyTorchProfiler = pl.profilers.PyTorchProfiler
 RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
 RunningStage = pl.trainer.states.RunningStage
+SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 Strategy = pl.strategies.Strategy
 StrategyRegistry = pl.strategies.StrategyRegistry
 Summary = pl.utilities.model_summary.ModelSummary
 TensorBoardLogger = pl.loggers.TensorBoardLogger
 TorchCheckpointIO = fabric.plugins.TorchCheckpointIO
+TorchElasticEnvironment = fabric.plugins.environments.TorchElasticEnvironment
 Trainer = pl.Trainer
 TrainerFn = pl.trainer.states.TrainerFn
 TrainerStatus = pl.trainer.states.TrainerStatus
@@ -157,6 +159,9 @@ READING_CALLBACKS: tuple[type[Callback], ...] = (
     *(pl.callbacks.RichModelSummary, pl.callbacks.DeviceStatsMonitor),
 )
 """Callbacks of Lightning that change neither weights nor states of optimizers."""
+
+GPUS_MISSING = "But your machine only has"
+"""What Lightning says of devices that its process does not see."""
 
 # Private names
 

@@ -662,6 +662,54 @@ def test_ranks_are_divided_once() -> None:
         trainer.fit(Model(), DataLoader(torch.ones(16, 4), batch_size=8))
 
 
+WAY_OUT = r"--gpus-per-node=2 .* instead of --gpus-per-task=1; .* CUDA_VISIBLE_DEVICES .*parallel_devices=.* \* 2\)"
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize("devices", [1, 2, "auto", [1, 0]], ids=str)
+def test_ranks_of_torchrun_that_see_one_gpu_each(monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
+    """Lightning lets these devices pass: it takes torchrun for a launcher that shows each rank one GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = rf"(?s)sees 1 GPU, but 2 ranks of this host need one each, .* rank r of a host uses cuda:r\. .*{WAY_OUT}"
+    with pytest.raises(MisconfigurationException, match=message):
+        Trainer(accelerator="gpu", devices=devices, strategy="rpc_sequential", logger=False)
+
+
+@pytest.mark.usefixtures("torchrun")
+@pytest.mark.parametrize(("num_visible", "shared"), [(2, False), (1, True)])
+def test_ranks_of_torchrun_that_see_all_gpus(monkeypatch: pytest.MonkeyPatch, num_visible: int, shared: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_visible)
+    gpus = [torch.device("cuda:0")] * 2 if shared else None
+    strategy = RPCSequentialStrategy(parallel_devices=gpus)
+    trainer = Trainer(accelerator="gpu", devices="auto", strategy=strategy, logger=False)
+    assert trainer.strategy.world.num_stages == 2
+    assert [device.index for device in trainer.strategy.devices] == ([0, 0] if shared else [1, 0])
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the first of two tasks on a single host."""
+    variables = {"JOB_ID": 7, "JOB_NAME": "relay", "NTASKS": 2, "NTASKS_PER_NODE": 2, "NNODES": 1, "PROCID": 0}
+    for name, value in {**variables, "LOCALID": 0, "NODEID": 0, "NODELIST": "127.0.0.1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+
+
+@pytest.mark.usefixtures("slurm")
+@pytest.mark.parametrize("devices", [1, 2, "auto"])
+def test_tasks_of_slurm_that_see_one_gpu_each(monkeypatch: pytest.MonkeyPatch, devices: Any) -> None:
+    """Where Lightning refuses the devices, the way out follows its message."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    message = r"You requested gpu: \[0, 1\]\n But your machine only has: \[0\]\n" if devices == 2 else "^"
+    with pytest.raises(MisconfigurationException, match=rf"(?s){message}This rank sees 1 GPU, but 2 ranks .*{WAY_OUT}"):
+        Trainer(accelerator="gpu", devices=devices, strategy="rpc_sequential", logger=False)
+
+
+def test_fewer_gpus_than_devices_without_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(MisconfigurationException, match=r"only has: \[0\]$"):
+        Trainer(accelerator="gpu", devices=2, strategy="rpc_sequential", logger=False)
+
+
 def test_several_hosts() -> None:
     with pytest.raises(
         MisconfigurationException, match=r"got num_nodes=2\. Start .* torchrun \(--nnodes=2 --nproc-per-node=2\)"
