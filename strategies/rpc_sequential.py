@@ -467,6 +467,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             num_shares=self.world_size if self._divides_states else 1,
             gradient_sets=num_gradient_sets(model.trainer, model, optimizers) if self._settings.interleaves else 1,
             num_snapshots=NUM_SLOTS if optimizers and self._snapshot_every_n_steps and len(self.devices) > 1 else 0,
+            communicators=pipeline.num_communicators,
         )
 
     def _check_can_rebalance(self, what: str) -> None:

@@ -71,9 +71,9 @@ from strategies.pipeline.state.snapshots import OwnParts, Snapshots, Whole, chec
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
-from strategies.pipeline.transport.device import routes_of
+from strategies.pipeline.transport.device import num_links, routes_of
 from strategies.pipeline.transport.interface import Transport
-from strategies.pipeline.transport.planes import GLOO, open_transport
+from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
 from strategies.pipeline.worker.payload import Parcel, Payload, pickled
@@ -277,6 +277,14 @@ class Pipeline(NotCopyable):
         self._recordings: list[Recording] = []
         self.on_call: Callable[[], None] = _nothing
         """Called when the module is called, for the whole batch or for a micro-batch."""
+
+    @property
+    def num_communicators(self) -> list[int]:
+        """The number of NCCL communicators of each stage."""
+        if self._plane != NCCL:
+            return [0] * len(self._devices)
+        routes = routes_of(self.timetables.rank_of, self._ties)
+        return [num_links(rank, routes) for rank in range(len(self._devices))]
 
     def _divide(self, balance: Sequence[int]) -> None:
         """Divide the layers of the model and of its copies into stages.

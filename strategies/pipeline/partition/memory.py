@@ -2,7 +2,7 @@
 
     stages ──▶ bytes of each stage ──┬──▶ of each process: its limits (RLIMIT_DATA, RLIMIT_AS)
     optimizers ──▶ bytes of states ──┼──▶ of all processes on this host: what the host and control groups have left
-                                     └──▶ of all stages on a GPU: its memory
+                                     └──▶ of all stages on a GPU: its memory, less the buffers of NCCL
 
 Activations, copies and libraries need more on top. So what is refused cannot work, and what is not refused may still
 need too much.
@@ -23,6 +23,7 @@ from strategies.launch.limits import limits_of_process, room_on_host
 from strategies.optim.restricted import parameters_of
 from strategies.optim.trial import state_bytes
 from strategies.pipeline.partition.balance import partition_costs
+from strategies.pipeline.transport.nccl import COMMUNICATOR_BYTES
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
 
 _MEBI = 2**20
@@ -134,6 +135,7 @@ def check_memory(
     num_shares: int = 1,
     gradient_sets: int = 1,
     num_snapshots: int = 0,
+    communicators: Sequence[int] = (),
 ) -> None:
     """Check that parameters, gradients and optimizer states fit into the memory of processes, host and GPUs.
 
@@ -143,6 +145,7 @@ def check_memory(
         num_shares: Number of replicas that divide the optimizer states among them.
         gradient_sets: Number of gradients that a parameter has at once.
         num_snapshots: Number of copies of parameters, buffers and optimizer states that the host holds, too.
+        communicators: For each stage, the number of its NCCL communicators, with buffers on its GPU. Default: none.
 
     Raises:
         ValueError: If they cannot fit, with the smallest number of stages that would do.
@@ -154,7 +157,7 @@ def check_memory(
     layers = [sizes.need(layer.modules()).total for _, layer in sorted(placed, key=itemgetter(0))]
     checks = chain(
         _processes(placement, needs, held.get(torch.device("cpu"), 0)),
-        _gpus(placement, needs),
+        _gpus(placement, needs, communicators or [0] * len(stages)),
         _host(placement, needs, held.get(torch.device("cpu"), 0)),
         _snapshots(placement, needs, held.get(torch.device("cpu"), 0), num_snapshots),
     )
@@ -253,20 +256,25 @@ def _processes(placement: Placement, needs: Sequence[Need], held: int) -> Iterat
                 )
 
 
-def _gpus(placement: Placement, needs: Sequence[Need]) -> Iterator[_Lack]:
+def _gpus(placement: Placement, needs: Sequence[Need], communicators: Sequence[int]) -> Iterator[_Lack]:
     """Yield the GPUs into which their stages do not fit."""
     last = len(needs) - 1
-    on_gpus = [i for i in placement.on_host if placement.devices[i].type == "cuda"]
+    # Once each: other replicas on this host have GPUs of their own.
+    on_gpus = [i for i in dict.fromkeys(placement.on_host) if placement.devices[i].type == "cuda"]
     for device in dict.fromkeys(placement.devices[i] for i in on_gpus):
         here = [i for i in on_gpus if placement.devices[i] == device]
         if placement.devices[last] == device:
             room = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         else:  # to ask for its free memory takes some hundred MiB of it, for a context of this process
             room = torch.cuda.get_device_properties(device).total_memory
-        need = sum((needs[i] for i in here), Need())
-        if need.total > room:
+        need, number = sum((needs[i] for i in here), Need()), sum(communicators[i] for i in here)
+        buffers = number * COMMUNICATOR_BYTES
+        if need.total + buffers > room:
             names = " and ".join(dict.fromkeys(_name(placement, i) for i in here))
-            yield _Lack(f"{names} on {device} needs at least {need}, but {_mebi(room)} are free there.", room, "GPU")
+            each = f"(data_plane='nccl', at least {_mebi(COMMUNICATOR_BYTES)} each)"
+            more = f", and {_mebi(buffers)} for the buffers of {number} NCCL communicators {each}" if number else ""
+            words = f"{names} on {device} needs at least {need}{more}, but {_mebi(room)} are free there."
+            yield _Lack(words, max(0, room - buffers), "GPU")
 
 
 def _host(placement: Placement, needs: Sequence[Need], held: int) -> Iterator[_Lack]:

@@ -154,6 +154,11 @@ def _abort(link: Link) -> None:
         link.abort()
 
 
+def num_links(rank: int, routes: Iterable[Route]) -> int:
+    """Return the number of routes from or to a process."""
+    return sum(rank in (route.source, route.target) for route in routes)
+
+
 def routes_of(rank_of: Sequence[int], ties: Iterable[Tie]) -> list[Route]:
     """Return the routes of all payloads, in the order in which all processes create their communicators.
 

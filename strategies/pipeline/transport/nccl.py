@@ -21,6 +21,16 @@ from strategies.pipeline.transport.device import Links, Route, Transfer, bytes_o
 _LOOK_SECONDS = 5e-5
 """How often a blocked process checks whether a transfer has run. A wait within CUDA could not be interrupted."""
 
+COMMUNICATOR_BYTES = 12 * 2**20
+"""The least memory of a GPU that a communicator of two ranks takes, halved between a sender and a receiver.
+
+NCCL connects two ranks with at least two channels for sends and receives (up to 32 over NVLink). In each of them, the
+receiver has a buffer for each protocol: 4 MiB (``NCCL_BUFFSIZE``), 4.7 MiB and 0.5 MiB, rounded up to 10 MiB, and the
+sender has 2 MiB; or 6 MiB each, where receivers read from senders (NCCL 2.30: ``transport/p2p.cc``, ``graph/paths.cc``;
+allocations of these sizes are in NVIDIA/nccl#1685). Each route from a process comes with one to it, so both count the
+same on average.
+"""
+
 
 class NcclTransfer:
     """Tensors on their way between two GPUs.

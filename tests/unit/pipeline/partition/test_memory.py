@@ -1,6 +1,7 @@
 """What stages need, the smallest number of stages that would do, and refusals of what no host has."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -116,3 +117,49 @@ def test_snapshots_that_no_host_has_are_refused() -> None:
 def test_what_this_process_already_holds_counts_as_room() -> None:
     model = Model(64, 4, device="cpu")
     check_memory(model.placed([2, 2]), [optim.SGD(model.parameters(), lr=0.1)])
+
+
+class Gpus:
+    """GPUs by what ``torch.cuda`` says of them: the memory of each, which is free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, mebi: int) -> None:
+        self.mebi = mebi
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (self.mebi * MEBI, self.mebi * MEBI))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        properties = SimpleNamespace(total_memory=mebi * MEBI)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+
+def on_gpus(model: Model, balance: list[int], replicas: int = 1) -> Placement:
+    stages = len(balance)
+    devices = [torch.device("cuda", (i + 1) % stages) for i in range(stages)]
+    return Placement.of(model, cut(model.blocks, balance), devices, [*range(stages)] * replicas)
+
+
+def test_a_stage_that_no_gpu_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 100)
+    model = Model(24, 8)
+    check_memory(on_gpus(model, [4, 4]))
+    with pytest.raises(ValueError, match=r"Stage 0 .* on cuda:1 needs at least 120 MiB of parameters, but 100 MiB are"):
+        check_memory(on_gpus(model, [5, 3]))
+
+
+def test_replicas_on_a_host_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    Gpus(monkeypatch, 100)
+    check_memory(on_gpus(Model(24, 8), [4, 4], replicas=2))
+
+
+def test_communicators_count_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The middle one of three stages has two neighbours, and four communicators of 12 MiB."""
+    Gpus(monkeypatch, 140)
+    model, links = Model(24, 12), [4, 4, 4]
+    placement = on_gpus(model, [4, 4, 4])
+    check_memory(placement)
+    check_memory(placement, communicators=[2, 3, 2])
+    with pytest.raises(ValueError) as raised:
+        check_memory(placement, communicators=links)
+    assert (
+        "on cuda:1 needs at least 96 MiB of parameters, and 48 MiB for the buffers of 4 NCCL communicators "
+        "(data_plane='nccl', at least 12 MiB each), but 140 MiB are free there. With 92 MiB for a stage per GPU, 4 "
+        "stages are needed at least (balance=[3, 3, 3, 3])"
+    ) in str(raised.value)

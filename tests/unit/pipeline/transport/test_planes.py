@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.transport.planes import chosen_plane
 
@@ -71,3 +72,20 @@ def test_settings() -> None:
         with pytest.raises(ValueError, match=rf"{plane}.*pipelined_backward=False.*Leave pipelined_backward out"):
             Settings(data_plane=plane, pipelined_backward=False)
     assert Settings(pipelined_backward=False).plane(devices("cpu", "cpu"), [0, 0]) == "gloo"
+
+
+def test_the_number_of_communicators_of_each_stage(monkeypatch: Any) -> None:
+    """Two for each neighbour in the ring of stages, and two for each process that shares tied parameters."""
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    layers = [torch.nn.Linear(2, 2) for _ in range(4)]
+    names, numbers = devices("cuda:1", "cuda:2", "cuda:3", "cuda:0"), [1, 1, 1, 1]
+
+    def communicators(**settings: Any) -> list[int]:
+        return Pipeline(torch.nn.Sequential(*layers), numbers, names, Settings(**settings)).num_communicators
+
+    assert communicators(data_plane="nccl") == [4, 4, 4, 4]
+    assert communicators(data_plane="gloo") == [0, 0, 0, 0]
+    layers[2].weight = layers[0].weight
+    assert communicators(data_plane="nccl") == [6, 4, 6, 4]
+    names[:], numbers[:] = devices("cuda:1", "cuda:0"), [2, 2]
+    assert communicators(data_plane="nccl") == [6, 6]  # two edges between two processes, and a tie
