@@ -71,6 +71,68 @@ def test_timeout_bounds_the_measurement():
     assert 0.5 <= duration(0.5) < 1.5
 
 
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda:0"))
+
+
+class Gpu:
+    """A GPU with its own time: a process launches work on it, which takes longer than the launch."""
+
+    LAUNCH_SECONDS = 0.001
+
+    def __init__(self, monkeypatch):
+        self.seconds, self.pending, self.events = 0.0, 0.0, []
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.seconds)
+        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.empty(0))
+        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+
+    def launch(self, name, seconds):
+        self.seconds += self.LAUNCH_SECONDS
+        self.pending += seconds
+        self.events.append(name)
+
+    def synchronize(self, device):
+        assert device == torch.device("cuda:0")
+        self.seconds, self.pending = self.seconds + self.pending, 0.0
+        self.events.append("wait")
+
+
+class Launches(nn.Module):
+    """A layer whose forward and backward passes take some seconds of a GPU."""
+
+    def __init__(self, gpu, forward_seconds, backward_seconds):
+        super().__init__()
+        self.gpu, self.forward_seconds, self.backward_seconds = gpu, forward_seconds, backward_seconds
+
+    def __deepcopy__(self, memo):
+        return Launches(self.gpu, self.forward_seconds, self.backward_seconds)
+
+    def forward(self, value):
+        self.gpu.launch("F", self.forward_seconds)
+        output = value * 1
+        output.register_hook(lambda grad: self.gpu.launch("B", self.backward_seconds))
+        return output
+
+
+def test_the_clock_waits_for_the_gpu_around_each_pass(monkeypatch):
+    """Without the waits, each pass would take the time of its launch, or that of work of the layer before."""
+    gpu = Gpu(monkeypatch)
+    layers = nn.Sequential(*(Launches(gpu, k, 2 * k) for k in (5, 1, 1, 2)))
+    sample = torch.ones(2, 3).as_subclass(OnGpu).requires_grad_()
+    seconds = layer_seconds(layers, sample, timeout_seconds=0.1, device=None)
+    launches = 2 * Gpu.LAUNCH_SECONDS
+    assert seconds == pytest.approx([15 + launches, 3 + launches, 3 + launches, 6 + launches])
+    assert gpu.events[:6] == ["wait", "F", "wait", "wait", "B", "wait"]
+    assert gpu.events == gpu.events[:6] * (len(gpu.events) // 6)
+    assert balance_by_time(2, layers, sample) == [1, 3]
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    without = layer_seconds(layers, sample, timeout_seconds=0.1, device=None)
+    assert without == pytest.approx([launches] * 4)
+
+
 # --- size
 
 
