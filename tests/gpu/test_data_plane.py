@@ -1,4 +1,7 @@
-"""The device plane over NCCL. No test here has run yet: ``docs/gpu.md`` says what each is expected to show."""
+"""The device plane over NCCL. No test here has run on a GPU: ``docs/gpu.md`` says what each is expected to show.
+
+``tests/integration/pipeline/test_gpu_tests.py`` calls the functions on CPUs, over the simulated plane.
+"""
 
 import time
 from collections.abc import Callable
@@ -28,9 +31,11 @@ def needs(number: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(have < number, reason=f"needs {number} GPUs, and {have} are there")
 
 
-def devices_of(stages: int, shared: bool = False) -> list[torch.device]:
+def devices_of(stages: int, shared: bool = False, kind: str = "cuda") -> list[torch.device]:
     """The driver, which is last, has the first GPU, as under the strategy."""
-    return [torch.device("cuda", 0 if shared else (i + 1) % stages) for i in range(stages)]
+    if kind == "cpu":
+        return [torch.device("cpu")] * stages
+    return [torch.device(kind, 0 if shared else (i + 1) % stages) for i in range(stages)]
 
 
 def trained(
@@ -54,10 +59,27 @@ def trained(
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     pipeline = Pipeline(module, balance, devices, settings, optimizers=[optimizer], seeds=Seeds(1))
     pipeline.start()
+    try:
+        losses = steps(pipeline, module, optimizer, schedule, width, devices[-1])
+        pipeline.finish()
+    finally:
+        pipeline.abandon()  # after an error
+    return {"losses": losses, **{name: p.detach().cpu() for name, p in module.named_parameters()}}
+
+
+def steps(
+    pipeline: Pipeline,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    schedule: str,
+    width: int,
+    device: torch.device,
+) -> list[float]:
+    """Return losses and sums of squared gradients of the inputs, and an output."""
     losses = []
     for rows in (11, 7, 16):
         generator = torch.Generator().manual_seed(rows)
-        x = torch.randn(rows, width, dtype=torch.float64, generator=generator).to(devices[-1]).requires_grad_()
+        x = torch.randn(rows, width, dtype=torch.float64, generator=generator).to(device).requires_grad_()
         optimizer.zero_grad()
         pipeline.optimizers.zero_grad_remotes(optimizer, True)
         if schedule == "gpipe":
@@ -65,9 +87,7 @@ def trained(
         else:
             parts = x.chunk(5)
             codes = [lambda part=part: module(part).square().mean() for part in parts]
-            given = pipeline.interleave(
-                codes, [len(part) / rows for part in parts], PassContext.capture(devices[-1].type)
-            )
+            given = pipeline.interleave(codes, [len(part) / rows for part in parts], PassContext.capture(device.type))
             assert given is not None
             loss = given
         loss.backward()
@@ -77,8 +97,7 @@ def trained(
         losses += [loss.item(), x.grad.square().sum().item()]
     with torch.no_grad():
         losses.append(module(x).sum().item())
-    pipeline.finish()
-    return {"losses": losses, **{name: p.detach().cpu() for name, p in module.named_parameters()}}
+    return losses
 
 
 def check_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -87,9 +106,9 @@ def check_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-def check_schedule(plane: str, schedule: str, stages: int, shared: bool, width: int = 64) -> None:
-    expected = trained("gloo", schedule if schedule == "gpipe" else "1f1b", [torch.device("cuda", 0)], width)
-    check_equal(trained(plane, schedule, devices_of(stages, shared), width), expected)
+def check_schedule(plane: str, schedule: str, stages: int, shared: bool, width: int = 64, kind: str = "cuda") -> None:
+    expected = trained("gloo", schedule if schedule == "gpipe" else "1f1b", devices_of(1, kind=kind), width)
+    check_equal(trained(plane, schedule, devices_of(stages, shared, kind), width), expected)
 
 
 @needs(1)
@@ -107,9 +126,10 @@ def test_cpu_stages_beside_a_gpu() -> None:
     run(check_mixed, allow=ALLOWED)
 
 
-def check_mixed() -> None:
-    expected = trained("gloo", "1f1b", [torch.device("cuda", 0)])
-    check_equal(trained("auto", "1f1b", [torch.device("cpu"), torch.device("cuda", 0)]), expected)
+def check_mixed(kind: str = "cuda") -> None:
+    (device,) = devices_of(1, kind=kind)
+    expected = trained("gloo", "1f1b", [device])
+    check_equal(trained("auto", "1f1b", [torch.device("cpu"), device]), expected)
 
 
 @needs(2)
@@ -126,21 +146,22 @@ def test_large_activations_over_nccl() -> None:
     run(check_schedule, "nccl", "1f1b", 2, False, 2048, allow=ALLOWED)
 
 
-def seconds_per_step(plane: str, width: int) -> float:
-    devices = devices_of(2)
+def seconds_per_step(plane: str, width: int, rows: int = 512, kind: str = "cuda") -> float:
+    devices = devices_of(2, kind=kind)
     module = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
     for layer in module[2:]:
         layer.to(devices[-1])
     settings = Settings(microbatches=8, schedule="1f1b", checkpoint="never", data_plane=plane)
     pipeline = Pipeline(module, [2, 2], devices, settings, seeds=Seeds(1))
     pipeline.start()
-    parts = torch.randn(8 * 512, width, device=devices[-1]).chunk(8)
+    parts = torch.randn(8 * rows, width, device=devices[-1]).chunk(8)
     codes = [lambda part=part: module(part).square().mean() for part in parts]
     times = []
     for _ in range(12):
-        torch.cuda.synchronize()
+        if kind == "cuda":
+            torch.cuda.synchronize()
         begin = time.perf_counter()
-        loss = pipeline.interleave(codes, [1 / 8] * 8, PassContext.capture("cuda"))
+        loss = pipeline.interleave(codes, [1 / 8] * 8, PassContext.capture(kind))
         assert loss is not None
         loss.backward()
         loss.item()
@@ -166,20 +187,23 @@ class Tied(Small):
         self.sequential_module[3].weight = self.sequential_module[0].weight
 
 
-def trained_by_lightning(plane: str, devices: int, precision: str, schedule: str) -> dict[str, Any]:
+def trained_by_lightning(
+    plane: str, devices: int, precision: str, schedule: str, accelerator: str = "gpu"
+) -> dict[str, Any]:
     strategy = RPCSequentialStrategy(
         [2, 4] if devices == 2 else [6], microbatches=3, data_plane=plane, schedule=schedule, checkpoint="never"
     )
-    outcome = fit(
-        Tied, strategy, devices, accelerator="gpu", precision=precision, val=partial(batches, (8, 5)), max_epochs=1
-    )
+    val = partial(batches, (8, 5))
+    outcome = fit(Tied, strategy, devices, accelerator=accelerator, precision=precision, val=val, max_epochs=1)
     return {"losses": outcome.losses, "metrics": outcome.metrics, "parameters": outcome.parameters}
 
 
+PRECISIONS = [("64-true", 1e-9), ("32-true", 1e-4), ("bf16-mixed", 2e-2), ("16-mixed", 2e-2)]
+"""Of Lightning, and how far losses may differ from those of one stage."""
+
+
 @needs(2)
-@pytest.mark.parametrize(
-    ("precision", "tolerance"), [("64-true", 1e-9), ("32-true", 1e-4), ("bf16-mixed", 2e-2), ("16-mixed", 2e-2)]
-)
+@pytest.mark.parametrize(("precision", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_under_lightning_with_ties(schedule: str, precision: str, tolerance: float) -> None:
     """Expected: the losses of one stage. Under 16-mixed the scaler's state is on the driver and its scale on all."""
@@ -201,10 +225,10 @@ class RaisesInBackward(nn.Module):
         raise RuntimeError("raised by a layer")
 
 
-def failed() -> tuple[str, float]:
+def failed(plane: str = "nccl", kind: str = "cuda") -> tuple[str, float]:
     begin = time.monotonic()
     try:
-        trained("nccl", "1f1b", devices_of(2), make=RaisesInBackward)
+        trained(plane, "1f1b", devices_of(2, kind=kind), make=RaisesInBackward)
     except RuntimeError as error:
         return str(error), time.monotonic() - begin
     return "no error", 0.0
@@ -247,10 +271,10 @@ def test_a_tensor_on_the_gpu_of_another_stage_is_refused() -> None:
     )
 
 
-def compared_by_lightning() -> None:
-    expected = fit(Small, RPCSequentialStrategy(microbatches=3, schedule="1f1b"), 1, accelerator="gpu")
-    strategy = RPCSequentialStrategy([1, 2, 2, 1], microbatches=3, schedule="1f1b", data_plane="nccl")
-    compare(fit(Small, strategy, 4, accelerator="gpu"), expected)
+def compared_by_lightning(accelerator: str = "gpu", plane: str = "nccl") -> None:
+    expected = fit(Small, RPCSequentialStrategy(microbatches=3, schedule="1f1b"), 1, accelerator=accelerator)
+    strategy = RPCSequentialStrategy([1, 2, 2, 1], microbatches=3, schedule="1f1b", data_plane=plane)
+    compare(fit(Small, strategy, 4, accelerator=accelerator), expected)
 
 
 @needs(4)

@@ -78,14 +78,15 @@ def test_dropout_masks_do_not_depend_on_stages_or_recomputing() -> None:
         assert actual["losses"] == pytest.approx(expected["losses"], rel=1e-9)
 
 
-def trained_by_lightning(strategy: str, precision: str) -> dict[str, Any]:
+def trained_by_lightning(strategy: str, precision: str, device: str = "cuda:0") -> dict[str, Any]:
     strategies = {
-        "pipeline": lambda: RPCSequentialStrategy(microbatches=4, parallel_devices=[torch.device("cuda:0")] * 2),
+        "pipeline": lambda: RPCSequentialStrategy(microbatches=4, parallel_devices=[torch.device(device)] * 2),
         "one stage": lambda: RPCSequentialStrategy(microbatches=4),
         "ddp": lambda: DDPStrategy(comm_hook="bf16_compress"),
     }
-    devices = 2 if strategy == "pipeline" else 1
-    model, trainer = pipeline_job.fit(strategies[strategy](), devices, precision=precision, accelerator="gpu")
+    devices = "auto" if strategy == "pipeline" else 1  # Lightning would look for a second GPU
+    accelerator = "cpu" if device == "cpu" else "gpu"
+    model, trainer = pipeline_job.fit(strategies[strategy](), devices, precision=precision, accelerator=accelerator)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     assert all(p.device.type == "cpu" for p in model.parameters())

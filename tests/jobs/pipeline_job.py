@@ -50,7 +50,7 @@ def loaders() -> tuple[DataLoader, DataLoader]:
     return shuffled, DataLoader(Subset(blocks, range(1000, 1023)), batch_size=10)
 
 
-def fit(strategy: Any, devices: int, *, ckpt_path: str | None = None, **arguments: Any) -> tuple[RecordedGPT, Trainer]:
+def fit(strategy: Any, devices: Any, *, ckpt_path: str | None = None, **arguments: Any) -> tuple[RecordedGPT, Trainer]:
     """Trains the small GPT for 20 steps: AdamW with two groups, warm-up, batches of 6, 6, 6, 6, 3 rows."""
     quiet()
     model = small_gpt()
