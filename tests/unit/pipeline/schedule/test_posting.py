@@ -226,7 +226,7 @@ def check_in_turn(name: str, p: int, microbatches: Iterable[int]) -> None:
 @pytest.mark.parametrize("name", SEVERAL_CHUNKS)
 def test_sixteen_processes_with_several_chunks(name: str) -> None:
     """32 to 64 chunks. A nightly test below has all numbers of micro-batches up to 64."""
-    check_in_turn(name, 16, (1, 5, 16, 17))
+    check_in_turn(name, 16, (1, 5, 16, 17, 47, 64))
 
 
 @pytest.mark.nightly
