@@ -416,7 +416,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if fitting and self._spare_workers and self.world is None and len(self.devices) > 1:
             checks.warn_of_spare_workers(self._spare_workers)
         if fitting and len(self.devices) == 1:
-            checks.warn_without_workers(self._max_restarts, self._snapshot_every_n_steps)
+            checks.warn_without_workers(
+                max_restarts=self._max_restarts,
+                snapshot_every_n_steps=self._snapshot_every_n_steps,
+                spare_workers=self._spare_workers,
+            )
         elif fitting and self._snapshot_every_n_steps:
             checks.check_snapshot_run(
                 self._snapshot_every_n_steps,

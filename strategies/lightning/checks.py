@@ -489,9 +489,12 @@ def warn_of_router_loss(model: nn.Module, settings: Settings) -> None:
             return
 
 
-def warn_without_workers(max_restarts: int, snapshot_every_n_steps: int) -> None:
-    """Warn of settings that have no effect because the driver runs the only stage."""
-    settings = {"max_restarts": max_restarts, "snapshot_every_n_steps": snapshot_every_n_steps}
+def warn_without_workers(**settings: int) -> None:
+    """Warn of settings that have no effect because the driver runs the only stage.
+
+    Args:
+        **settings: Their values by their names; 0 is none.
+    """
     if given := [f"{name}={value}" for name, value in settings.items() if value]:
         rank_zero_warn(
             f"{' and '.join(given)}: no effect with a single stage, which the driver itself runs, because there is no "
