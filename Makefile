@@ -38,7 +38,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest $(QUICK) $(SPREAD)
 
 # Of the tests of parity, the most telling ones for the order of sends and receives; a nightly job runs all of them.
-DEVICE_PLANE = $(addprefix tests/integration/parity/test_,evaluation.py parity_calls.py parity_gradients.py parity_inputs.py parity_1f1b.py)
+DEVICE_PLANE = $(addprefix tests/integration/parity/,values/test_evaluation.py values/test_parity_calls.py training/test_parity_gradients.py values/test_parity_inputs.py schedules/test_parity_1f1b.py)
 
 device-plane: $(INSTALLED)
 	OMP_NUM_THREADS=1 python -m pytest --data-plane=simulated-serial $(QUICK) $(DEVICE_PLANE) $(SPREAD)

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,7 +21,7 @@ import pytest
 import torch
 from faults_job import PHASES
 from harness import OWN_SERVER, run
-from paths import PYTHONPATH
+from scripts import Script
 from torch import nn
 
 from strategies.pipeline.driver import Pipeline
@@ -79,11 +78,13 @@ def test_a_worker_dies_or_hangs_at_any_phase() -> None:
             assert "does not answer: it has stood still" in message, (name, message)
 
 
-def started(how: str, phase: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, faults_job.__file__, how, phase, "60"],
-        env={**os.environ, "PYTHONPATH": PYTHONPATH},
-        text=True,
+def started(how: str, phase: str) -> Script:
+    return Script(
+        faults_job.__file__,
+        how,
+        phase,
+        "60",
+        num_copies=0,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,

@@ -20,8 +20,8 @@ import pytest
 import ranks_faults_job
 import torch
 from harness import run
-from paths import PYTHONPATH
 from ranks_faults_job import MOMENTS
+from scripts import Script
 
 from strategies.launch.rank_monitor import RankLost, RankMonitor
 
@@ -32,9 +32,10 @@ SOME = ("meeting", "backward", "after")
 """Moments of ``make slow``: before the ranks have connected, in a collective operation, and between two calls."""
 
 
-def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", ranks_faults_job.__file__, *arguments]
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, text=True, **kwargs)
+def start_job(*arguments: str, **kwargs: Any) -> Script:
+    """Each moment, and some twice, starts the other ranks anew."""
+    _, _, ranks, *moments = arguments
+    return Script(ranks_faults_job.__file__, *arguments, num_copies=(int(ranks) - 1) * (len(moments) + 1), **kwargs)
 
 
 def test_the_end_of_a_monitored_rank() -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import Any
 import pytest
 import recovery_replicas_job
 from harness import run
-from paths import environment
+from scripts import Script
 
 
 def launch(name: str) -> list[Any]:
     """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", recovery_replicas_job.__file__, folder, name]
-        assert subprocess.run(command, env=environment(), timeout=280).returncode == 0
+        assert Script(recovery_replicas_job.__file__, folder, name).wait(timeout=280) == 0
         return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
 
 
@@ -56,11 +54,11 @@ def test_restarts() -> None:
 
 def ending(name: str) -> tuple[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", recovery_replicas_job.__file__, folder, name]
         start = time.monotonic()
-        job = subprocess.run(command, env=environment(), timeout=100, stderr=subprocess.PIPE, text=True)
+        job = Script(recovery_replicas_job.__file__, folder, name, stderr=subprocess.PIPE)
+        _, said = job.communicate(timeout=100)
         assert job.returncode
-        return job.stderr, time.monotonic() - start
+        return said, time.monotonic() - start
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import procfs
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
+from scripts import waiting_copies
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -159,8 +160,9 @@ def train(strategy: str, ranks: int, folder: Path) -> float:
 def surroundings() -> dict[str, Any]:
     """What a failure must leave as it was."""
     gc.collect()
+    children = {*"".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()}
     return {
-        "children": sorted("".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()),
+        "children": sorted(children - {str(pid) for pid in waiting_copies()}),
         "threads": {thread.name for thread in threading.enumerate()},
         "ports": procfs.listening_ports(),
         "environment": dict(os.environ),

@@ -1,8 +1,8 @@
 """Save under any strategy, go on under any other: what one process would have come to without interruption."""
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from checkpoint_job import fit, pipeline, single
 from harness import run
 from parity_scaler import Exact
 from parity_trainers import alike
-from paths import PYTHONPATH
 from pytorch_lightning import Callback
+from scripts import Script
 
 from strategies.checkpoint import store
 
@@ -41,31 +41,35 @@ for path in sys.argv[1:]:
 """
 
 
-def job(*kinds: str, folder: Path, epoch: int) -> list[dict[str, Any]]:
+def job(kinds: Sequence[str], folder: Path, epoch: int) -> list[dict[str, Any]]:
     """Trains one epoch for each kind, in processes that stay."""
     results = folder / "results.pt"
-    command = [sys.executable, "-W", "ignore", checkpoint_job.__file__, str(results), str(folder), str(epoch), *kinds]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    assert subprocess.run(command, env=environment, timeout=150).returncode == 0
+    assert Script(checkpoint_job.__file__, str(results), str(folder), str(epoch), *kinds).wait(timeout=150) == 0
     seen: list[dict[str, Any]] = torch.load(results)
     return seen
 
 
-def chain(steps: list[Any], folder: Path) -> list[dict[str, Any]]:
-    """Trains one epoch after another, each in another way, and without interruption in one process."""
+def train(make: Callable[[], Any], folder: Path, epoch: int) -> list[dict[str, Any]]:
+    """Trains one epoch."""
+    path = folder / f"{epoch - 1}.ckpt" if epoch else None
+    return [fit(make(), epoch + 1, folder / f"{epoch}.ckpt", ckpt_path=path)]
+
+
+def chain(steps: Sequence[Callable[[Path, int], list[dict[str, Any]]]], folder: Path) -> list[dict[str, Any]]:
+    """Trains one epoch after another, each in another way."""
     seen: list[dict[str, Any]] = []
     for step in steps:
         k = len(seen)
-        if callable(step):
-            seen += step(folder=folder, epoch=k)
-        else:
-            path = folder / f"{k - 1}.ckpt" if k else None
-            seen.append(fit(step, k + 1, folder / f"{k}.ckpt", ckpt_path=path))
+        seen += step(folder, k)
     losses: list[float] = []
     for each in seen:
         losses += each["losses"]
         each["losses"] = losses[:]
-    return [*seen, fit(single(), len(seen), folder / "whole.ckpt")]
+    return seen
+
+
+def uninterrupted(num_epochs: int, folder: Path) -> dict[str, Any]:
+    return fit(single(), num_epochs, folder / "whole.ckpt")
 
 
 def signature(value: Any) -> Any:
@@ -104,23 +108,28 @@ def check_checkpoints(folder: Path) -> None:
 
 def over_stages(number_of_stages: tuple[int, ...]) -> list[dict[str, Any]]:
     folder = Path.cwd()
-    seen = chain([pipeline(stages) for stages in number_of_stages], folder)
+    seen = chain([partial(train, partial(pipeline, stages)) for stages in number_of_stages], folder)
+    seen.append(uninterrupted(len(seen), folder))
     check_checkpoints(folder)
     return seen
 
 
-def over_strategies() -> list[dict[str, Any]]:
-    folder = Path.cwd()
-    seen = chain(
-        [
-            pipeline(2),
-            partial(job, "zero", "ddp"),
-            single(),
-            partial(job, "2x2"),
-            pipeline(3, checkpoint="always"),
-        ],
-        folder,
-    )
+def over_strategies(folder: Path) -> list[dict[str, Any]]:
+    """Each in a process of its own: one that has trained cannot be forked."""
+
+    def alone(function: Any, what: Any, folder: Path, epoch: int) -> list[dict[str, Any]]:
+        seen: list[dict[str, Any]] = run(function, what, folder, epoch, timeout_seconds=160)
+        return seen
+
+    steps = [
+        partial(alone, train, partial(pipeline, 2)),
+        partial(alone, job, ["zero", "ddp"]),
+        partial(alone, train, single),
+        partial(alone, job, ["2x2"]),
+        partial(alone, train, partial(pipeline, 3, checkpoint="always")),
+    ]
+    seen = chain(steps, folder)
+    seen.append(run(uninterrupted, len(seen), folder))
     check_checkpoints(folder)
     return seen
 
@@ -134,8 +143,8 @@ def test_one_two_three_one() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_pipeline_zero_ddp_single_replicas_pipeline() -> None:
-    *_, last, whole = run(over_strategies, timeout_seconds=350)
+def test_pipeline_zero_ddp_single_replicas_pipeline(tmp_path: Path) -> None:
+    *_, last, whole = over_strategies(tmp_path)
     alike(last, whole)
 
 

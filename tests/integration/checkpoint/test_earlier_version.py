@@ -1,8 +1,5 @@
 """Checkpoints that version 254e2d3 has written load, and training continues as that version continued it."""
 
-import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +9,8 @@ import pytest
 import torch
 from harness import run
 from parity_trainers import alike
-from paths import PYTHONPATH, TESTS
+from paths import TESTS
+from scripts import Script
 
 from strategies.checkpoint.store import load_sharded
 
@@ -49,9 +47,7 @@ def test_in_one_process() -> None:
 
 def continued_in_the_same_way(kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     folder, result = unpacked(), Path("result.pt").absolute()
-    command = [sys.executable, "-W", "ignore", earlier_version_job.__file__]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    subprocess.run([*command, "continue", kind, str(folder), str(result)], env=environment, check=True, timeout=100)
+    assert Script(earlier_version_job.__file__, "continue", kind, str(folder), str(result)).wait(timeout=100) == 0
     return tuple(torch.load(path, weights_only=True) for path in (result, folder / f"{kind}.pt"))
 
 

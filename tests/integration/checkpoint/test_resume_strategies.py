@@ -1,8 +1,5 @@
 """Resuming under pipelines, DDP and replicas, and from one number of processes to another."""
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -13,10 +10,10 @@ import pytest
 import resume_job
 import torch
 from harness import run
-from paths import PYTHONPATH
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from resume_job import ENDS, assert_resumable, fit, shuffled
 from resume_parts import Draws, Rows
+from scripts import Script
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
@@ -72,36 +69,37 @@ def two_processes(names: Sequence[str]) -> None:
 
 
 @pytest.mark.slow
-def test_another_number_of_processes_in_the_middle_of_an_epoch() -> None:
-    run(between, timeout_seconds=120)
-
-
-def between() -> None:
+def test_another_number_of_processes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     """From one process to two and back within one epoch: every batch of both has the samples of one's."""
-    one = {"seed": 3, "max_epochs": 1}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "one").mkdir()
-        saves = resume_job.Saves(folder / "one", [("on_train_batch_end", 2)])
-        whole = [step[2] for step in fit(shuffled(22), callbacks=[saves], **one)[0].seen]
-        seen = launch(folder, "between")
-        together = [sorted(first + second) for first, second in zip(*seen["taken over"], strict=True)]
-        assert together == [sorted(ids) for ids in whole[2:]]
-        rest, _ = fit(shuffled(22), checkpoint=folder / "taken over/on_train_batch_end-2.ckpt", **one)
-        assert [step[2] for step in rest.seen] == whole[4:]
-        rest, _ = fit(shuffled(22), checkpoint=folder / "begun/on_train_batch_end-2.ckpt", **one)
-        begun = [row for rank in seen["begun"] for ids in rank[:2] for row in ids]
-        assert sorted(begun + [row for step in rest.seen for row in step[2]]) == list(range(22))
-        drawn = folder / "drawn/on_train_batch_end-2.ckpt"
-        with pytest.raises(
-            MisconfigurationException, match="in 2 processes, of samplers whose order cannot be divided"
-        ):
-            fit(lambda: DataLoader(Rows(22), batch_size=4, sampler=Draws(22)), checkpoint=drawn, **one)
+    whole = run(in_one_process, tmp_path)
+    seen = run(launch, tmp_path, "between", timeout_seconds=120)
+    run(back_in_one_process, tmp_path, whole, seen)
+
+
+ONE = {"seed": 3, "max_epochs": 1}
+
+
+def in_one_process(folder: Path) -> list[list[int]]:
+    (folder / "one").mkdir()
+    saves = resume_job.Saves(folder / "one", [("on_train_batch_end", 2)])
+    return [step[2] for step in fit(shuffled(22), callbacks=[saves], **ONE)[0].seen]
+
+
+def back_in_one_process(folder: Path, whole: list[list[int]], seen: Any) -> None:
+    together = [sorted(first + second) for first, second in zip(*seen["taken over"], strict=True)]
+    assert together == [sorted(ids) for ids in whole[2:]]
+    rest, _ = fit(shuffled(22), checkpoint=folder / "taken over/on_train_batch_end-2.ckpt", **ONE)
+    assert [step[2] for step in rest.seen] == whole[4:]
+    rest, _ = fit(shuffled(22), checkpoint=folder / "begun/on_train_batch_end-2.ckpt", **ONE)
+    begun = [row for rank in seen["begun"] for ids in rank[:2] for row in ids]
+    assert sorted(begun + [row for step in rest.seen for row in step[2]]) == list(range(22))
+    drawn = folder / "drawn/on_train_batch_end-2.ckpt"
+    with pytest.raises(MisconfigurationException, match="in 2 processes, of samplers whose order cannot be divided"):
+        fit(lambda: DataLoader(Rows(22), batch_size=4, sampler=Draws(22)), checkpoint=drawn, **ONE)
 
 
 def launch(folder: Path, *names: str) -> Any:
-    """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
-    command = [sys.executable, "-W", "ignore", resume_job.__file__, str(folder / "results"), *names]
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    assert subprocess.run(command, env=environment, timeout=230).returncode == 0
+    """Runs in the harness's child, which has trained nothing yet, and so can be forked."""
+    num_copies = 1 + names.count("single_error")
+    assert Script(resume_job.__file__, str(folder / "results"), *names, num_copies=num_copies).wait(timeout=230) == 0
     return torch.load(folder / "results")

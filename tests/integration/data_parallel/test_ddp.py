@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from harness import run
-from paths import PYTHONPATH
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from scripts import Script
 
 from strategies import DDPStrategy, StrategyPlugin
 from trainer import Trainer
@@ -90,10 +89,8 @@ def launch() -> dict[str, Any]:
         return seen
 
 
-def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", ddp_job.__file__, *arguments]
-    here = {"PYTHONPATH": PYTHONPATH}
-    return subprocess.Popen(command, env={**os.environ, **here}, text=True, **kwargs)
+def start_job(*arguments: str, **kwargs: Any) -> Script:
+    return Script(ddp_job.__file__, *arguments, **kwargs)
 
 
 @pytest.mark.slow

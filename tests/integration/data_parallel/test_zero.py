@@ -1,10 +1,8 @@
 """ZeROStrategy against DDP with the plain optimizer, on two and three processes."""
 
 import itertools
-import os
 import signal
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ import zero_job
 import zero_nets as nets
 from harness import run
 from parity import _alike
-from paths import PYTHONPATH
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from scripts import Script
 
 from strategies import StrategyPlugin, ZeROStrategy
 from strategies.checkpoint import store
@@ -54,10 +52,8 @@ def test_fulfils_the_contract_itself() -> None:
             assert vars(ZeROStrategy)[member].__doc__
 
 
-def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", zero_job.__file__, *arguments]
-    here = {"PYTHONPATH": PYTHONPATH}
-    return subprocess.Popen(command, env={**os.environ, **here}, text=True, **kwargs)
+def start_job(*arguments: str, **kwargs: Any) -> Script:
+    return Script(zero_job.__file__, *arguments, num_copies=int(arguments[0]) - 1, **kwargs)
 
 
 def launch(ranks: int, what: str, timeout_seconds: float) -> Any:

@@ -1,8 +1,5 @@
 """Adapters of ``peft`` on a frozen model of Hugging Face train as in one process; checkpoints may hold them alone."""
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +12,11 @@ import torch
 from adapter_parts import Adapted, base_model, loader
 from harness import run
 from parity import Outcome, compare, fit
-from paths import PYTHONPATH
 from peft import PeftModel
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from safetensors.torch import load_file
+from scripts import Script
 
 from strategies import RPCSequentialStrategy
 from strategies.pipeline.control.commands import StageCommands
@@ -190,8 +187,7 @@ def test_what_is_trained() -> None:
 def launched() -> None:
     """Lightning's launcher starts the running script once more for each rank, so they run one of their own."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", adapters_job.__file__, folder]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, check=True, timeout=200)
+        assert Script(adapters_job.__file__, folder).wait(timeout=200) == 0
 
 
 @pytest.mark.slow

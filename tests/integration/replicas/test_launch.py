@@ -1,6 +1,5 @@
 """Ranks that somebody else has started: torchrun on one and on two hosts, SLURM. They train what one process trains."""
 
-import os
 import re
 import signal
 import socket
@@ -8,15 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import launched_job
 import pytest
 import torch
 from harness import run
-from paths import PYTHONPATH
+from paths import environment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from replicas_job import Net, fit
+from scripts import Script
 
 SECONDS = 280
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -37,27 +38,43 @@ def torchrun(num_ranks: int, num_nodes: int, max_restarts: int = 0) -> list[list
     return [[*start, *meeting, f"--node-rank={i}"] for i in range(num_nodes)]
 
 
-def start(commands: Sequence[Sequence[str]], layout: str, num_nodes: int, slurm: bool = False) -> list[Any]:
+def start_torchrun(commands: Sequence[Sequence[str]], layout: str, num_nodes: int) -> list[Any]:
     """Starts the job in this process's working directory; its results will be in ``results.pt``."""
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
-    port, jobs, of_node = free_port(), [], launched_job.num_ranks(layout) // num_nodes
-    for i, command in enumerate(commands):
-        of_slurm = {
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NAME": "relay",
-            "SLURM_NTASKS": str(launched_job.num_ranks(layout)),
-            "SLURM_NTASKS_PER_NODE": str(of_node),
-            "SLURM_NNODES": str(num_nodes),
-            "SLURM_PROCID": str(i),
-            "SLURM_LOCALID": str(i % of_node),
-            "SLURM_NODEID": str(i // of_node),
-            "SLURM_NODELIST": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        job = [*command, launched_job.__file__, "results.pt", layout, str(num_nodes)]
-        own = environment | (of_slurm if slurm else {})
-        jobs.append(subprocess.Popen(job, env=own, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    return jobs
+    variables = {**environment(), "PYTHONWARNINGS": "ignore"}
+    job, pipe = [launched_job.__file__, "results.pt", layout, str(num_nodes)], subprocess.PIPE
+    start = partial(subprocess.Popen, env=variables, text=True, stdout=pipe, stderr=subprocess.STDOUT)
+    return [start([*command, *job]) for command in commands]
+
+
+def start_slurm(layout: str, num_nodes: int) -> list[Any]:
+    """The same as ``srun``, which starts each task with these variables."""
+    port, num_ranks = free_port(), launched_job.num_ranks(layout)
+    of_node = num_ranks // num_nodes
+    return [
+        Script(
+            launched_job.__file__,
+            "results.pt",
+            layout,
+            str(num_nodes),
+            num_copies=0,
+            more_environment={
+                "SLURM_JOB_ID": "7",
+                "SLURM_JOB_NAME": "relay",
+                "SLURM_NTASKS": str(num_ranks),
+                "SLURM_NTASKS_PER_NODE": str(of_node),
+                "SLURM_NNODES": str(num_nodes),
+                "SLURM_PROCID": str(i),
+                "SLURM_LOCALID": str(i % of_node),
+                "SLURM_NODEID": str(i // of_node),
+                "SLURM_NODELIST": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONWARNINGS": "ignore",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for i in range(num_ranks)
+    ]
 
 
 def finish(jobs: Sequence[Any]) -> str:
@@ -67,13 +84,12 @@ def finish(jobs: Sequence[Any]) -> str:
 
 
 def launched_by_torchrun(layout: str, num_nodes: int, max_restarts: int = 0) -> tuple[dict[str, Any], str]:
-    said = finish(start(torchrun(launched_job.num_ranks(layout), num_nodes, max_restarts), layout, num_nodes))
+    said = finish(start_torchrun(torchrun(launched_job.num_ranks(layout), num_nodes, max_restarts), layout, num_nodes))
     return torch.load("results.pt"), said
 
 
 def launched_by_slurm(layout: str, num_nodes: int) -> tuple[dict[str, Any], str]:
-    """What ``srun`` does: it starts each task with these variables."""
-    said = finish(start([[sys.executable]] * launched_job.num_ranks(layout), layout, num_nodes, slurm=True))
+    said = finish(start_slurm(layout, num_nodes))
     return torch.load("results.pt"), said
 
 
@@ -100,7 +116,7 @@ def test_ranks_train_what_one_process_trains(launch: Any, layout: str, num_nodes
 
 def ending(layout: str, slurm: bool) -> tuple[list[int], str, float]:
     began, number = time.monotonic(), launched_job.num_ranks(layout)
-    jobs = start([[sys.executable]] * number if slurm else torchrun(number, 1), layout, 1, slurm)
+    jobs = start_slurm(layout, 1) if slurm else start_torchrun(torchrun(number, 1), layout, 1)
     said = "\n".join(job.communicate(timeout=SECONDS)[0] for job in jobs)
     return [job.returncode for job in jobs], said, time.monotonic() - began
 

@@ -1,7 +1,6 @@
 """``data_parallel_size``: two pipelines of two stages train what one process trains on both shares of each batch."""
 
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 import replicas_job
 import torch
 from harness import run
-from paths import environment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from scripts import Script
 
 from strategies import RPCSequentialStrategy
 from strategies.checkpoint import store
@@ -39,9 +38,8 @@ def test_one_replica_divides_nothing() -> None:
         RPCSequentialStrategy(shard_optimizer_states=True)
 
 
-def start_job(*arguments: str, **kwargs: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "ignore", replicas_job.__file__, *arguments]
-    return subprocess.Popen(command, env=environment(), text=True, **kwargs)
+def start_job(*arguments: str, **kwargs: Any) -> Script:
+    return Script(replicas_job.__file__, *arguments, **kwargs)
 
 
 def launch() -> dict[str, Any]:

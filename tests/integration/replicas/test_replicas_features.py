@@ -1,7 +1,5 @@
 """What Lightning and PyTorch can do, over two pipelines of two stages; the trainings are in the job."""
 
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,9 @@ import replicas_features_job as job
 import torch
 from harness import run
 from parity import WIDTH
-from paths import environment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from replicas_job import fit
+from scripts import Script
 
 from strategies import RPCSequentialStrategy
 
@@ -22,8 +20,7 @@ def launch() -> dict[str, Any]:
     """Runs in the harness's child, since Lightning's launcher starts the running script once more for each rank."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.pt"
-        command = [sys.executable, "-W", "ignore", job.__file__, str(results)]
-        assert subprocess.run(command, env=environment(), timeout=165).returncode == 0
+        assert Script(job.__file__, str(results)).wait(timeout=165) == 0
         seen: dict[str, Any] = torch.load(results)
         return seen
 

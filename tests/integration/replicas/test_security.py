@@ -23,8 +23,8 @@ import pytest
 import security_job
 import torch
 from harness import OWN_SERVER, run
-from paths import PYTHONPATH
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from scripts import Script
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils.data import DataLoader
@@ -39,17 +39,15 @@ from trainer.resume.loader import Resumption, TrackedLoader
 def train(names: list[str], umask: int) -> list[dict[str, Any]]:
     """Trains under each strategy at the same time; what each saw, and the files that are left."""
     os.umask(umask)
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
     with tempfile.TemporaryDirectory() as folder:
         jobs = []
         for number, name in enumerate(names):
             results = Path(folder, str(number), "results.json")
             results.parent.mkdir()
-            command = [sys.executable, security_job.__file__, str(results), name]
-            job = subprocess.Popen(
-                command,
-                env=environment,
-                text=True,
+            job = Script(
+                security_job.__file__,
+                str(results),
+                name,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

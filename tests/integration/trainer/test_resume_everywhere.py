@@ -29,13 +29,20 @@ EVERYWHERE = [
 """For three epochs of three batches, with one validation in each."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "arguments", [{}, {"plateau": True}, {"val_check_interval": 2}, {"max_epochs": -1, "max_steps": 10}]
-)
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"plateau": True},
+    {"val_check_interval": 2},
+    {"max_epochs": -1, "max_steps": 10},
+]
+
+
+@pytest.mark.parametrize("half", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("number", range(len(ARGUMENTS)))
 @pytest.mark.parametrize("name", LOADERS)
-def test_from_wherever_it_was_saved(name: str, arguments: dict[str, Any], tmp_path: Path) -> None:
-    assert_resumable(tmp_path, LOADERS[name], EVERYWHERE, **arguments)
+def test_from_wherever_it_was_saved(name: str, number: int, half: int, tmp_path: Path) -> None:
+    """Each place with two of the arguments before a merge, and with the other two each night."""
+    assert_resumable(tmp_path, LOADERS[name], EVERYWHERE[(number + half) % 2 :: 2], **ARGUMENTS[number])
 
 
 @pytest.mark.slow

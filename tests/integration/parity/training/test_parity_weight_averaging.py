@@ -1,8 +1,6 @@
 """Averages of weights are those of one process: in training, validation, checkpoints, resumed runs and after them."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +10,13 @@ import weight_averaging_job
 from harness import run
 from parity import Small, batches
 from parity_trainers import Make, alike, everywhere, state_of
-from paths import PYTHONPATH
 from pytorch_lightning.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from scripts import Script
 from torch import Tensor, nn
 
 from strategies.checkpoint import store
@@ -166,13 +164,15 @@ def contents_of(path: Path) -> dict[str, Any]:
     return {**content, "callbacks": callbacks, "keys": sorted({*content, *left_out})}
 
 
+def over_ranks(folder: Path) -> None:
+    for names in (("single", "sharded"), ("ddp", "zero 2"), ("replicas",)):  # that need no new processes
+        assert Script(weight_averaging_job.__file__, str(folder), *names).wait(timeout=200) == 0, names
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_averages_over_ranks_and_replicas(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
-    for names in (("single", "sharded"), ("ddp", "zero 2"), ("replicas",)):  # that need no new processes
-        job = [sys.executable, "-W", "ignore", weight_averaging_job.__file__, str(tmp_path), *names]
-        subprocess.run(job, env=environment, check=True, timeout=200, capture_output=True)
+    run(over_ranks, tmp_path, timeout_seconds=480)
     single = torch.load(tmp_path / "single.pt", weights_only=False)
     for name in weight_averaging_job.STRATEGIES.keys() - {"single"}:
         found = torch.load(tmp_path / f"{name}.pt", weights_only=False)

@@ -1,5 +1,6 @@
 """Every schedule trains as one process does: several chunks of layers per stage, and backward passes in two parts."""
 
+import itertools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -120,11 +121,25 @@ def trained(make: Any, devices: int, options: dict[str, Any], **arguments: Any) 
     )
 
 
-def check_all(make: Any, mode: str = "never", numbers: tuple[int, ...] = (2, 3), **arguments: Any) -> None:
-    expected = reference(make, checkpoint=mode, **arguments)
-    for options in SEVERAL_CHUNKS_OR_SPLIT.values():
-        for devices in numbers:
-            compare(trained(make, devices, {**options, "checkpoint": mode}, **arguments), expected)
+def check(
+    make: Any,
+    half: int = 0,
+    modes: tuple[str, ...] = ("never",),
+    numbers: tuple[int, ...] = (2, 3),
+    **arguments: Any,
+) -> None:
+    """Trains under each schedule in one of the given ways; the other half has the other one, if there are two."""
+    ways = list(itertools.product(modes, numbers))
+    expected = {mode: reference(make, checkpoint=mode, **arguments) for mode in modes}
+    for k, options in enumerate(SEVERAL_CHUNKS_OR_SPLIT.values()):
+        mode, devices = ways[(k + half) % len(ways)]
+        compare(trained(make, devices, {**options, "checkpoint": mode}, **arguments), expected[mode])
+
+
+HALVES = pytest.mark.parametrize(
+    "half", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.nightly)]
+)
+"""Each schedule runs with one of two numbers of stages, or the like, before a merge, and with the other each night."""
 
 
 def check_two_stages() -> None:
@@ -138,15 +153,14 @@ def test_chunks_and_split_backward_passes() -> None:
     run(check_two_stages, timeout_seconds=120)
 
 
-@pytest.mark.slow
-def test_two_and_three_stages() -> None:
-    run(check_all, AroundCheckpointed, timeout_seconds=150)
+@HALVES
+def test_two_and_three_stages(half: int) -> None:
+    run(check, AroundCheckpointed, half, timeout_seconds=150)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["always", "except_last"])
-def test_recomputation(mode: str) -> None:
-    run(check_all, AroundCheckpointed, mode, (3,), timeout_seconds=150)
+@HALVES
+def test_recomputation(half: int) -> None:
+    run(check, AroundCheckpointed, half, ("always", "except_last"), (3,), timeout_seconds=150)
 
 
 class Tied(Small):
@@ -196,34 +210,34 @@ class Conditioned(nn.Linear):
         return x + torch.tanh(super().forward(x)) * condition
 
 
-def check_norms() -> None:
+def check_norms(half: int) -> None:
     for deferred in (False, True):
         train = partial(batches, (8, 8))
         options = {"microbatches": 4, "deferred_batch_norm": deferred}
         expected = fit(Normed, RPCSequentialStrategy(schedule="1f1b", **options), 1, train=train, max_epochs=1)
-        for more in SEVERAL_CHUNKS_OR_SPLIT.values():
+        for more in list(SEVERAL_CHUNKS_OR_SPLIT.values())[(deferred + half) % 2 :: 2]:
             strategy = RPCSequentialStrategy(balance="even", **options, **more)
             compare(fit(Normed, strategy, 2, train=train, max_epochs=1), expected)
 
 
-@pytest.mark.slow
-def test_ties() -> None:
-    run(check_all, Tied, timeout_seconds=150)
+@HALVES
+def test_ties(half: int) -> None:
+    run(check, Tied, half, timeout_seconds=150)
 
 
-@pytest.mark.slow
-def test_blocks() -> None:
-    run(check_all, Looping, timeout_seconds=150)
+@HALVES
+def test_blocks(half: int) -> None:
+    run(check, Looping, half, timeout_seconds=150)
 
 
-@pytest.mark.slow
-def test_batch_norms() -> None:
-    run(check_norms, timeout_seconds=150)
+@HALVES
+def test_batch_norms(half: int) -> None:
+    run(check_norms, half, timeout_seconds=150)
 
 
 def check_clipping() -> None:
     """Accumulated batches, and clipping by the norm of all stages."""
-    check_all(Around, numbers=(3,), accumulate_grad_batches=2, gradient_clip_val=0.05)
+    check(Around, numbers=(3,), accumulate_grad_batches=2, gradient_clip_val=0.05)
 
 
 @pytest.mark.slow
