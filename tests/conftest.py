@@ -69,10 +69,18 @@ def pytest_collection() -> Iterator[Any]:
 
 
 _LONGEST = (
-    *("test_commands", "test_parity_schedules", "test_zero", "test_launch", "test_step_recovery", "test_faults"),
-    *("test_faults_ranks", "test_restarts", "test_basics", "test_families", "test_blocks", "test_adapters"),
-    *("test_configure_model", "test_parity_weight_averaging", "test_resume_strategies", "test_rank_recovery"),
-    *("test_recovery_replicas", "test_fault_simulator", "test_checkpoint_resume", "test_pipe_rpc", "test_security"),
+    *("test_commands", "test_rank_recovery", "test_launch", "test_parity_schedules", "test_zero", "test_step_recovery"),
+    *(
+        "test_faults",
+        "test_faults_ranks",
+        "test_restarts",
+        "test_basics",
+        "test_families",
+        "test_blocks",
+        "test_adapters",
+    ),
+    *("test_configure_model", "test_parity_weight_averaging", "test_resume_strategies", "test_recovery_replicas"),
+    *("test_fault_simulator", "test_checkpoint_resume", "test_pipe_rpc", "test_security"),
     *("test_benchmarks", "test_memory_of_processes", "test_posting"),
 )
 """The files that take longest."""

@@ -3,12 +3,12 @@
 The harness fails where a process or a port is left; torchrun leaves its empty log folders.
 """
 
-import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,27 +16,29 @@ import rank_recovery_job
 import recovery_job
 import torch
 from harness import OWN_SERVER, run
-from paths import PYTHONPATH
+from paths import environment
+from scripts import Script
 
 SECONDS = 420
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+OUTPUT: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
-def ran(commands: Sequence[Sequence[str]], how: str, variables: Sequence[Mapping[str, str]]) -> tuple[list[int], str]:
+def ended(jobs: Sequence[Any]) -> tuple[list[int], str]:
     """Exit statuses and output."""
-    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "PYTHONWARNINGS": "ignore"}
-    jobs = [
-        subprocess.Popen(
-            [*command, rank_recovery_job.__file__, "results.pt", how],
-            env={**environment, **own},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for command, own in zip(commands, variables, strict=True)
-    ]
     said = [job.communicate(timeout=SECONDS)[0] for job in jobs]
     return [job.returncode for job in jobs], "\n".join(said)
+
+
+def torchrun(how: str) -> tuple[list[int], str]:
+    variables = {**environment(), "PYTHONWARNINGS": "ignore"}
+    command = [*TORCHRUN, rank_recovery_job.__file__, "results.pt", how]
+    return ended([subprocess.Popen(command, env=variables, text=True, **OUTPUT)])
+
+
+def slurm(how: str) -> tuple[list[int], str]:
+    job = partial(Script, rank_recovery_job.__file__, "results.pt", how, num_copies=0, **OUTPUT)
+    return ended([job(more_environment={**own, "PYTHONWARNINGS": "ignore"}) for own in of_slurm()])
 
 
 def of_slurm() -> list[dict[str, str]]:
@@ -58,7 +60,7 @@ def of_slurm() -> list[dict[str, str]]:
 
 
 def with_spares() -> Any:
-    codes, said = ran([TORCHRUN], "with spares", [{}])
+    codes, said = torchrun("with spares")
     assert codes == [0], said
     return torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH), said
 
@@ -85,7 +87,7 @@ def test_torchrun_with_spares() -> None:
 
 
 def without_spares() -> Any:
-    codes, said = ran([[sys.executable]] * 3, "without spares", of_slurm())
+    codes, said = slurm("without spares")
     return codes, said, torch.load("results.pt"), recovery_job.fit({}, 0, **rank_recovery_job.EVERY_BATCH)
 
 

@@ -26,7 +26,7 @@ def command(*arguments: str | Path, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
-FEW = {"limit_train_batches": 100, "limit_val_batches": 10}
+FEW = {"limit_train_batches": 75, "limit_val_batches": 10}
 """Instead of 165 batches of training data, and all of validation data."""
 SHORTENED = [f"--trainer.{name}={number}" for name, number in FEW.items()]
 
@@ -77,7 +77,7 @@ def test_the_scripts_that_differ_in_one_argument(tmp_path: Path) -> None:
 
 def test_the_hugging_face_model(tmp_path: Path) -> None:
     into = f"--trainer.logger.init_args.save_dir={tmp_path}"
-    shortened = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=60", SHORTENED[1])
+    shortened = ("--trainer.max_epochs=2", "--trainer.limit_train_batches=30", SHORTENED[1])
     output = command("-m", "trainer", "fit", "--config", "configs/hf_pipeline.yaml", *shortened, into)
     (first, second), unigram = losses(output)
     assert second < first < unigram

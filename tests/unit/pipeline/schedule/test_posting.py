@@ -195,14 +195,20 @@ def test_both_ways_to_check_an_order_agree(name: str) -> None:
     assert {*refused} == {True, False}
 
 
-@pytest.mark.slow
+SOME, REST = pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("some", [SOME, REST], ids=["some", "rest"])
 @pytest.mark.parametrize("p", range(1, 17))
-def test_all_tables_run_on_devices_in_the_worst_case(p: int) -> None:
-    """Up to 16 chunks and 64 micro-batches, and the largest tables of 16 processes; a nightly test has more chunks."""
+def test_all_tables_run_on_devices_in_the_worst_case(p: int, some: bool) -> None:
+    """Up to 16 chunks and 64 micro-batches, and the largest tables of 16 processes; a nightly test has more chunks.
+
+    Before a merge all numbers of micro-batches up to 24 and every fourth above, among them 64 on 16 processes.
+    """
     all_tables = [Settings(**choice).timetables(p) for choice in CHOICES.values()]
     gc.disable()  # the collector looks at each of the many tuples several times
     try:
-        for m in range(1, 65):
+        for m in [m for m in range(1, 65) if (m <= 24 or (m + p) % 4 == 0) == some]:
             usual = [tables for tables in all_tables if len(tables.rank_of) <= 16 or (p == 16 and m >= 63)]
             # Schedules of one placement share the timetable of evaluation passes.
             each = {id(timetable): (timetable, tables) for tables in usual for timetable in passes(tables, m)}
