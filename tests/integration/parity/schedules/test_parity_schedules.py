@@ -17,6 +17,7 @@ from torch.nn.functional import linear, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from strategies import RPCSequentialStrategy
+from strategies.pipeline import Namespace, pop, skippable, stash
 from strategies.pipeline.schedule.custom import write_csv
 from strategies.pipeline.schedule.tables import interleaved
 from strategies.pipeline.stage.layers import has_large_weights
@@ -210,6 +211,62 @@ class Conditioned(nn.Linear):
         return x + torch.tanh(super().forward(x)) * condition
 
 
+@skippable(stash=["skip"])
+class Stash(nn.Linear):
+    """Keeps its input for a later layer."""
+
+    def forward(self, x: Tensor) -> Any:
+        yield stash("skip", x)
+        return torch.tanh(super().forward(x))
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        skip = yield pop("skip")
+        return super().forward(x) + skip
+
+
+class Recurrent(nn.GRU):
+    """Takes ``[rows, WIDTH]`` as a sequence, and returns all outputs, ``[rows, WIDTH, 2]``, and the last state."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        outputs, state = super().forward(x.unsqueeze(2))
+        return outputs, state.transpose(0, 1)
+
+
+class JoinStates(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, WIDTH)
+
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        outputs, state = pair
+        return super().forward(outputs.mean(1) + state[:, 0])
+
+
+class Skipping(Small):
+    """Two skip connections, one within the other, that cross stages, and a recurrent layer that returns a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        outer, inner = Namespace(), Namespace()
+        self.sequential_module = nn.Sequential(
+            Stash(WIDTH, WIDTH).isolate(outer),
+            nn.Linear(WIDTH, WIDTH),
+            Stash(WIDTH, WIDTH).isolate(inner),
+            Recurrent(),
+            JoinStates(),
+            nn.Linear(WIDTH, WIDTH),
+            Pop(WIDTH, WIDTH).isolate(inner),
+            nn.Tanh(),
+            Pop(WIDTH, WIDTH).isolate(outer),
+            nn.Linear(WIDTH, 2),
+        )
+
+
 def check_norms(half: int) -> None:
     for deferred in (False, True):
         train = partial(batches, (8, 8))
@@ -228,6 +285,11 @@ def test_ties(half: int) -> None:
 @HALVES
 def test_blocks(half: int) -> None:
     run(check, Looping, half, timeout_seconds=150)
+
+
+@HALVES
+def test_skip_connections_and_recurrent_layers(half: int) -> None:
+    run(check, Skipping, half, timeout_seconds=150)
 
 
 @HALVES
