@@ -248,6 +248,42 @@ def test_frozen_parameters() -> None:
     check(layer, torch.randn(2, 4), 1)
 
 
+class FirstOutput(nn.Sequential):
+    """Of a recurrent layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs: Tensor = self[0](x)[0]
+        return outputs
+
+
+class SelfDecoder(nn.TransformerDecoderLayer):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda: FirstOutput(nn.RNN(4, 3, 2)), (5, 2, 4)),
+        (lambda: FirstOutput(nn.GRU(4, 3, bidirectional=True)), (5, 2, 4)),
+        (lambda: FirstOutput(nn.LSTM(4, 3, 2, proj_size=2)), (5, 2, 4)),
+        (lambda: nn.GRUCell(4, 3), (2, 4)),
+        (lambda: nn.ConvTranspose2d(4, 6, 3, stride=2, groups=2), (2, 4, 5, 6)),
+        (lambda: nn.Sequential(nn.LayerNorm(4), nn.RMSNorm(4), nn.PReLU(2)), (3, 2, 4)),
+        (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.BatchNorm1d(4), nn.InstanceNorm1d(4, affine=True)), (3, 4, 5)),
+        (lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)), (2, 4)),
+        (lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True, norm_first=True), (2, 5, 4)),
+        (lambda: SelfDecoder(4, 2, 8, dropout=0.0), (5, 2, 4)),
+    ],
+)
+def test_layers_of_which_no_or_only_some_weights_wait(make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layer, x = make(), torch.randn(shape)
+    expected, _ = gradients(copy.deepcopy(layer), x, None)
+    actual, _ = gradients(layer, x, DelayedWeights())
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_what_cannot_wait() -> None:
     """Hooks on parameters, weights that are computed, layers that recompute themselves, and ``torch.func``."""
     hooked = nn.Linear(4, 3)
