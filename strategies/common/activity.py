@@ -1,4 +1,4 @@
-"""What a worker does, told to others: while it computes, when it hangs, and after it has been killed.
+"""Reports to other processes what a worker does: while it computes, when it hangs, and after it has been killed.
 
 compute thread ── doing = "F2, layer 1" ──▶ Activity ──▶ a call of the driver's: how far, and where its stack stands
                                                └───────▶ a file, which is still there when the process is not
@@ -43,7 +43,7 @@ class Progress:
 
 
 class Note:
-    """A file that tells what its writer does or did last. It is written by the kernel, whatever kills the writer.
+    """A file that tells what its writer does or did last. It is mapped memory, so it keeps its contents however the writer ends.
 
     Args:
         path: Of the file, which is made, or emptied.

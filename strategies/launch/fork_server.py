@@ -4,7 +4,7 @@
     driver ◀── process id and pidfd; at the worker's end: exit status ───────────────┘
 
 Importing torch takes a process more than a second of CPU time. The server imports it once, for all workers of all
-sessions of its driver. It has one thread and computes nothing, so its forks are as good as fresh processes. It ends
+sessions of its driver. It has one thread and computes nothing, so its forks behave like new processes. It ends
 when its driver ends, in whatever way, and ends those of its forks that do not end by themselves then.
 
 What a worker imports in its first step takes as long again. The first workers do not wait for that: a fork of the
@@ -463,7 +463,7 @@ def _connection_over(control: socket.socket) -> socket.socket:
 def server_for(
     modules: Sequence[str], modules_later: Sequence[str], environment: Mapping[str, str], paths: Sequence[str]
 ) -> ForkServer | None:
-    """Returns a server whose forks are as good as fresh processes with this environment; ``None`` if there is none.
+    """Returns a server whose forks behave like new processes with this environment; ``None`` if there is none.
 
     That is the server that ``RELAY_FORK_SERVER`` names, if it fits, else one which this process keeps.
 
@@ -814,7 +814,7 @@ def _serve(server: _Server) -> Any:
 
 
 def main(modules: str, control: str, driver: str, listener: str = "") -> Any:
-    """Is a server.
+    """Run a fork server.
 
     Args:
         modules: What to import, separated by commas.
@@ -829,7 +829,7 @@ def main(modules: str, control: str, driver: str, listener: str = "") -> Any:
 
 
 def serve_later(modules: str, driver: int) -> Any:
-    """Called in a fork of a server: is its successor.
+    """Run the successor of a fork server, in a fork of that server.
 
     Args:
         modules: What to import, separated by commas.

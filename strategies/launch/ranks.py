@@ -165,7 +165,10 @@ class Ranks:
         ready = [ready_key(self._call, stage) for stage in range(len(world.workers))]
         if not appear(store, ready, _ARRIVAL_SECONDS, self._check_supervisors):
             late = [rank for rank, key in zip(world.workers, ready, strict=True) if not store.check([key])]
-            raise RuntimeError(f"ranks {late} did not come to fit, validate, test or predict as rank {world.rank} did")
+            raise RuntimeError(
+                f"rank {world.rank} has called fit, validate, test or predict, but ranks {late} have not within "
+                f"{_ARRIVAL_SECONDS:.0f} s; every rank must make the same calls of the Trainer"
+            )
         for stage, key in enumerate(ready):
             host, pid = json.loads(store.get(key))
             self._processes[stage] = host, pid

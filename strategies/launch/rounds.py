@@ -23,11 +23,11 @@ _CLOSED = -(2**40)
 
 
 class MemberGone(RuntimeError):
-    """Raised if a member has left, or does not come."""
+    """Raised if a member has left, or does not arrive in time."""
 
 
 class Disagreement(RuntimeError):
-    """Raised in all members if they go back to different things; another round has begun."""
+    """Raised in all members if some restore a snapshot and others a checkpoint; the next round has begun."""
 
 
 def shared_store(key: str) -> Callable[[], dist.Store]:
@@ -49,7 +49,7 @@ def shared_store(key: str) -> Callable[[], dist.Store]:
 
 
 class Rounds:
-    """One member's view.
+    """One member of a group of processes that restore an earlier state together.
 
     Args:
         store: Shared by all members, over a connection of this object's own.
@@ -142,7 +142,7 @@ class Rounds:
         return max(set.intersection(*(set(each) for _, *each in found)), default=None)
 
     def leave(self) -> None:
-        """Go back no more."""
+        """Take no part in further rounds."""
         self._store.set(f"left/{self._rank}", "")
 
     def _left(self) -> list[int]:

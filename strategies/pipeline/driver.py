@@ -151,7 +151,7 @@ def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
 
 
 class Recording:
-    """What every process of a pipeline does in a batch from now on, until somebody stops it.
+    """A recording of what every process of a pipeline does in one batch, until it is stopped.
 
     Args:
         pipeline: The pipeline.
@@ -170,12 +170,12 @@ class Recording:
         self._is_lost = False
 
     def begin_again(self) -> None:
-        """The processes that have recorded so far have ended, and others record instead of them."""
+        """Go on with new processes, because those that have recorded so far have ended."""
         self.begin, self.balance = time.perf_counter(), self._pipeline.balance
 
     @property
     def is_over(self) -> bool:
-        """Whether somebody has stopped it."""
+        """Whether it has been stopped."""
         return self._answers is not None
 
     @property

@@ -53,7 +53,7 @@ class LoopbackEnvironment(LightningEnvironment):
 
     @property
     def main_port(self) -> int:
-        """Where rank 0 listens. It does so from the first time on which it is asked."""
+        """The port on which rank 0 listens; the first read on rank 0 starts listening."""
         if self._main_port == -1 and self.local_rank() == 0:
             self._listener = socket.socket()
             self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -79,7 +79,7 @@ class LoopbackEnvironment(LightningEnvironment):
         )
 
     def connected(self) -> None:
-        """From here on others see to it that no rank outlives rank 0."""
+        """Stop this watch; from now on ``Rank0Watch`` ends this rank when rank 0 ends."""
         self._connected.set()
 
     def teardown(self) -> None:

@@ -304,7 +304,7 @@ class StepRecovery:
         self._tell(call)
 
     def _tell(self, tell: Callable[[], None]) -> None:
-        """Run an event of the step, unless somebody has heard of it."""
+        """Run an event of the step, unless an earlier run of the step has delivered it."""
 
         def tell_and_check() -> None:
             before = self._num_gates
@@ -313,8 +313,8 @@ class StepRecovery:
             except WorkerLost as error:
                 if self._num_gates > before:
                     raise _Unrecoverable(
-                        f"{error}\nA callback that has exchanged values with other replicas meets this; they do not do "
-                        "so again."
+                        f"{error}\nA callback had already exchanged values with the other replicas, which do not repeat "
+                        "the exchange, so the step cannot be run again."
                     ) from error
                 raise
             self._num_gates = before  # nobody hears of this event again, in no replica
@@ -452,7 +452,7 @@ class StepRecovery:
         return self._mark_after is not None and not self._is_running and not torch.is_inference_mode_enabled()
 
     def _between_steps(self, moment: Callable[[str], Moment | None], run: Callable[[], R]) -> R:
-        """Run something that does not train, and go back to what training has come to if a worker is lost meanwhile.
+        """Run code that does not train; if a worker is lost while it runs, restore the current state of training.
 
         Args:
             moment: Called with what was lost. Returns the moment to go back to, or ``None`` if that is now; raises an

@@ -60,7 +60,7 @@ class Together:
         self._thread.start()
 
     def end(self) -> None:
-        """Go back no more."""
+        """Take no part in further rounds."""
         self._ended.set()
         self._thread.join()
         with suppress(dist.DistError):  # rank 0 is gone, and this process is about to end

@@ -529,7 +529,7 @@ class RemoteStage(NotCopyable):
     def _rescued(self, started: "Future[R]") -> R:
         _wait_for_any(started, self._lost)
         if self.is_lost and not started.done():
-            raise WorkerLost(f"{self.description}, {self.process.description}, has been given up")
+            raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
         return started.result()
 
     def _settle(self, reply: Any, done: "Future[Any]", called: "_Called") -> None:

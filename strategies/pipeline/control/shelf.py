@@ -86,7 +86,7 @@ class ShelvedPart:
 
     @classmethod
     def rescued(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
-        """The same, even if another stage has failed."""
+        """Put a part on the shelf even if another stage has failed."""
         return cls(stage, *stage.rescue(StageCommands.shelve, part))
 
     def __del__(self) -> None:

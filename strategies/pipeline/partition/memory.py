@@ -80,7 +80,7 @@ class Need:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The sum of all bytes."""
         return self.parameters + self.gradients + self.states
 
     def __add__(self, other: "Need") -> "Need":
@@ -148,7 +148,7 @@ def check_memory(
         communicators: For each stage, the number of its NCCL communicators, with buffers on its GPU. Default: none.
 
     Raises:
-        ValueError: If they cannot fit, with the smallest number of stages that would do.
+        ValueError: If they cannot fit, with the smallest sufficient number of stages.
     """
     sizes, stages = Sizes(optimizers, num_shares, gradient_sets), placement.stages
     needs, outside = needs_of(stages, placement.outside, sizes), sizes.need(placement.outside)
@@ -321,11 +321,11 @@ def _way_out(lack: _Lack, smallest: Sequence[int] | None, num_stages: int) -> st
     instead = "an optimizer with smaller states, such as SGD, or a lower precision, such as precision='bf16-true'"
     if smallest is None:
         return (
-            f"No number of stages would do: a single layer, or the last one with what the model has outside of its "
+            f"No number of stages suffices: a single layer, or the last one with what the model has outside of its "
             f"layers, needs more than the {_mebi(lack.room_bytes)} that a {lack.place} has for a stage. Raise the "
             f"limit, divide that layer into several, or use {instead}."
         )
-    number, enough = len(smallest), "would do" if len(smallest) <= num_stages else "are needed at least"
+    number, enough = len(smallest), "suffice" if len(smallest) <= num_stages else "are needed at least"
     return (
         f"With {_mebi(lack.room_bytes)} for a stage per {lack.place}, {number} stages {enough} "
         f"(balance={list(smallest)}); "

@@ -114,7 +114,7 @@ class Measured(MeasuredPasses):
         return found if at_once else replace(found, driver=self.driver.costs)
 
     def earlier_gradients(self, need: Need, *, at_once: bool) -> int:
-        """Return the bytes of gradients that there are during the passes beside those that the passes make."""
+        """Return the bytes of gradients that exist during the passes in addition to those that the passes compute."""
         return 0 if at_once else (self.gradient_sets - 1) * need.gradients
 
 
@@ -127,7 +127,7 @@ class Process:
         need: Bytes of parameters, gradients and optimizer states.
         activations: The maximum of the bytes that it holds for micro-batches.
         step: The optimizer's step.
-        earlier_gradients: Bytes of gradients that there are during the passes beside those that the passes make.
+        earlier_gradients: Bytes of gradients that exist during the passes in addition to those that the passes compute.
         start_bytes: What the driver holds of the whole model before its layers have left; 0 if that is never whole.
         end_bytes: The same after the run, when layers and optimizer states are back.
     """

@@ -1,4 +1,4 @@
-"""Records when a process waits, computes and sends, while somebody wants to know.
+"""Records when a process waits, computes and sends, while recording is on.
 
 A stage without a recorder only checks that it has none.
 """
@@ -17,7 +17,7 @@ from strategies.pipeline.schedule.measured import LayerRecord, Record, Recorded,
 
 
 class Recorder:
-    """Records what a process does, one thing after the other; none contains another one.
+    """Records what a process does, as consecutive records that do not overlap.
 
     The times are those of ``time.perf_counter``, which is one clock for all processes of a host on Linux.
 

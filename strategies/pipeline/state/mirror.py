@@ -71,9 +71,9 @@ class Mirror:
     def _check_structure(self) -> None:
         if _structure_of(self._layers) != self._structure:
             raise RuntimeError(
-                f"{self._description}, which lives in another process, has got another layer, parameter, buffer or "
-                "hook since the pipeline started; that cannot be carried there in mid-run. Change the model before fit "
-                "(or in configure_model), change values by load_state_dict without assign=True, and modes, "
+                f"{self._description}, which lives in another process, has another layer, parameter, buffer or hook "
+                "than when the pipeline started; such a change cannot be sent there during a run. Change the model "
+                "before fit (or in configure_model), change values by load_state_dict without assign=True, and modes, "
                 "requires_grad or plain attributes of layers at any time."
             )
 

@@ -88,8 +88,8 @@ class Source:
             raise RuntimeError(f"{described} on {self.stage.description} has no values: its layer has dropped it.")
         if requires_grad:
             raise RuntimeError(
-                f"{described} on {self.stage.description} is a result of the layer's forward pass that wants a "
-                "gradient, which cannot reach that stage from here. Return it from the layer."
+                f"{described} on {self.stage.description} is a result of the layer's forward pass and "
+                "requires a gradient, which cannot be sent to that stage from the driver. Return it from the layer."
             )
         return value.to(self.device)
 
@@ -273,8 +273,8 @@ class FetchedTensor(_Remote, Tensor):
     def _value(self) -> Tensor:
         if self.relay_stage.version != self.relay_version:
             raise RuntimeError(
-                f"{self.relay_name} of {self.relay_stage.description} was read before that stage went on, and may be "
-                "another one by now. Read it again, or keep a copy: .clone()."
+                f"{self.relay_name} of {self.relay_stage.description} was read before that stage ran another command, "
+                "and may be out of date. Read it again, or keep a copy: .clone()."
             )
         return self.as_subclass(Tensor)
 

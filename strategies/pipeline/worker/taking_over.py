@@ -58,7 +58,7 @@ class StageSlots:
         except ValueError as error:
             raise ValueError(
                 f"no snapshot can be taken of {describe(state.payload.index, layers)}: {error}. The layer "
-                "has got this object since the pipeline started: let it drop the object after its forward pass, or "
+                "got this object after the pipeline started: let it drop the object after its forward pass, or "
                 "give it a __getstate__ that leaves the object out"
             ) from error
         slot.write(number, parcel.blob, parcel.storages)

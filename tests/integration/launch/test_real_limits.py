@@ -102,4 +102,4 @@ def test_real_limits_of_a_process_refuse_a_stage() -> None:
     assert re.search(
         r"\(RLIMIT_AS, `ulimit -v`\)\. With (99\d|1,00\d) MiB for a stage per process, 2 stages would", space
     )
-    assert "No number of stages would do: a single layer, or the last one with what the model has outside" in layer
+    assert "No number of stages suffices: a single layer, or the last one with what the model has outside" in layer

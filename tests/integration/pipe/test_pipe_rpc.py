@@ -103,7 +103,7 @@ def test_partitions_here_and_elsewhere(found):
     assert got["loaded"] == [True, True]
     assert got["shapes"] == [(1, 2)] * (3 + 2)  # the last of three micro-batches is not recomputed
     assert got["phases"] == [2, 2]
-    assert "has got another layer, parameter, buffer or hook" in got["hook elsewhere"]["message"]
+    assert "has another layer, parameter, buffer or hook" in got["hook elsewhere"]["message"]
 
 
 def test_refusals(found):

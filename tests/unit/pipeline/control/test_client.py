@@ -192,7 +192,7 @@ def test_after_a_failure_was_raised_other_stages_can_be_rescued(wire: Wire) -> N
     assert remote.result(started) == 1
     started = remote.start(StageCommands.num_kept)
     remote.give_up("hangs")
-    with pytest.raises(WorkerLost, match="process 7 on here, has been given up"):
+    with pytest.raises(WorkerLost, match="process 7 on here, was declared lost"):
         remote.result(started)
 
 

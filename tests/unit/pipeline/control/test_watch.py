@@ -45,7 +45,7 @@ class Answers:
             return ""
         with pytest.raises(RuntimeError) as raised:
             self.failures.raise_cause()
-        with pytest.raises(RuntimeError, match="process 7 on here, has been given up"):
+        with pytest.raises(RuntimeError, match="process 7 on here, was declared lost"):
             self.remote._rescued(Future())
         return str(raised.value)
 

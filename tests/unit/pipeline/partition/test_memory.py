@@ -1,4 +1,4 @@
-"""What stages need, the smallest number of stages that would do, and refusals of what no host has."""
+"""What stages need, the smallest sufficient number of stages, and refusals of what no host has."""
 
 import re
 from types import SimpleNamespace
@@ -85,7 +85,7 @@ def test_what_no_host_has_is_refused_and_what_fits_is_not() -> None:
     with pytest.raises(ValueError, match=r"The 2 stages on this host need at least [\d,]+ MiB of parameters") as raised:
         check_memory(huge.placed([4, 4]))
     assert "use several hosts, by torchrun or SLURM" in str(raised.value)
-    assert re.search(r"With [\d,]+ MiB for a stage per host, 2 stages would do \(balance=\[4, 4\]\)", str(raised.value))
+    assert re.search(r"With [\d,]+ MiB for a stage per host, 2 stages suffice \(balance=\[4, 4\]\)", str(raised.value))
     elsewhere = huge.placed([4, 2, 2])
     check_memory(Placement(elsewhere.stages, elsewhere.outside, elsewhere.devices, on_host=[2]))
     half = Model(room // 16, 8)

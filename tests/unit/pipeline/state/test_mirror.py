@@ -65,5 +65,5 @@ def test_another_structure_is_refused_each_time(change: Callable[[Any], None]) -
     layers, mirror = layers_and_mirror()
     change(layers)
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"stage 0, .*has got another layer, parameter, buffer or hook"):
+        with pytest.raises(RuntimeError, match=r"stage 0, .*has another layer, parameter, buffer or hook"):
             mirror.changes()
