@@ -66,6 +66,9 @@ _END_SECONDS = 5.0
 _END_SECONDS_WITH_SUCCESSOR = _END_SECONDS + 1.0
 """The same for a server whose forks include a successor, which waits for its own."""
 
+_REPORT_SECONDS = 5.0
+"""How long a server may take to report the end of a fork; after that it counts as lost."""
+
 _READY = b"r"
 """What a successor sends when it has imported its modules."""
 
@@ -90,12 +93,16 @@ class ForkedProcess:
     Attributes:
         pid: Its process id.
         stdin: The writing end of its standard input, if that is a pipe.
-        returncode: Its exit status, negative for a signal, once it is known.
+        returncode: Its exit status, negative for a signal, once it has ended.
+        is_status_known: Whether that is its status; else its server had ended before it, or does not answer, and the
+            process counts as killed.
     """
 
     def __init__(self, pid: int, pidfd: int, connection: socket.socket, stdin: IO[bytes] | None) -> None:
         self.pid, self.stdin = pid, stdin
         self.returncode: int | None = None
+        self.is_status_known = True
+        self._ended_at: float | None = None
         self._pidfd, self._lock = pidfd, threading.Lock()
         self._connection: socket.socket | None = connection
 
@@ -137,19 +144,31 @@ class ForkedProcess:
                 try:
                     message = self._connection.recv(64)
                 except (BlockingIOError, TimeoutError):
-                    return None
+                    if not self._is_unreported():
+                        return None
+                    message = b""
                 except ConnectionError:
                     message = b""
                 self._connection.close()
                 self._connection = None
                 if message:
                     self._ended(int(message))
-            if self.returncode is None:  # the server has been killed: only the kernel knows whether its fork runs
-                selector = selectors.PollSelector()
-                selector.register(self._pidfd, selectors.EVENT_READ)
-                if selector.select(seconds):
-                    self._ended(-signal.SIGKILL)  # whoever has killed the server, most likely
+            # If the server has been killed or stopped, only the kernel knows whether its fork runs.
+            if self.returncode is None and self._has_ended(seconds):
+                self.is_status_known = False
+                self._ended(-signal.SIGKILL)  # by whoever has killed the server, most likely
             return self.returncode
+
+    def _has_ended(self, seconds: float) -> bool:
+        selector = selectors.PollSelector()
+        selector.register(self._pidfd, selectors.EVENT_READ)
+        return bool(selector.select(seconds))
+
+    def _is_unreported(self) -> bool:
+        """Whether the process has ended, and the server should have said so."""
+        if self._ended_at is None and self._has_ended(0.0):
+            self._ended_at = time.monotonic()
+        return self._ended_at is not None and time.monotonic() > self._ended_at + _REPORT_SECONDS
 
     def _ended(self, status: int) -> None:
         self.returncode = status

@@ -7,12 +7,13 @@ supervises its worker as a child process, and starts another one for the next se
                      ├────── starts ──▶ worker, session 2, ✗ killed
                      └────── starts ──▶ worker, session 3, ...              ends with the worker's status
 
-With spares, workers are forks of a process that has imported torch, and some of them wait for a session::
+Workers are forks of a process that has imported torch, where the system has what that needs. With spares, some of them
+wait for a session::
 
                 supervisor ── tells a session ──▶ spare ▷ worker
                      └─ fork server ── forks ──▶ another spare
 
-It imports no torch.
+The supervisor itself imports no torch.
 """
 
 import json
@@ -27,9 +28,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from strategies.common.formatting import ending
 from strategies.launch.fork_server import ForkServer, OwnForkServer, server_for
-from strategies.launch.supervision import Process, Watchdog, end_together, is_alive, wait_for_end
+from strategies.launch.supervision import Process, Watchdog, end_of, end_together, is_alive, wait_for_end
 
 SERVE = "strategies.pipeline.worker.serve"
 """The module that a worker of a rank runs."""
@@ -47,6 +47,9 @@ _LOOK_SECONDS = 1.0
 _START_SECONDS = 120.0
 """How long a fork server may take to import torch; a loaded machine takes many times its usual second."""
 
+_FORK_SECONDS = 20.0
+"""How long a fork server may take for a fork once it has forked. It takes milliseconds unless it is stopped."""
+
 _MOST_EARLY_ENDS = 3
 """How many workers in a row may be killed before they have reached a session. Another one would not reach it either."""
 
@@ -61,12 +64,12 @@ class Starts:
 
     Args:
         world: The rank and the others, as JSON.
-        forks: Whether they are forks, where the system has what that needs.
     """
 
-    def __init__(self, world: str, *, forks: bool) -> None:
-        self._world, self._forks = world, forks
+    def __init__(self, world: str) -> None:
+        self._world, self._rank = world, json.loads(world)["rank"]
         self._paths = list(map(os.path.abspath, sys.path))
+        self._seconds = _START_SECONDS
 
     def __call__(self, stdin: int) -> Process:
         """Start a process that waits for the number of a session on its standard input, a socket."""
@@ -74,21 +77,32 @@ class Starts:
         command = [sys.executable, "-m", SERVE, self._world, "supervised", str(os.getpid())]
         if (server := self._server()) is not None:
             try:
-                return server.fork(
+                process = server.fork(
                     f"{SERVE}:supervised",
                     arguments,
                     environment=os.environ,
                     paths=self._paths,
-                    name=f"relay-spare-{json.loads(self._world)['rank']}",
+                    name=f"relay-spare-{self._rank}",
                     command=command,
                     stdin=stdin,
                     outlives_server=True,
-                    timeout_seconds=_START_SECONDS,
+                    timeout_seconds=self._seconds,
                 )
             except TimeoutError:
+                _say(
+                    f"rank {self._rank}: its fork server has not started a process within {self._seconds:g} s and has "
+                    "been ended. A new interpreter, which imports torch, is started instead. Check the memory and the "
+                    "load of this host, and whether a process on it has been stopped: a fork takes milliseconds, and "
+                    "the import of torch before it seconds."
+                )
                 OwnForkServer.discard()
+                self._seconds = _START_SECONDS  # the next server has to import torch
             except OSError:  # the server has ended or cannot fork
                 OwnForkServer.discard_if_ended()
+                self._seconds = _START_SECONDS
+            else:
+                self._seconds = _FORK_SECONDS
+                return process
         return subprocess.Popen(command, stdin=stdin)
 
     def prepare(self) -> bool:
@@ -100,7 +114,7 @@ class Starts:
         return not isinstance(server, OwnForkServer)
 
     def _server(self) -> ForkServer | None:
-        return server_for(_MODULES, _MODULES_LATER, os.environ, self._paths) if self._forks else None
+        return server_for(_MODULES, _MODULES_LATER, os.environ, self._paths)
 
 
 class _Worker:
@@ -139,7 +153,7 @@ class RankSupervisor:
         rank: The number of the rank, for messages.
         start: Starts a process that waits for its session, with the given file descriptor as standard input.
         num_spares: How many such processes wait.
-        prepare: Called now and then once the first session has begun; returns whether spares can be started.
+        prepare: Called every second once the first session has begun; returns whether spares can be started.
     """
 
     def __init__(
@@ -176,11 +190,12 @@ class RankSupervisor:
                 is_killed = status < 0 and status != -signal.SIGTERM
                 if not is_killed or self._is_asked_to_end or num_early == _MOST_EARLY_ENDS:
                     return status
-                how = f"rank {self._rank}: its worker {ending(status)}"
+                assert self._worker is not None
+                how = f"rank {self._rank}: its worker {end_of(self._worker.process)}"
                 if self._driver is not None and not is_alive(self._driver):
-                    self._say(f"{how}, and its driver, process {self._driver}, is gone")
+                    _say(f"{how}, and its driver, process {self._driver}, is gone")
                     return 1
-                self._say(f"{how}; another process takes its place")
+                _say(f"{how}; another process takes its place")
         finally:
             for spare in self._spares:
                 spare.close()
@@ -214,7 +229,7 @@ class RankSupervisor:
             with suppress(subprocess.TimeoutExpired):
                 return worker.process.wait(_LOOK_SECONDS)
             self._driver = worker.driver() or self._driver
-            if self._num_spares and self._driver is not None:
+            if self._driver is not None:
                 self._look_after_spares()
             if self._driver is None or is_alive(self._driver):
                 self._alone_since = None
@@ -239,9 +254,10 @@ class RankSupervisor:
         if self._worker is not None and self._worker.process.returncode is None:
             self._worker.process.send_signal(signum)
 
-    def _say(self, line: str) -> None:
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def await_session() -> int:
@@ -282,7 +298,7 @@ def end_with_supervisor(supervisor: int) -> None:
 
 if __name__ == "__main__":
     world, num_spares = sys.argv[1], int(sys.argv[3])
-    start = Starts(world, forks=num_spares > 0)
+    start = Starts(world)
     supervisor = RankSupervisor(json.loads(world)["rank"], start, num_spares=num_spares, prepare=start.prepare)
     status = supervisor.run(int(sys.argv[2]))
     if status < 0:  # end in the same way, for those who watch this process

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
+from strategies.common.formatting import ending
 from strategies.launch.fork_server import ForkedProcess
 
 Process = subprocess.Popen | ForkedProcess
@@ -89,6 +90,14 @@ def wait_for_end(pid: int, *, or_readable: int | None = None, interval_seconds: 
     else:
         select.select([pidfd, *others], [], [])
         os.close(pidfd)
+
+
+def end_of(process: Process) -> str:
+    """Return in words how a process has ended, of which ``poll`` or ``wait`` has said that it has."""
+    assert process.returncode is not None
+    if isinstance(process, ForkedProcess) and not process.is_status_known:
+        return "has ended in an unknown way (its fork server, which reports how, has ended or does not answer)"
+    return ending(process.returncode)
 
 
 def end_together(processes: Sequence[Process], grace_seconds: float) -> None:

@@ -15,11 +15,10 @@ import torch
 
 from strategies.common.activity import noted
 from strategies.common.errors import WorkerLost
-from strategies.common.formatting import ending
 from strategies.launch.allocator import variables_of_worker
 from strategies.launch.fork_server import ForkServer, OwnForkServer, server_for
 from strategies.launch.session import Session, join_rpc, leave_rpc, refuse_other_rpc
-from strategies.launch.supervision import Process, end_together
+from strategies.launch.supervision import Process, end_of, end_together
 
 WORKER_MODULES = ("strategies.pipeline.__main__", "strategies.pipeline.worker.process")
 """What a worker imports at its start."""
@@ -44,6 +43,7 @@ class Workers:
         self._directory = ""
         self._session: Session | None = None
         self._joined = False
+        self._patience_seconds = _START_SECONDS
 
     def start(self, *, timeout_seconds: float, threads: int) -> Session:
         """Starts the processes and returns when all have joined the session.
@@ -69,7 +69,8 @@ class Workers:
         )
         self._session = session
         (Path(self._directory) / "session.json").write_text(session.to_json())
-        deadline = time.monotonic() + max(_START_SECONDS, timeout_seconds)
+        self._patience_seconds = max(_START_SECONDS, timeout_seconds)
+        deadline = time.monotonic() + self._patience_seconds
         for rank in range(self._count):
             self._processes.append(self._spawn(session, rank, deadline))
         self._wait_until_ready(deadline)
@@ -90,10 +91,10 @@ class Workers:
         """
         process = self._processes[rank]
         try:
-            status = process.wait(wait_seconds)
+            process.wait(wait_seconds)
         except subprocess.TimeoutExpired:
             return None
-        return f"{ending(status)} {self.doing(rank)}"
+        return f"{end_of(process)} {self.doing(rank)}"
 
     def doing(self, rank: int) -> str:
         """What a worker does or did last, in words."""
@@ -167,9 +168,11 @@ class Workers:
                 raise self._late(sorted(waiting))
             time.sleep(0.001)
 
-    @staticmethod
-    def _late(ranks: Sequence[int]) -> RuntimeError:
-        return RuntimeError(f"the workers of stages {list(ranks)} did not start in time")
+    def _late(self, ranks: Sequence[int]) -> RuntimeError:
+        return RuntimeError(
+            f"the workers of stages {list(ranks)} did not start within {self._patience_seconds:g} s: check the memory "
+            "and the load of this host, and whether a process on it has been stopped"
+        )
 
 
 def fork_server(threads: int) -> ForkServer | None:

@@ -18,6 +18,7 @@ from harness import OWN_SERVER, run
 from paths import PYTHONPATH
 
 from strategies.launch.fork_server import VARIABLE, ForkedProcess, OwnForkServer, RunningForkServer, server_for
+from strategies.launch.supervision import end_of
 from strategies.launch.workers import Workers, fork_server
 
 
@@ -126,6 +127,7 @@ def how_forks_end() -> dict[str, Any]:
     sleeping.kill()
     statuses["killed"] = sleeping.wait(60)
     sleeping.kill()
+    assert sleeping.is_status_known and end_of(sleeping) == "was killed by signal 9"
     orphan = fork(server, "exit_with", "sleep")
     survivor = fork(server, "exit_with", "sleep", outlives_server=True)
     os.kill(server.pid, signal.SIGKILL)
@@ -137,6 +139,7 @@ def how_forks_end() -> dict[str, Any]:
     assert survivor.poll() is None and procfs.is_alive(survivor.pid)
     survivor.kill()
     statuses["without its server"] = survivor.wait(60)
+    assert not survivor.is_status_known and end_of(survivor).startswith("has ended in an unknown way (its fork server")
     server.end()
     return {"statuses": statuses, "left": [pid for pid in (orphan.pid, survivor.pid) if procfs.is_alive(pid)]}
 

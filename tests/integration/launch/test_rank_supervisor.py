@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import run
+from harness import OWN_SERVER, run
 from paths import PYTHONPATH
 
 SUPERVISOR = """
@@ -50,6 +50,70 @@ if number == 2 and how != "spares":
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(7 if how == "fails" else 0)
 """
+
+STARTS = """
+import os, signal, sys
+from pathlib import Path
+from strategies.launch import fork_server, rank_supervisor
+from strategies.launch.rank_supervisor import RankSupervisor, Starts
+fork_server._REPORT_SECONDS = rank_supervisor._FORK_SECONDS = 1.0
+rank_supervisor.SERVE, rank_supervisor._MODULES, rank_supervisor._MODULES_LATER = "forked", ("json",), ()
+def prepare():
+    if not Path("stopped").exists():
+        os.kill(fork_server.OwnForkServer._of_this_process.pid, signal.SIGSTOP)
+        Path("stopped").touch()
+    return True
+status = RankSupervisor(3, Starts('{"rank": 3}'), num_spares=int(sys.argv[1]), prepare=prepare).run(1)
+print("status", status, flush=True)
+"""
+
+FORKED = """
+import os, sys, time
+from pathlib import Path
+from strategies.launch.rank_supervisor import NEXT_SESSION, await_session, end_with_supervisor, note_session
+def supervised(world, supervisor):
+    end_with_supervisor(supervisor)
+    if Path("stopped").exists():
+        Path("started").touch()
+    number = await_session()
+    print("worker", number, os.getpid(), "forked" if __name__ == "forked" else "new", flush=True)
+    note_session(supervisor)
+    while number == 1 and not Path(os.environ["AWAITED"]).exists():
+        time.sleep(0.01)
+    os._exit(NEXT_SESSION if number == 1 else 0)
+if __name__ == "__main__":
+    supervised(sys.argv[1], int(sys.argv[3]))
+"""
+
+
+def with_a_stopped_server(num_spares: int) -> str:
+    """What is said where the fork server stops, and the worker ends: after a spare has been asked for, or before."""
+    Path("forked.py").write_text(FORKED)
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH, "AWAITED": "started" if num_spares else "stopped"}
+    command = [sys.executable, "-c", STARTS, str(num_spares)]
+    ended = subprocess.run(
+        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60
+    )
+    return ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_spares", [0, 1])
+def test_a_fork_server_that_does_not_answer(num_spares: int) -> None:
+    """The message says so; it does not say that somebody has killed the worker, of which no exit status is known."""
+    said = run(with_a_stopped_server, num_spares, env=OWN_SERVER, timeout_seconds=70)
+    lines = said.splitlines()
+    assert [line.split()[:2] for line in lines if line.startswith("worker")] == [["worker", "1"], ["worker", "2"]]
+    assert lines[0].endswith(" forked") and lines[-2].endswith(" new") and lines[-1] == "status 0"
+    told = [line for line in lines if line.startswith("rank 3: ")]
+    ended = (
+        "rank 3: its worker has ended in an unknown way (its fork server, which reports how, has ended or does not "
+        "answer); another process takes its place"
+    )
+    timed_out = "rank 3: its fork server has not started a process within 1 s and has been ended. A new interpreter"
+    in_order = [timed_out, ended] if num_spares else [ended, timed_out]
+    assert len(told) == 2, said
+    assert all(line.startswith(expected) for line, expected in zip(told, in_order, strict=True)), told
 
 
 def supervised(how: str, send: str = "") -> tuple[str, bool]:
