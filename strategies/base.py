@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from strategies.checkpoint.store import is_sharded, load_sharded, local_path, save_sharded
 from strategies.checkpoint.validate import check_fit
 from strategies.checkpoint.writer import BackgroundWriter, Writer, snapshot
-from strategies.launch.rank_monitor import Rank0Watch
+from strategies.launch.rank_monitor import Rank0Watch, check_connections, note_lost_connection
 from strategies.lightning.arguments import check_backend, checked
 from strategies.lightning.checkpoints import AtomicCheckpointIO, check_links, convert_model, wait_before_naming
 from strategies.lightning.compat import (
@@ -112,6 +112,8 @@ class StrategyPlugin(Strategy):
                 check_links(trainer)
         ranks = cast(Any, self)  # every strategy of Relay is a ParallelStrategy
         has_group = getattr(ranks, "is_distributed", True)  # a single pipeline has no process group
+        if has_group:
+            check_connections()
         if has_group and isinstance(getattr(ranks, "cluster_environment", None), LoopbackEnvironment):
             self._on_loopback = connect(ranks, self._timeout or default_pg_timeout)
         super().setup_environment()
@@ -201,6 +203,11 @@ class StrategyPlugin(Strategy):
                 self._on_loopback.close()
                 self._on_loopback = None
             super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Record a process group that has lost a connection, so that no later call waits in it."""
+        note_lost_connection(exception)
+        super().on_exception(exception)
 
     def _has_failed(self) -> bool:
         """Whether an error has ended the run, so that errors of its teardown must not mask it."""

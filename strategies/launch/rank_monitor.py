@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from strategies.common.activity import Note, noted
-from strategies.common.errors import is_consequence
+from strategies.common.errors import WorkerLost, is_consequence
 from strategies.common.formatting import ending
 from strategies.common.torch_compat import default_store, forget_group_names, has_excepthook_of_groups
 from strategies.launch.rendezvous import InterruptibleTCPStore
@@ -47,6 +48,7 @@ _LEAVE_SECONDS = 5.0
 _END_SECONDS = 2.0
 """What a rank gets to end by itself once it is asked to."""
 
+_RAISED = ", which raised "
 
 _FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
 
@@ -115,12 +117,20 @@ class RankMonitor:
 
     def why(self, error: BaseException) -> str | None:
         """Which rank ended a call, how, and in what; ``None`` if the error is rank 0's own."""
-        lost_connection = is_consequence(error) or isinstance(error, dist.DistError) or "/gloo/" in str(error)
-        if not isinstance(error, RankLost) and not lost_connection:
+        if not isinstance(error, RankLost) and not is_consequence(error) and not is_lost_connection(error):
             return None
         if not self._found.wait(_DIAGNOSIS_SECONDS):
             self._find(lambda status: status is not None)
         return self._lost or None
+
+    def raised(self) -> list[str]:
+        """Which ranks have raised an error in the call that rank 0 has just left, and live."""
+        found = []
+        for rank, note in enumerate(self._notes, 1):
+            _, _, kind = noted(_path(note)).partition(_RAISED)
+            if kind:
+                found.append(f"rank {rank}, process {self.processes[rank - 1].pid}, has raised {kind}")
+        return found
 
     @property
     def has_ended(self) -> bool:
@@ -222,7 +232,7 @@ class MonitoredRank:
         try:
             yield
         except BaseException as error:
-            how = f", which raised {type(error).__name__}"
+            how = f"{_RAISED}{type(error).__name__}"
             raise
         finally:
             self.note.write(after_call(self.calls) + how)
@@ -269,6 +279,37 @@ class Rank0Watch:
         except dist.DistNetworkError:
             return not self._ended.is_set()
         return False
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Return whether an error says that a process group has lost a connection, or has waited for too long."""
+    return not isinstance(error, WorkerLost) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
+
+
+_lost: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+"""Process groups that have lost a connection, with the error. torch keeps them, and later operations fail or hang."""
+
+
+def note_lost_connection(error: BaseException) -> None:
+    """Record that the default process group cannot be used any more, if ``error`` says so."""
+    if dist.is_initialized() and dist.group.WORLD is not None and is_lost_connection(error):
+        _lost[dist.group.WORLD] = f"{type(error).__name__}: {error}"
+
+
+def check_connections() -> None:
+    """Check that the default process group, if there is one, has lost no connection in an earlier call.
+
+    Raises:
+        RuntimeError: If it has.
+    """
+    why = _lost.get(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
+    if why is not None:
+        raise RuntimeError(
+            "This process cannot train, validate, test or predict with the other ranks again, because their process "
+            f"group has lost a connection in an earlier call ({why}), and torch cannot connect it anew. Let the error "
+            "end this process, so that what has started the ranks can start all of them again, such as torchrun "
+            "--max-restarts=1, and continue from the last checkpoint."
+        )
 
 
 def after_call(number: int) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lost_connection_job
 import pytest
 import ranks_faults_job
 import torch
@@ -127,6 +128,40 @@ def test_the_driver_of_another_replica(undisturbed: float) -> None:
     seen = run(endings, "replicas", 4, ["forward", ""], 150.0, timeout_seconds=160)
     check_told("forward", seen["forward"], MOMENTS["forward"])
     assert seen[""]["loss"] == pytest.approx(undisturbed, rel=1e-5)  # float32, in micro-batches
+
+
+def without_connections(launcher: Sequence[str], struck: bool) -> tuple[list[Any], float]:
+    """What became of the calls of each rank that came to an end, and when the connections were lost."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if struck:
+            (folder / "struck").write_text("nan")
+        command = [sys.executable, "-W", "ignore", *launcher, lost_connection_job.__file__, name]
+        ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, timeout=90)
+        assert ended.returncode == 0
+        return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)], float((folder / "struck").read_text())
+
+
+@pytest.mark.slow
+def test_ranks_that_lose_their_connection_and_catch_the_error() -> None:
+    """The next fit of rank 0 has other ranks, so it goes as one without faults."""
+    (expected, _), _ = run(without_connections, [], True, timeout_seconds=100)
+    (of_rank_0, of_rank_1), struck = run(without_connections, [], False, timeout_seconds=100)
+    (message, ended), loss = of_rank_0
+    assert message.startswith("The ranks have lost a connection between them, although the process of each of"), message
+    assert re.search(r" rank 1, process \d+, has raised \w+\. Rank 0 has ended the others,", message), message
+    assert ended - struck < SECONDS and [loss] == expected == of_rank_1
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_that_lose_their_connection_and_catch_the_error() -> None:
+    """Nobody can start them again, so the next fit of each rank says what to do, at once."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ranks, struck = run(without_connections, launcher, False, timeout_seconds=100, allow=["tmp"])
+    for (first, _), (second, ended) in ranks:
+        assert "/gloo/" in first and ended - struck < SECONDS, (first, ended - struck)
+        refused = "This process cannot train, validate, test or predict with the other ranks again, because"
+        assert second.startswith(refused) and "/gloo/" in second and "--max-restarts=1" in second, second
 
 
 def orphan() -> tuple[int, str, float]:

@@ -7,7 +7,14 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from strategies.launch.rank_monitor import MonitoredRank, RankLost, RankMonitor, new_notes, places
+from strategies.launch.rank_monitor import (
+    MonitoredRank,
+    RankLost,
+    RankMonitor,
+    is_lost_connection,
+    new_notes,
+    places,
+)
 from strategies.launch.rendezvous import InterruptibleTCPStore
 from strategies.launch.session import environment_variables
 from strategies.lightning.compat import Launcher, SubprocessScriptLauncher, Trainer, set_num_threads_if_needed
@@ -84,6 +91,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
         except BaseException as error:
             if (why := monitor.why(error)) is None:
                 monitor.excuse()
+                if is_lost_connection(error):  # the processes live, and their process group is broken
+                    raised = "".join(f" {each}." for each in monitor.raised())
+                    self._dismiss(monitor)
+                    raise RuntimeError(
+                        f"The ranks have lost a connection between them, although the process of each of them runs: "
+                        f"{error}.{raised} Rank 0 has ended the others, and starts them again in its next call."
+                    ) from error
                 if not monitor.have_left():  # and never will, without this one
                     self._dismiss(monitor)
                 raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, TypeVar
 
@@ -45,7 +45,8 @@ RANKS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed")
 
-PHASES = ("start", "forward", "backward", "step", "checkpoint", "validation", "teardown")
+SANITY = "sanity validation"
+PHASES = ("start", SANITY, "forward", "backward", "step", "checkpoint", "validation", "teardown")
 RECOVERY = "recovery"
 """A phase too: a worker starts again, after another fault."""
 ANY_MOMENT = "any moment"
@@ -69,6 +70,7 @@ class Shape:
         precision: Lightning's.
         accumulate: Batches of one optimizer step.
         options: Arguments of the strategy.
+        has_sanity: Whether it validates before the first step.
     """
 
     strategy: str
@@ -77,6 +79,7 @@ class Shape:
     precision: str
     accumulate: int
     options: tuple[tuple[str, Any], ...]
+    has_sanity: bool = False
 
     def option(self, name: str, default: Any = None) -> Any:
         """An argument of the strategy."""
@@ -96,7 +99,8 @@ class Shape:
         what = f"{self.stages} stages" if self.strategy == "pipeline" else self.strategy
         times = f" x {self.replicas}" if self.replicas > 1 else ""
         options = ", ".join(f"{name}={value}" for name, value in self.options)
-        return f"{what}{times}, {self.precision}, accumulate={self.accumulate}, {options}"
+        sanity = ", sanity validation" if self.has_sanity else ""
+        return f"{what}{times}, {self.precision}, accumulate={self.accumulate}, {options}{sanity}"
 
 
 DRIVER = "driver"
@@ -254,7 +258,8 @@ def draw(seed: int) -> Case:
         shape = _draw_shape(draws)
         faults = _draw_faults(draws, shape)
         if faults:
-            return Case(seed, shape, faults)
+            has_sanity = any(fault.phase == SANITY for fault in faults)
+            return Case(seed, replace(shape, has_sanity=has_sanity), faults)
     raise AssertionError("unreachable")
 
 
@@ -340,6 +345,6 @@ def _is_possible(shape: Shape, fault: Fault) -> bool:
         return False  # Lightning's loop takes it for the end of the data
     if fault.kind == "terminate" and shape.replicas > 1:
         return False  # Lightning's handler broadcasts the signal: launchers send it to all ranks
-    if fault.kind == "connection lost" and (shape.stages == 1 or shape.replicas > 1):
-        return False  # there is none, or both ranks may live and keep the process group that has lost it
+    if fault.kind == "connection lost" and shape.stages == 1 and shape.replicas == 1:
+        return False  # there is none
     return shape.replicas == 1 or (KINDS[fault.kind].ranks and fault.phase != ANY_MOMENT)

@@ -9,7 +9,18 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from tests.faults.simulator.cases import ANY_MOMENT, DRIVER, NUM_BATCHES, RECOVERY, SERVER, WORKER, Case, Fault, Shape
+from tests.faults.simulator.cases import (
+    ANY_MOMENT,
+    DRIVER,
+    NUM_BATCHES,
+    RECOVERY,
+    SANITY,
+    SERVER,
+    WORKER,
+    Case,
+    Fault,
+    Shape,
+)
 from tests.faults.simulator.traps import FAULT
 
 BOUND_SECONDS = 25.0
@@ -123,6 +134,11 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
     if fault.role == SERVER or fault.kind in ("terminate", "pause", "slow", "busy", "nan", "damaged"):
         return [GOES_ON]
     raising = _raising(fault)
+    if fault.kind == "connection lost" and shape.replicas > 1:  # between ranks, or to the store of rank 0
+        raising = [
+            Ending(("RuntimeError",), "lost a connection between them|rank 1, process|stage"),
+            Ending(("WorkerLost",), "stage"),
+        ]
     if fault.kind == "disk full" and fault.role == WORKER and shape.goes_back:
         # The limit is one of the size of files, and applies to snapshots too, which are files in memory.
         raising.append(Ending(("OSError",), f"a snapshot of .*{_FULL}"))
@@ -141,7 +157,7 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
                 ("WorkerLost",), f"stage {fault.stage}.*The checkpoint that was being written is incomp"
             )
             return [GOES_ON, incomplete] if _writes_in_the_background(shape) else [GOES_ON]
-        if shape.goes_back and fault.phase != "start":
+        if shape.goes_back and fault.phase not in ("start", SANITY):
             return [GOES_ON, *raising]  # it depends on what the driver needs of the worker at that moment
     return raising
 

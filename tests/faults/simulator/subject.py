@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
 from strategies.checkpoint.store import is_sharded, load_sharded, sharded_tensors
-from tests.faults.simulator.cases import ANY_MOMENT, NUM_BATCHES, SAVE_EVERY, Case, Fault, Shape
+from tests.faults.simulator.cases import ANY_MOMENT, NUM_BATCHES, SANITY, SAVE_EVERY, Case, Fault, Shape
 from tests.faults.simulator.oracle import Error, Outcome, Results
 from tests.faults.simulator.traps import WIDTH, Position, Trapped, TrappedAdam, Traps, disk_is_free_again
 from trainer import Trainer
@@ -56,7 +56,7 @@ class Net(pl.LightningModule):
         self.losses.append((batch_idx, outputs["loss"].item()))
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.traps.spring("validation")
+        self.traps.spring(SANITY if self.trainer.sanity_checking else "validation")
         self.log("val_loss", self._loss(batch), batch_size=ROWS, sync_dist=True)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -83,7 +83,10 @@ class TellsPosition(Callback):
         self._tell(batch_idx, "checkpoint")
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        self._tell(self.traps.position.get()[0], "validate")
+        self._tell(self.traps.position.get()[0], "sanity" if trainer.sanity_checking else "validate")
+
+    def on_sanity_check_end(self, trainer: Any, pl_module: Any) -> None:
+        self._tell(-1, "begin")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._tell(NUM_BATCHES, "teardown")
@@ -196,7 +199,7 @@ def _trainer(shape: Shape, saved: Path, traps: Traps, hears: Hears) -> Trainer:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=int(shape.has_sanity),
         **precision,
     )
 
@@ -262,7 +265,7 @@ def _other_rank(case: Case, folder: Path, arguments: dict[str, Any]) -> Outcome:
         if results.error is None:
             return Outcome(results)
         deadline = time.monotonic() + 30
-        is_own = any(fault.replica for fault in case.faults)
+        is_own = any(fault.replica and fault.kind != "connection lost" for fault in case.faults)
         while not (folder / "afterwards").exists():
             if is_own or time.monotonic() > deadline:
                 raise RuntimeError(f"{results.error.kind}: {results.error.message}")

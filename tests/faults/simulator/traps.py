@@ -24,7 +24,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from tests.faults.simulator.cases import DRIVER, RECOVERY, SERVER, WORKER, Fault
+from tests.faults.simulator.cases import DRIVER, RECOVERY, SANITY, SERVER, WORKER, Fault
 
 WIDTH = 6
 PAUSE_SECONDS = 0.7
@@ -87,7 +87,7 @@ class Traps:
         for number, fault in enumerate(self.faults):
             if fault.phase != phase or not self._is_here(fault):
                 continue
-            if phase not in ("start", RECOVERY) and self.position.get()[0] < fault.batch:
+            if phase not in ("start", SANITY, RECOVERY) and self.position.get()[0] < fault.batch:
                 continue
             _passed[number, phase] += 1
             if _passed[number, phase] > fault.skip and self._strikes_first(number):
@@ -168,8 +168,8 @@ class Traps:
                 ctypes.CDLL(None).signal(signal.SIGXFSZ, 0)
             resource.setrlimit(resource.RLIMIT_FSIZE, (fault.detail, resource.RLIM_INFINITY))
         elif fault.kind == "connection lost":
-            connections = _connections()
-            connections[int(fault.detail * len(connections))].shutdown(socket.SHUT_RDWR)
+            found = connections()
+            found[int(fault.detail * len(found))].shutdown(socket.SHUT_RDWR)
 
 
 def disk_is_free_again() -> None:
@@ -182,7 +182,7 @@ def _fork_server_of(driver: int) -> int:
     return next(child.pid for child in psutil.Process(driver).children() if child.cmdline()[1:4] == command)
 
 
-def _connections() -> list[socket.socket]:
+def connections() -> list[socket.socket]:
     """The TCP connections of this process, as other sockets that share them."""
     found = []
     for number in sorted(map(int, os.listdir("/proc/self/fd"))):
@@ -258,11 +258,14 @@ class Trapped(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input, changed a little: ``[batch, WIDTH]``."""
-        makes_nan = self.traps.spring("forward" if self.training else "validation")
+        makes_nan = self.traps.spring("forward" if self.training else self._validation())
         if self.training and not torch.is_inference_mode_enabled():
             x = _InBackward.apply(x, self.traps)
         y = x + self.dropout(self.linear(x)).tanh()
         return y * torch.nan if makes_nan else y
+
+    def _validation(self) -> str:
+        return SANITY if self.traps.position.get()[1] == "sanity" else "validation"
 
     def get_extra_state(self) -> Tensor:
         """Asked of every stage for a checkpoint, and at the end of a run."""
