@@ -69,15 +69,19 @@ def with_spares() -> Any:
 @pytest.mark.timeout(SECONDS + 60)
 def test_torchrun_with_spares() -> None:
     found, expected, said = run(with_spares, timeout_seconds=SECONDS + 40, allow=["tmp"], env=OWN_SERVER)
-    repaired, restarted, spares = found["repaired"], found["restarted"], found["spares"]
+    (repaired, twice), restarted = found["repaired"], found["restarted"]
     assert recovery_job.differences(repaired, expected) == []
     assert len(repaired["recovered"]) >= len(rank_recovery_job.SNAPSHOTS) - 1 and repaired["restarts"] == []
     assert repaired["recovered"][0].startswith("stage 0 (layers 0 to 1: Linear, Killable), process ")
     assert "(rank 1) on " in repaired["recovered"][0] and repaired["left"] == []
+    # The processes that have taken over may be lost in the same batch.
+    assert recovery_job.differences(twice, expected) == [] and twice["restarts"] == []
+    assert len(twice["recovered"]) == 4 and twice["left"] == []
     # One spare for each rank; those that were killed have been replaced, and the next ones became the workers.
-    assert spares["idle"] == spares["again"] == [1, 1], spares
-    assert {pid for pids in spares["spares"] for pid in pids} <= set(spares["workers"]), spares
-    assert " strategies.pipeline.worker.serve " in spares["command"]
+    for spares in found["spares"]:
+        assert spares["idle"] == spares["again"] == [1, 1], spares
+        assert {pid for pids in spares["spares"] for pid in pids} <= set(spares["workers"]), spares
+        assert " strategies.pipeline.worker.serve " in spares["command"]
     # With max_restarts, the ranks replace workers too, and fit goes on from a checkpoint.
     assert len(restarted["restarts"]) == 1 and restarted["recovered"] == []
     for name in ("weights", "optimizers", "schedules"):

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import recovery_job
@@ -22,17 +22,33 @@ SNAPSHOTS: Kills = {
     10: ["on_train_batch_end-0"],
     12: ["forward-0", "forward-1"],
 }
+TWICE: Kills = {3: ["forward-0", "forward-1"], 12: ["forward-0", "forward-1"]}
+"""The workers that take over are lost within the same batch."""
 CHECKPOINT: Kills = {9: ["backward-1"]}
 FEW: Kills = {4: ["backward-0"]}
 EVERY_BATCH: dict[str, Any] = {"accumulate_grad_batches": 1}
 """An optimizer step after every batch."""
 
 
+class Observed(recovery_job.Net):
+    """Records the process ids of all workers with which a step of the second epoch has begun.
+
+    A worker that takes over may be lost before the batch ends, so a hook of a callback would miss it.
+    """
+
+    workers: ClassVar[set[int]] = set()  # what a module has itself goes back with its step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.current_epoch == 1:
+            self.workers.update(pid for _, pid in self.trainer.strategy.pipeline.workers._processes.values())
+        return super().training_step(batch, batch_idx)
+
+
 class Spares(Callback):
-    """Kills the idle spare of each rank at the beginning of the second epoch, and records all workers of that epoch.
+    """Kills the idle spare of each rank at the beginning of the second epoch.
 
     Attributes:
-        told: Numbers of idle spares before and after, process ids of the later spares and of workers, and a command.
+        told: Numbers of idle spares before and after, process ids of the later spares, and a command.
     """
 
     def __init__(self) -> None:
@@ -47,11 +63,6 @@ class Spares(Callback):
             again = idle_spares(trainer, other_than=[pid for pids in idle for pid in pids])
             self.told["again"], self.told["spares"] = list(map(len, again)), again
             self.told["command"] = " ".join(psutil.Process(again[0][0]).cmdline())
-
-    def on_train_batch_end(self, trainer: Any, model: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.current_epoch == 1:
-            processes = trainer.strategy.pipeline.workers._processes
-            self.told.setdefault("workers", []).extend(pid for _, pid in processes.values())
 
 
 def idle_spares(trainer: Any, other_than: Any = ()) -> list[list[int]]:
@@ -94,11 +105,18 @@ class KillsRank(Callback):
 
 def with_spares() -> dict[str, Any]:
     """From snapshots; then, with the same ranks, from a checkpoint."""
-    spares = Spares()
     options = {"spare_workers": 1}
-    repaired = recovery_job.fit(SNAPSHOTS, 1, options=options, callbacks=lambda: [spares], **EVERY_BATCH)
+    repaired, spares = zip(*(_from_snapshots(kills, options) for kills in (SNAPSHOTS, TWICE)), strict=True)
     restarted = recovery_job.fit(CHECKPOINT, 0, options={"max_restarts": 1, **options}, **EVERY_BATCH)
-    return {"repaired": repaired, "spares": spares.told, "restarted": restarted}
+    return {"repaired": repaired, "spares": spares, "restarted": restarted}
+
+
+def _from_snapshots(kills: Kills, options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a fit comes to, and what is told of spares and workers."""
+    callback = Spares()
+    Observed.workers.clear()
+    found = recovery_job.fit(kills, 1, options=options, callbacks=lambda: [callback], net=Observed, **EVERY_BATCH)
+    return found, {**callback.told, "workers": sorted(Observed.workers)}
 
 
 def without_spares() -> dict[str, Any]:
