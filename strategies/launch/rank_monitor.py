@@ -48,6 +48,9 @@ _LEAVE_SECONDS = 5.0
 _END_SECONDS = 2.0
 """What a rank gets to end by itself once it is asked to."""
 
+_DISMISSAL_SECONDS = 10.0
+"""How long a rank that has lost a connection waits for rank 0 to end it: longer than rank 0 looks for the cause."""
+
 _RAISED = ", which raised "
 
 _FOREVER = timedelta(days=20)  # c10d counts milliseconds in 31 bits
@@ -237,6 +240,15 @@ class MonitoredRank:
         finally:
             self.note.write(after_call(self.calls) + how)
 
+    def await_end(self) -> None:
+        """Wait a while if the process group has lost a connection: rank 0 ends this process, and starts another one.
+
+        Otherwise the script might fail in its next call and end before rank 0 has looked, which then would report a
+        rank that has ended as the cause.
+        """
+        if _lost_connection():
+            time.sleep(_DISMISSAL_SECONDS)
+
 
 class Rank0Watch:
     """Ends a rank when rank 0 ends: Lightning starts ranks as rank 0's children, and they would survive its SIGKILL.
@@ -296,14 +308,18 @@ def note_lost_connection(error: BaseException) -> None:
         _lost[dist.group.WORLD] = f"{type(error).__name__}: {error}"
 
 
+def _lost_connection() -> str | None:
+    """The error of the default process group, if it has lost a connection."""
+    return _lost.get(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
+
+
 def check_connections() -> None:
     """Check that the default process group, if there is one, has lost no connection in an earlier call.
 
     Raises:
         RuntimeError: If it has.
     """
-    why = _lost.get(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD is not None else None
-    if why is not None:
+    if (why := _lost_connection()) is not None:
         raise RuntimeError(
             "This process cannot train, validate, test or predict with the other ranks again, because their process "
             f"group has lost a connection in an earlier call ({why}), and torch cannot connect it anew. Let the error "

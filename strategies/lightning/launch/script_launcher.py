@@ -63,6 +63,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             return self._lead(role, function, *args, **kwargs)
         if role is None or trainer is None:
             return function(*args, **kwargs)
+        role.await_end()
         with role.call(), noting_phases(trainer.strategy, role.note):
             return function(*args, **kwargs)
 
