@@ -7,6 +7,7 @@ rank > 0                 note what they do, in memory of rank 0's
 """
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from strategies.common.activity import Note, noted
-from strategies.common.errors import WorkerLost, is_consequence
+from strategies.common.errors import is_consequence
 from strategies.common.formatting import ending
 from strategies.common.torch_compat import default_store, forget_group_names, has_excepthook_of_groups
 from strategies.launch.rendezvous import InterruptibleTCPStore
@@ -293,9 +294,19 @@ class Rank0Watch:
         return False
 
 
+_AT_GLOO = re.compile(r"\[[^\]]*/gloo/[^\]]*:\d+\]")
+"""How a message of gloo names its place: ``[.../gloo/transport/tcp/pair.cc:553]``."""
+
+
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error says that a process group has lost a connection, or has waited for too long."""
-    return not isinstance(error, WorkerLost) and (isinstance(error, dist.DistError) or "/gloo/" in str(error))
+    """Return whether an error says that a process group has lost a connection, or has waited for too long.
+
+    Only torch's own types count: an error of the user's code, such as a file that is missing in a folder ``gloo``, or
+    a connection to a data source that is reset, leaves the process group as it is.
+    """
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and _AT_GLOO.search(str(error)) is not None
+    )
 
 
 _lost: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()

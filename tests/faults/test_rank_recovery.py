@@ -98,7 +98,7 @@ def without_spares() -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(SECONDS + 60)
 def test_slurm_without_spares_and_the_loss_of_a_rank() -> None:
-    """A worker is replaced by a new interpreter. A rank itself is not: the run ends, so that the launcher can act."""
+    """A worker is replaced by a fork. A rank itself is not: the run ends, so that the launcher can act."""
     codes, said, found, expected = run(without_spares, timeout_seconds=SECONDS + 40, env=OWN_SERVER)
     repaired = found["repaired"]
     assert recovery_job.differences(repaired, expected) == []
