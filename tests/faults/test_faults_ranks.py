@@ -21,6 +21,7 @@ import pytest
 import ranks_faults_job
 import torch
 from harness import run
+from paths import environment
 from ranks_faults_job import MOMENTS
 from scripts import Script
 
@@ -137,7 +138,7 @@ def without_connections(launcher: Sequence[str], struck: bool) -> tuple[list[Any
         if struck:
             (folder / "struck").write_text("nan")
         command = [sys.executable, "-W", "ignore", *launcher, lost_connection_job.__file__, name]
-        ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": PYTHONPATH}, timeout=90)
+        ended = subprocess.run(command, env=environment(), timeout=90)
         assert ended.returncode == 0
         return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)], float((folder / "struck").read_text())
 
