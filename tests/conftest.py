@@ -69,7 +69,8 @@ def pytest_collection() -> Iterator[Any]:
 
 
 _LONGEST = (
-    *("test_commands", "test_rank_recovery", "test_launch", "test_parity_schedules", "test_zero", "test_step_recovery"),
+    *("test_readme_commands", "test_rank_recovery", "test_launch", "test_parity_schedules", "test_zero"),
+    "test_step_recovery",
     *(
         "test_faults",
         "test_faults_ranks",
