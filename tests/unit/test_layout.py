@@ -1,0 +1,279 @@
+"""The test of a module is found by its name: it has the mirrored name, or the table here says which files it is."""
+
+from pathlib import Path
+
+from paths import ROOT
+
+TESTS = ROOT / "tests"
+
+ELSEWHERE: dict[str, list[str]] = {
+    "strategies/checkpoint/rows.py": ["integration/data_parallel/test_zero.py"],
+    "strategies/commands/declaration.py": [
+        "unit/pipeline/control/test_stage_commands.py",
+        "unit/remote/test_module_commands.py",
+        "unit/commands/test_host.py",
+    ],
+    "strategies/common/activity.py": ["unit/pipeline/control/test_watch.py", "unit/commands/test_host.py"],
+    "strategies/common/autograd.py": [
+        "unit/pipeline/stage/test_stage.py",
+        "unit/pipeline/executor/test_per_microbatch.py",
+        "unit/pipeline/optim/test_averaging.py",
+    ],
+    "strategies/common/errors.py": [
+        "unit/pipeline/transport/test_channel.py",
+        "unit/commands/test_failure.py",
+        "unit/pipeline/control/test_client.py",
+    ],
+    "strategies/common/formatting.py": [
+        "faults/test_faults.py",
+        "faults/test_faults_ranks.py",
+        "integration/launch/test_rank_supervisor.py",
+    ],
+    "strategies/common/initialisation.py": [
+        "unit/sharding/test_model.py",
+        "integration/models/test_configure_model.py",
+    ],
+    "strategies/common/names.py": ["unit/trainer/test_trainer.py", "integration/trainer/test_script_form.py"],
+    "strategies/common/operators.py": [
+        "unit/pipeline/construction/test_recording.py",
+        "unit/pipeline/state/test_remote_operations.py",
+    ],
+    "strategies/common/python_random.py": [
+        "unit/pipeline/stage/test_python_generator.py",
+        "unit/trainer/test_random_state.py",
+    ],
+    "strategies/common/torch_compat.py": ["unit/test_compat.py"],
+    "strategies/common/transformers_compat.py": [
+        "unit/test_compat.py",
+        "integration/models/test_families.py",
+        "integration/models/test_gradient_checkpointing.py",
+    ],
+    "strategies/common/trees.py": ["unit/pipeline/transport/test_nccl.py", "unit/pipeline/transport/test_simulated.py"],
+    "strategies/common/waiting.py": [
+        "unit/pipeline/transport/test_device.py",
+        "unit/pipeline/transport/test_simulated.py",
+    ],
+    "strategies/consolidate.py": [
+        "integration/checkpoint/test_checkpoint_sharded.py",
+        "integration/replicas/test_security.py",
+    ],
+    "strategies/ddp.py": ["integration/data_parallel/test_ddp.py"],
+    "strategies/dp.py": ["integration/data_parallel/test_dp.py"],
+    "strategies/launch/fork_server.py": [
+        "integration/launch/test_fork_server.py",
+        "integration/launch/test_first_fit.py",
+    ],
+    "strategies/launch/private_rpc.py": ["integration/pipe/test_pipe_rpc.py"],
+    "strategies/launch/rank_monitor.py": ["faults/test_faults_ranks.py"],
+    "strategies/launch/rank_supervisor.py": [
+        "integration/launch/test_rank_supervisor.py",
+        "faults/test_rank_recovery.py",
+    ],
+    "strategies/launch/ranks.py": [
+        "integration/replicas/test_launch.py",
+        "faults/test_rank_recovery.py",
+        "unit/test_rpc_sequential.py",
+    ],
+    "strategies/launch/rendezvous.py": [
+        "unit/pipeline/transport/test_channel.py",
+        "integration/replicas/test_security.py",
+    ],
+    "strategies/launch/session.py": ["unit/pipeline/transport/test_channel.py", "unit/test_rpc_sequential.py"],
+    "strategies/launch/supervision.py": [
+        "faults/test_faults_ranks.py",
+        "integration/launch/test_rank_supervisor.py",
+        "faults/test_faults.py",
+    ],
+    "strategies/launch/workers.py": ["unit/test_rpc_sequential.py", "integration/launch/test_fork_server.py"],
+    "strategies/lightning/compat.py": [
+        "unit/test_compat.py",
+        "unit/lightning/test_packages.py",
+        "integration/trainer/test_import_lightning.py",
+    ],
+    "strategies/lightning/launch/loopback.py": ["integration/replicas/test_security.py", "faults/test_faults_ranks.py"],
+    "strategies/lightning/launch/phases.py": ["faults/test_faults_ranks.py"],
+    "strategies/lightning/launch/rank_launcher.py": ["integration/replicas/test_launch.py"],
+    "strategies/lightning/launch/replicas.py": [
+        "integration/replicas/test_replicas.py",
+        "integration/replicas/test_replicas_features.py",
+    ],
+    "strategies/lightning/launch/restarts.py": ["faults/test_restarts.py"],
+    "strategies/lightning/launch/script_launcher.py": [
+        "faults/test_faults_ranks.py",
+        "integration/replicas/test_replicas.py",
+    ],
+    "strategies/lightning/per_microbatch.py": [
+        "unit/lightning/test_num_gradient_sets.py",
+        "integration/parity/schedules/test_1f1b_outputs.py",
+        "integration/parity/schedules/test_parity_1f1b.py",
+    ],
+    "strategies/lightning/profiler.py": ["integration/parity/trainer/test_parity_profilers.py"],
+    "strategies/lightning/recovery/moment.py": ["faults/test_step_recovery.py"],
+    "strategies/lightning/recovery/steps.py": ["faults/test_step_recovery.py", "faults/test_recovery_replicas.py"],
+    "strategies/lightning/recovery/together.py": ["faults/test_recovery_replicas.py"],
+    "strategies/lightning/summary.py": ["integration/parity/trainer/test_summary.py"],
+    "strategies/lightning/weight_averaging.py": ["integration/parity/training/test_parity_weight_averaging.py"],
+    "strategies/optim/gradients.py": [
+        "unit/optim/test_restricted.py",
+        "integration/parity/training/test_parity_gradients.py",
+    ],
+    "strategies/pipeline/construction/initialise.py": ["integration/models/test_configure_model.py"],
+    "strategies/pipeline/construction/recipe.py": ["unit/pipeline/construction/test_recording.py"],
+    "strategies/pipeline/construction/stored.py": [
+        "unit/checkpoint/test_references.py",
+        "integration/models/test_configure_model.py",
+    ],
+    "strategies/pipeline/control/commands.py": [
+        "unit/pipeline/control/test_stage_commands.py",
+        "integration/pipeline/test_typed_commands.py",
+    ],
+    "strategies/pipeline/control/operations.py": [
+        "unit/pipeline/state/test_remote_operations.py",
+        "unit/pipeline/worker/test_taking_over.py",
+    ],
+    "strategies/pipeline/control/parts.py": ["unit/checkpoint/test_stages.py"],
+    "strategies/pipeline/control/shelf.py": ["unit/checkpoint/test_stages.py"],
+    "strategies/pipeline/driver.py": [
+        "unit/pipeline/stage/test_stage.py",
+        "integration/pipeline/test_pipeline_engine.py",
+        "integration/pipeline/test_recovery.py",
+    ],
+    "strategies/pipeline/executor/executor.py": [
+        "integration/pipeline/test_pipeline_engine.py",
+        "integration/parity/schedules/test_parity_schedules.py",
+    ],
+    "strategies/pipeline/executor/settings.py": [
+        "unit/test_rpc_sequential.py",
+        "unit/pipeline/schedule/test_timetable.py",
+    ],
+    "strategies/pipeline/executor/whole_batch.py": [
+        "unit/pipeline/stage/test_stage.py",
+        "integration/pipeline/test_pipeline_engine.py",
+    ],
+    "strategies/pipeline/optim/optimizers.py": [
+        "integration/parity/training/test_parity_optimizers.py",
+        "integration/parity/training/test_parity_steps.py",
+    ],
+    "strategies/pipeline/optim/replicas.py": [
+        "unit/pipeline/optim/test_averaging.py",
+        "integration/replicas/test_replicas.py",
+        "faults/test_recovery_replicas.py",
+    ],
+    "strategies/pipeline/partition/blocks/calls.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
+    "strategies/pipeline/partition/blocks/expected.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
+    "strategies/pipeline/partition/blocks/output.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
+    "strategies/pipeline/partition/blocks/recording.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
+    "strategies/pipeline/pipe/local_engine.py": ["unit/pipeline/pipe/test_pipe.py"],
+    "strategies/pipeline/pipe/remote_engine.py": ["integration/pipe/test_pipe_rpc.py"],
+    "strategies/pipeline/pipe/routing.py": ["integration/pipe/test_pipe_rpc.py"],
+    "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
+    "strategies/pipeline/schedule/operations.py": [
+        "unit/pipeline/schedule/test_devices.py",
+        "unit/pipeline/schedule/test_posting.py",
+    ],
+    "strategies/pipeline/stage/batchnorm.py": [
+        "unit/pipeline/stage/test_stage.py",
+        "integration/parity/training/test_parity_batchnorm.py",
+    ],
+    "strategies/pipeline/stage/calling.py": ["unit/pipeline/pipe/test_pipe.py"],
+    "strategies/pipeline/stage/edges.py": ["unit/pipeline/transport/test_device.py"],
+    "strategies/pipeline/stage/microbatch/chunks.py": ["unit/pipeline/pipe/test_pipe.py"],
+    "strategies/pipeline/stage/recorder.py": ["integration/pipeline/test_monitor.py"],
+    "strategies/pipeline/stage/side_outputs.py": ["integration/parity/values/test_side_outputs.py"],
+    "strategies/pipeline/state/shelved.py": ["unit/checkpoint/test_stages.py"],
+    "strategies/pipeline/state/state_dict.py": ["unit/checkpoint/test_stages.py"],
+    "strategies/pipeline/transport/interface.py": [
+        "unit/pipeline/worker/test_hosted.py",
+        "unit/pipeline/worker/test_taking_over.py",
+    ],
+    "strategies/pipeline/transport/storages.py": ["unit/pipeline/transport/test_slots.py"],
+    "strategies/pipeline/worker/process.py": ["integration/launch/test_fork_server.py", "faults/test_faults.py"],
+    "strategies/pipeline/worker/serve.py": ["integration/replicas/test_launch.py", "faults/test_rank_recovery.py"],
+    "strategies/pipeline/worker/wiring.py": [
+        "unit/pipeline/worker/test_hosted.py",
+        "unit/pipeline/worker/test_taking_over.py",
+    ],
+    "strategies/remote/client.py": ["integration/remote/test_remote_module.py"],
+    "strategies/remote/commands.py": [
+        "unit/remote/test_module_commands.py",
+        "integration/remote/test_remote_module.py",
+    ],
+    "strategies/remote/host.py": ["unit/remote/test_module_commands.py", "integration/remote/test_remote_module.py"],
+    "strategies/remote/module.py": ["integration/remote/test_remote_module.py"],
+    "strategies/remote/optimizer.py": ["integration/remote/test_remote_module.py"],
+    "strategies/sharding/bucket.py": ["unit/sharding/test_ownership.py", "integration/data_parallel/test_zero.py"],
+    "strategies/sharding/initialise.py": ["unit/sharding/test_model.py"],
+    "strategies/sharding/optimizers.py": ["integration/data_parallel/test_zero.py"],
+    "strategies/sharding/reducer.py": ["integration/data_parallel/test_zero.py"],
+    "strategies/sharding/row_optimizers.py": ["integration/data_parallel/test_zero.py"],
+    "strategies/sharding/rows.py": ["unit/sharding/test_division_by_rows.py"],
+    "strategies/sharding/states.py": [
+        "integration/data_parallel/test_zero.py",
+        "integration/replicas/test_replicas.py",
+    ],
+    "strategies/sharding/transfer.py": ["integration/data_parallel/test_zero.py"],
+    "strategies/zero.py": ["integration/data_parallel/test_zero.py"],
+    "trainer/cli/command.py": ["unit/trainer/test_cli.py"],
+    "trainer/cli/lightning_cli.py": ["unit/trainer/test_cli.py", "integration/trainer/test_import_lightning.py"],
+    "trainer/cli/messages.py": ["unit/trainer/test_cli.py"],
+    "trainer/cli/model_class.py": ["unit/lightning/test_packages.py", "integration/trainer/test_import_lightning.py"],
+    "trainer/cli/parser.py": ["unit/trainer/test_cli.py"],
+    "trainer/cli/saved_config.py": ["unit/trainer/test_cli.py"],
+    "trainer/monitor.py": ["unit/trainer/test_monitor_settings.py", "integration/pipeline/test_monitor.py"],
+    "trainer/plan_report.py": ["unit/lightning/planning/test_plan.py"],
+    "trainer/report/charts.py": ["unit/trainer/test_report.py"],
+    "trainer/report/page.py": ["unit/trainer/test_report.py"],
+    "trainer/report/run_folder.py": ["unit/trainer/test_report.py", "unit/trainer/test_monitor_settings.py"],
+    "trainer/resume/combined_loader.py": ["unit/trainer/test_resume.py"],
+    "trainer/resume/epoch_results.py": ["unit/trainer/test_resume.py"],
+    "trainer/resume/loader.py": ["unit/trainer/test_resume.py", "unit/trainer/test_resume_corners.py"],
+    "trainer/resume/loops.py": ["unit/trainer/test_resume.py", "unit/trainer/test_resume_corners.py"],
+    "trainer/resume/replay.py": ["unit/trainer/test_resume.py", "unit/trainer/test_resume_corners.py"],
+    "trainer/resume/sample_order.py": [
+        "integration/checkpoint/test_resume_strategies.py",
+        "unit/trainer/test_resume_corners.py",
+    ],
+    "trainer/resume/stateful_dataset.py": ["unit/trainer/test_resume.py", "unit/trainer/test_resume_corners.py"],
+    "trainer/resume/worker_random_state.py": [
+        "integration/trainer/test_resume_everywhere.py",
+        "integration/checkpoint/test_resume_strategies.py",
+    ],
+}
+"""Modules without a test file of the mirrored name, and the files, relative to ``tests/``, that test what they do."""
+
+
+def mirrored(module: Path) -> list[Path]:
+    """Return the names that the test file of a module may have, all relative to ``tests/``.
+
+    The room ``strategies`` is left out; the files of the rooms of ``trainer`` may lie in ``unit/trainer`` itself.
+    """
+    test, rooms = f"test_{module.name}", module.parent.parts
+    if rooms[0] == "strategies":
+        return [Path("unit", *rooms[1:], test)]
+    return [Path("unit", *rooms, test), Path("unit", "trainer", test)]
+
+
+def modules() -> list[Path]:
+    """Return the modules of both packages, relative to the root, without ``__init__`` and ``__main__``."""
+    found = [path for package in ("strategies", "trainer") for path in (ROOT / package).rglob("*.py")]
+    return sorted(path.relative_to(ROOT) for path in found if path.stem not in ("__init__", "__main__"))
+
+
+def is_mirrored(module: Path) -> bool:
+    return any((TESTS / file).is_file() for file in mirrored(module))
+
+
+def test_every_module_has_a_test_file() -> None:
+    lacking = [str(module) for module in modules() if not is_mirrored(module) and str(module) not in ELSEWHERE]
+    assert not lacking, "write the test file of the mirrored name, or name in ELSEWHERE the files that test the module"
+
+
+def test_no_entry_is_superfluous() -> None:
+    assert not ELSEWHERE.keys() - {str(module) for module in modules()}, "these modules do not exist"
+    assert not [module for module in ELSEWHERE if is_mirrored(Path(module))], "these have the mirrored test file"
+
+
+def test_named_files_exist() -> None:
+    missing = {file for files in ELSEWHERE.values() for file in files if not (TESTS / file).is_file()}
+    assert not missing
+    assert all(1 <= len(set(files)) == len(files) <= 3 for files in ELSEWHERE.values())
