@@ -43,7 +43,7 @@ class Progress:
 
 
 class Note:
-    """A file that tells what its writer does or did last. It is mapped memory, so it keeps its contents however the writer ends.
+    """A file that tells what its writer does or did last. It is mapped memory, so it outlives its writer.
 
     Args:
         path: Of the file, which is made, or emptied.

@@ -313,8 +313,8 @@ class StepRecovery:
             except WorkerLost as error:
                 if self._num_gates > before:
                     raise _Unrecoverable(
-                        f"{error}\nA callback had already exchanged values with the other replicas, which do not repeat "
-                        "the exchange, so the step cannot be run again."
+                        f"{error}\nA callback had already exchanged values with the other replicas, which do not "
+                        "repeat the exchange, so the step cannot be run again."
                     ) from error
                 raise
             self._num_gates = before  # nobody hears of this event again, in no replica

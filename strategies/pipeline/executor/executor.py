@@ -161,8 +161,8 @@ class Executor(NotCopyable):
         """
         if list(self.module._modules.values()) != self._children:
             raise RuntimeError(
-                "the pipelined module has other layers than when the pipeline started; layers cannot be replaced during "
-                "a run. Change the model before fit, or in configure_model."
+                "the pipelined module has other layers than when the pipeline started; layers cannot be replaced "
+                "during a run. Change the model before fit, or in configure_model."
             )
         for sender in self.connections.senders:
             sender.flush()  # what earlier passes sent has arrived: their results are here
