@@ -55,16 +55,16 @@ class NcclTransfer:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def synchronize(self) -> None:
-        for work in self._works:
-            while not work.is_completed():
-                if self._given_up():
-                    raise given_up()
-                time.sleep(_LOOK_SECONDS)
+        while not self.is_over:
+            time.sleep(_LOOK_SECONDS)
+        if self._given_up():  # an aborted work counts as completed
+            raise given_up()
         self.wait()
 
     @property
     def is_over(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        # In this order: is_completed waits, with the interpreter locked, for an abort that runs on another thread.
+        return self._given_up() or all(work.is_completed() for work in self._works)
 
 
 class NcclLink:

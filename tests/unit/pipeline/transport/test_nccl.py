@@ -263,6 +263,28 @@ def test_a_blocked_process_gives_up_when_another_one_has_failed(library: Library
             blocked.result(2)
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_an_aborted_transfer_is_given_up_although_torch_calls_it_completed(
+    library: Library, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It is not asked after the abort: torch would wait for the abort with the interpreter locked."""
+    first, _ = connected()
+    sending = first.links[ROUTES[0]].send([torch.ones(1)])
+    num_asked = [0]
+
+    def is_completed(_: Work) -> bool:
+        num_asked[0] += 1
+        first.abort()
+        return True
+
+    monkeypatch.setattr(Work, "is_completed", is_completed)
+    if when == "before":
+        first.abort()
+    with pytest.raises(PeerFailed, match="given up"):
+        sending.synchronize()
+    assert sending.is_over and num_asked == [int(when == "meanwhile")]
+
+
 def test_aborts_wait_for_nobody_and_each_is_made(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first abort blocks, as long as another communicator's kernel spins; the second one throws."""
     monkeypatch.setattr(device_module, "_ABORT_SECONDS_AFTER_FAILURE", 0.2)
