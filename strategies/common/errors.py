@@ -1,5 +1,7 @@
 """Errors that tell that another process has failed, hangs or is gone."""
 
+from torch.distributed import DistBackendError
+
 
 class WorkerLost(RuntimeError):
     """Raised if a worker has died, or hangs and has been ended: an error of the machine rather than of the model."""
@@ -16,7 +18,9 @@ class PeerSilent(RuntimeError):
 def is_consequence(error: BaseException) -> bool:
     """Return whether ``error`` only tells that another process failed or has gone."""
     return (
-        isinstance(error, PeerFailed | PeerSilent)
+        isinstance(
+            error, PeerFailed | PeerSilent | DistBackendError
+        )  # of NCCL: a communicator has been aborted or left
         or "onnection closed by peer" in str(error)
         or "onnection reset" in str(error)
         or ("Broken pipe" in str(error) and "gloo/transport" in str(error))

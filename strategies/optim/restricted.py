@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from strategies.common.torch_compat import tree_map_only
 from strategies.optim.calls import added_methods
 
 
@@ -56,6 +58,23 @@ def put_together(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
     optimizer = object.__new__(cls)
     optimizer.__setstate__(attributes)
     return optimizer
+
+
+def move_states(optimizer: Optimizer) -> None:
+    """Move states to the devices of their parameters, as ``load_state_dict`` does, but without a change of precision.
+
+    A ``step`` stays on the CPU, unless the group is ``capturable`` or ``fused``.
+    """
+    for group in optimizer.param_groups:
+        moves_steps = group.get("capturable") or group.get("fused")
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name in [*state] if moves_steps else [name for name in state if name != "step"]:
+                state[name] = tree_map_only(Tensor, partial(_on_device, parameter.device), state[name])
+
+
+def _on_device(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.to(device)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -34,7 +34,7 @@ from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, environment_variables, join_data_plane
-from strategies.launch.workers import VARIABLES_OF_NCCL, Workers, share_of_threads
+from strategies.launch.workers import Workers, share_of_threads, variables_of_nccl
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
@@ -975,7 +975,7 @@ class Pipeline(NotCopyable):
         rank_of = self.timetables.rank_of
         store = partial(store_at, f"{session.rendezvous}/devices", session.size)
         routes = routes_of(rank_of, self._ties)
-        with self.failures.explained(), environment_variables(**VARIABLES_OF_NCCL):
+        with self.failures.explained(), environment_variables(**variables_of_nccl()):
             transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
         ending.callback(transport.close)
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))

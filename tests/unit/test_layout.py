@@ -19,11 +19,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/pipeline/executor/test_per_microbatch.py",
         "unit/pipeline/optim/test_averaging.py",
     ],
-    "strategies/common/errors.py": [
-        "unit/pipeline/transport/test_channel.py",
-        "unit/commands/test_failure.py",
-        "unit/pipeline/control/test_client.py",
-    ],
     "strategies/common/formatting.py": [
         "faults/test_faults.py",
         "faults/test_faults_ranks.py",
@@ -64,7 +59,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "integration/launch/test_first_fit.py",
     ],
     "strategies/launch/private_rpc.py": ["integration/pipe/test_pipe_rpc.py"],
-    "strategies/launch/rank_monitor.py": ["faults/test_faults_ranks.py"],
     "strategies/launch/rank_supervisor.py": [
         "integration/launch/test_rank_supervisor.py",
         "faults/test_rank_recovery.py",
@@ -163,7 +157,6 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/partition/blocks/expected.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
     "strategies/pipeline/partition/blocks/output.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
     "strategies/pipeline/partition/blocks/recording.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
-    "strategies/pipeline/pipe/local_engine.py": ["unit/pipeline/pipe/test_pipe.py"],
     "strategies/pipeline/pipe/remote_engine.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/routing.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],

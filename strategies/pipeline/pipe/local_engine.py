@@ -166,8 +166,12 @@ class _Recomputed(torch.autograd.Function):
 
 
 def _on(device: torch.device, value: Any) -> Any:
-    ahead = device.type == "cuda"  # a copy to the host would not be waited for
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=ahead), value)
+    def moved(tensor: Tensor) -> Tensor:
+        # A copy to the host would not be waited for, and one of pinned memory would read what the user writes next.
+        between_gpus = device.type == tensor.device.type == "cuda"
+        return tensor.to(device, non_blocking=between_gpus)
+
+    return tree_map_only(Tensor, moved, value)
 
 
 def _versions(value: Any) -> list[int]:

@@ -22,6 +22,7 @@ from strategies.optim.calls import MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
     load_states,
+    move_states,
     parameters_of,
     part_of,
     put_together,
@@ -105,6 +106,8 @@ class HostedStage(StageCommands):
         if payload.ties and wiring.transport is not None:
             self._ties = TiedParameters(payload.index, payload.ties, named, wiring.transport)
         self._optimizers = [put_together(*parts) for parts in payload.optimizers]
+        for optimizer in self._optimizers:
+            move_states(optimizer)  # they have come by way of the CPU
         self._numbers = payload.numbers
         """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
         self._averaging = _averaging(payload, self._layers, activity, shares=state is None)
@@ -319,6 +322,7 @@ class HostedStage(StageCommands):
         for group in attributes["param_groups"]:
             group["params"] = [named[name] for name in group["params"]]
         self._optimizers.append(put_together(cls, attributes))
+        move_states(self._optimizers[-1])
         self._numbers.append(numbers)
 
     def step(

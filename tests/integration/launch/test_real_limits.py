@@ -100,6 +100,6 @@ def test_real_limits_of_a_process_refuse_a_stage() -> None:
     # What the process uses may have changed a little since the limit was set.
     assert re.search(r"With (69\d|70\d) MiB for a stage per process, 3 stages are needed at least \(balance=\[3", sgd)
     assert re.search(
-        r"\(RLIMIT_AS, `ulimit -v`\)\. With (99\d|1,00\d) MiB for a stage per process, 2 stages would", space
+        r"\(RLIMIT_AS, `ulimit -v`\)\. With (99\d|1,00\d) MiB for a stage per process, 2 stages suffice", space
     )
     assert "No number of stages suffices: a single layer, or the last one with what the model has outside" in layer

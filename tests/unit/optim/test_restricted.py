@@ -19,6 +19,7 @@ from strategies.optim.gradients import norms_of_gradients
 from strategies.optim.restricted import (
     check_optimizer_states,
     load_states,
+    move_states,
     numbers_of,
     parameters_of,
     put_together,
@@ -262,3 +263,21 @@ def test_states_of_other_optimizers_are_refused() -> None:
     foreign["state"][7] = foreign["state"][0]
     with pytest.raises(ValueError, match=r"optimizer 0, a AdamW, has 3 parameters, .* unexpected entries \[7\]; noth"):
         check_optimizer_states([one], [foreign])
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_states_move_to_the_devices_of_their_parameters(capturable: bool) -> None:
+    first, second = two_layers()
+    optimizer = two_groups(first, second)
+    step(optimizer)
+    for group in optimizer.param_groups:
+        group["capturable"] = capturable
+    states = [dict(optimizer.state[p]) for p in parameters_of(optimizer)]
+    for parameter, state in zip(parameters_of(optimizer), states, strict=True):
+        moved = torch.empty_like(parameter, device="meta", requires_grad=True)
+        torch.utils.swap_tensors(parameter, moved)
+        optimizer.state[parameter] = state
+    move_states(optimizer)
+    for state in optimizer.state.values():
+        assert state["exp_avg"].device.type == state["exp_avg_sq"].device.type == "meta"
+        assert state["step"].device.type == ("meta" if capturable else "cpu")

@@ -257,7 +257,7 @@ class FirstOutput(nn.Sequential):
 
 
 class SelfDecoder(nn.TransformerDecoderLayer):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Tensor:
         return super().forward(x, x)
 
 
