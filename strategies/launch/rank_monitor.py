@@ -62,10 +62,10 @@ class RankLost(BaseException):
 
 
 class RankMonitor:
-    """Ranks 1, 2, ... of one host. They outlive the Trainer that has started them, and meet those after it.
+    """Ranks 1, 2, ... of one host. They keep running when the Trainer that started them ends, and serve later Trainers.
 
     Args:
-        processes: Theirs.
+        processes: The processes of the ranks, in the order of the ranks.
         notes: Where each of them notes what it does; empty where the system has no place for it.
         before: Environment variables as they were before the launch, ``None`` for those that were not there.
     """
@@ -99,7 +99,7 @@ class RankMonitor:
                 signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
     def mark_entered(self) -> None:
-        """All ranks are in the same call of the Trainer."""
+        """Record that all ranks have entered the same call of the Trainer."""
         self.calls += 1
 
     def check(self) -> None:
@@ -143,11 +143,11 @@ class RankMonitor:
 
     @property
     def news(self) -> str | None:
-        """A rank's failure of which rank 0 has not heard."""
+        """The failure of a rank that has not been reported yet; ``None`` if there is none."""
         return None if self._is_known else self._lost or None
 
     def excuse(self) -> None:
-        """Rank 0 raises an error of its own: what becomes of the others is no news."""
+        """Record that rank 0 raises its own error, so that failures of other ranks are not reported too."""
         self._is_known = True
 
     def dismiss(self) -> None:
@@ -157,7 +157,7 @@ class RankMonitor:
         self._end()
         if dist.is_initialized():
             dist.destroy_process_group()
-        forget_group_names()  # names of groups are numbers, and new ranks begin to count; it may be in mid-air
+        forget_group_names()  # names are numbers; new ranks begin to count, and this process may have counted further
         if has_excepthook_of_groups(sys.excepthook):  # each process group adds one
             sys.excepthook = self._excepthook
         set_variables(self._before)
@@ -223,7 +223,7 @@ class MonitoredRank:
         self.note, self.calls = Note(Path(place)), 0
 
     def mark_entered(self) -> None:
-        """All ranks are in the same call of the Trainer."""
+        """Record that all ranks have entered the same call of the Trainer."""
         self.calls += 1
         self.note.write("in set-up")
 

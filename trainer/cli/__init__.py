@@ -1,9 +1,10 @@
 """The command line ``python -m trainer {fit,validate,test,predict,plan,report}``.
 
 In: arguments and YAML files. Out: a call of the Trainer, or one line on stderr and exit status 2 for a mistake in the
-configuration. ``model_class`` decides for a package of Lightning, ``command`` runs a command, ``parser`` and
-``messages`` explain mistakes, ``saved_config`` writes the configuration of a fit next to its checkpoints. ``report``
-shows a run and needs no Lightning. May import ``trainer.trainer``, ``trainer.report`` and ``strategies``.
+configuration. ``model_class`` decides for a package of Lightning, ``lightning_cli`` imports the command line of that
+package, ``command`` runs a command, ``parser`` and ``messages`` explain mistakes, ``saved_config`` writes the
+configuration of a fit next to its checkpoints. ``report`` shows a run and needs no Lightning. May import
+``trainer.trainer``, ``trainer.report`` and ``strategies``.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Starts the other ranks of this host by running the script once more, as Lightning does, and sees to their fate."""
+"""Starts the other ranks of this host as Lightning does, by running the script once more; reports those that fail."""
 
 import os
 from collections.abc import Callable
@@ -111,7 +111,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
 
 def in_place_of(launcher: Launcher | None) -> Launcher | None:
-    """Ours where Lightning would use its own, else the one given."""
+    """Return Relay's launcher where Lightning would use its own, else the given one."""
     if launcher is None or type(launcher) is not SubprocessScriptLauncher:
         return launcher
     return ScriptLauncher(launcher.cluster_environment, launcher.num_processes, launcher.num_nodes)

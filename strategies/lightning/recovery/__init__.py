@@ -4,6 +4,5 @@ In: the training steps of Lightning's loops, and the moments at which the state 
 and recoveries of the engine, and steps that are run again, visible to the model only. ``steps`` does that, ``moment``
 holds what a step begins with, ``marks`` notices changes that no step has made, ``values`` copies Python objects,
 ``events`` counts what callbacks and loggers have been told, ``together`` connects the drivers of several replicas. May
-import ``hooks``, ``checks`` and ``compat`` of the room
-above, and what that room may import.
+import ``hooks``, ``checks`` and ``compat`` of the room above, and what that room may import.
 """

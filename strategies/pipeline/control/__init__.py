@@ -4,5 +4,5 @@ In: calls of commands by the rooms above. Out: their results, or the first failu
 what a stage can be told, ``client`` sends it and collects what goes wrong, ``watch`` finds stages that hang, ``clocks``
 compares their clocks with the driver's. ``operations`` describes operations on the tensors of a stage, ``parts`` and
 ``shelf`` the parts of its state that it sets aside for the driver. May import ``common``, ``commands``, ``launch``,
-``optim`` and the rooms from ``stage`` down.
+``strategies.optim`` and the rooms from ``stage`` down.
 """

@@ -4,5 +4,5 @@ In: layers that have been sent to workers. Out: stand-ins for their tensors (``s
 ``state_dict`` of all stages (``state_dict``), changes of layers that the workers take over (``mirror``) or have made
 (``objects``), and operations that the stages carry out (``remote_operations``); copies of the state in memory, to go
 back to (``snapshots``), and tensors of a checkpoint that stay on the workers (``shelved``). May import ``control``,
-``optim`` and the rooms below them.
+``strategies.optim`` and the rooms below them.
 """
