@@ -128,6 +128,7 @@ class _Workers:
     """The workers of a pipeline, connected."""
 
     connections: Connections
+    remotes: Sequence[RemoteStage] = ()
     processes: Workers | Ranks | None = None
     wait: Wait = wait_here
     group: ProcessGroup | None = None
@@ -634,16 +635,20 @@ class Pipeline(NotCopyable):
         """Start workers from a snapshot, and restore what is in this process."""
         snapshots.go_back(whole)
         self.failures = Failures()
-        remotes = list(running.executor.remotes)
+        remotes = running.executor.remotes
 
         def ship(i: int, session: Session) -> Any:
             address = snapshots.slots[whole.place][i].address
             arguments = address, whole.number, self._replicas, i, session
             return rpc.remote(session.name(i), host_snapshot, args=arguments, timeout=0)
 
+        def renewed(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
+            remotes[i].renew(name, hosted, process, self.failures)
+            return remotes[i]
+
         workers = _Workers(Connections.of_one_process(len(self.balance)))
         if remotes:
-            workers = self._connect(ship, remotes, running.threads, running.session)
+            workers = self._connect(ship, renewed, running.threads, running.session)
         self.optimizers.give_up_step()
         snapshots.restore_own(whole)
         for i, remote in enumerate(remotes):
@@ -765,13 +770,13 @@ class Pipeline(NotCopyable):
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
-        remotes: list[RemoteStage] = []
-        ending.callback(_close, remotes)
+        closing = ending.enter_context(ExitStack())  # of clients of stages, after the session
         ending.callback(self._drop_snapshots)
         session = ending.enter_context(ExitStack())
         workers = _Workers(Connections.of_one_process(len(self.balance)))
         if parcels:
-            workers = self._launch(parcels, threads, remotes, holders, session, ending)
+            workers = self._launch(parcels, threads, holders, closing, session, ending)
+        remotes = workers.remotes
         self.optimizers.drop_shipped_states()
         averaging = None
         if self._replicas is not None:
@@ -915,8 +920,8 @@ class Pipeline(NotCopyable):
         self,
         parcels: Sequence[Parcel],
         threads: int,
-        remotes: list[RemoteStage],
         holders: list[Holder],
+        closing: ExitStack,
         session: ExitStack,
         ending: ExitStack,
     ) -> _Workers:
@@ -927,8 +932,13 @@ class Pipeline(NotCopyable):
             parcels[i].blob = b""
             return hosted
 
-        workers = self._connect(ship, remotes, threads, session)
-        for i, (parcel, remote) in enumerate(zip(parcels, remotes, strict=True)):
+        def remote_of(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
+            remote = RemoteStage(name, hosted, describe(i, self.stages[i]), process, self.failures)
+            closing.callback(remote.close)
+            return remote
+
+        workers = self._connect(ship, remote_of, threads, session)
+        for i, (parcel, remote) in enumerate(zip(parcels, workers.remotes, strict=True)):
             assert workers.group is not None
             with self.failures.explained():
                 send_storages(parcel.storages, workers.group, i, workers.wait)
@@ -938,13 +948,17 @@ class Pipeline(NotCopyable):
         return workers
 
     def _connect(
-        self, ship: Callable[[int, Session], Any], remotes: list[RemoteStage], threads: int, ending: ExitStack
+        self,
+        ship: Callable[[int, Session], Any],
+        remote_of: Callable[[int, str, Any, StageProcess], RemoteStage],
+        threads: int,
+        ending: ExitStack,
     ) -> _Workers:
         """Start the workers and connect the data plane.
 
         Args:
             ship: Makes a worker, by its number, host its stage; returns the ``RRef`` to the host.
-            remotes: Those of the workers before, which get the new connections; or empty, and filled.
+            remote_of: Returns the client of a stage, given its number, its RPC name, the ``RRef`` and its process.
             threads: Number of threads that each process computes with.
             ending: Ends what has been started.
         """
@@ -954,16 +968,14 @@ class Pipeline(NotCopyable):
         ending.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if started else 0.0))
         session = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
         started = True
+        remotes = []
         for i, stage in enumerate(stages):
             name, process = session.name(i), _stage_process(processes, i)
             try:
                 hosted = ship(i, session)
             except RuntimeError as error:  # RPC may know before all is connected that a process has ended
                 raise cause_of(error, stage, process) from error
-            if i < len(remotes):
-                remotes[i].renew(name, hosted, process, self.failures)
-            else:
-                remotes.append(RemoteStage(name, hosted, stage, process, self.failures))
+            remotes.append(remote_of(i, name, hosted, process))
         watch = Watch(remotes, session.timeout_seconds)
         ending.callback(watch.end)
         wait = InterruptibleWait(self.failures)
@@ -980,7 +992,7 @@ class Pipeline(NotCopyable):
         ending.callback(transport.close)
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))
         connections = Connections.to_workers(transport, rank_of, self._ties, named)
-        return _Workers(connections, processes, wait, group, unpacked)
+        return _Workers(connections, remotes, processes, wait, group, unpacked)
 
     # End
 
@@ -1054,11 +1066,6 @@ def _abort(transport: "ref[Transport]", _: Any) -> None:
     """End waits for devices after a failure. The failures outlive the transport, which keeps a port open."""
     if (known := transport()) is not None:
         known.abort()
-
-
-def _close(remotes: Sequence[RemoteStage]) -> None:
-    for remote in remotes:
-        remote.close()
 
 
 @contextmanager
