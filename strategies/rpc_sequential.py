@@ -530,6 +530,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _prepare_model(self, model: LightningModule, module: Pipelined, fitting: bool) -> list[int]:
         """Convert the model to its precision, find the balance, and build and move the driver's part to its device."""
+        checks.check_mixed_precision(self.precision_plugin, self.devices)
         with self._construction.recording():
             self.model = self.precision_plugin.convert_module(model)
         inside = set(module.modules())

@@ -16,11 +16,12 @@ class PeerSilent(RuntimeError):
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Return whether ``error`` only tells that another process failed or has gone."""
+    """Return whether ``error`` only tells that another process failed or has gone.
+
+    NCCL's errors count too: a communicator has been aborted, or its other end is gone.
+    """
     return (
-        isinstance(
-            error, PeerFailed | PeerSilent | DistBackendError
-        )  # of NCCL: a communicator has been aborted or left
+        isinstance(error, PeerFailed | PeerSilent | DistBackendError)  # of NCCL
         or "onnection closed by peer" in str(error)
         or "onnection reset" in str(error)
         or ("Broken pipe" in str(error) and "gloo/transport" in str(error))

@@ -20,6 +20,7 @@ from strategies.lightning.compat import (
     LightningModule,
     MisconfigurationException,
     ModelPruning,
+    Precision,
     PyTorchProfiler,
     SLURMEnvironment,
     StochasticWeightAveraging,
@@ -509,6 +510,21 @@ def warn_of_spare_workers(number: int) -> None:
         "process that has imported torch and waits, so another one is there within milliseconds. The setting is for "
         "torchrun and SLURM."
     )
+
+
+def check_mixed_precision(precision: Precision, devices: Sequence[torch.device]) -> None:
+    """Check that autocast, which is of one kind of device, reaches all stages.
+
+    Raises:
+        MisconfigurationException: If stages are on devices of several kinds, under mixed precision.
+    """
+    kinds = sorted({device.type for device in devices})
+    if len(kinds) > 1 and str(precision.precision).endswith("-mixed"):
+        raise MisconfigurationException(
+            f"precision={precision.precision!r} casts on one kind of device only, but the stages are on "
+            f"{' and '.join(kinds)}, so some of them would compute in full precision. Put all stages on devices of one "
+            "kind, or set precision='bf16-true' or '32-true'."
+        )
 
 
 def warn_of_compiled_model(path: str) -> None:

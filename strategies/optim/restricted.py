@@ -61,7 +61,7 @@ def put_together(cls: type[Optimizer], attributes: dict[str, Any]) -> Optimizer:
 
 
 def move_states(optimizer: Optimizer) -> None:
-    """Move states to the devices of their parameters, as ``load_state_dict`` does, but without a change of precision.
+    """Move states to the devices of their parameters, as ``load_state_dict`` does, but keep their precision.
 
     A ``step`` stays on the CPU, unless the group is ``capturable`` or ``fused``.
     """

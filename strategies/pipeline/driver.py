@@ -770,7 +770,7 @@ class Pipeline(NotCopyable):
         threads = share_of_threads(num_local) if self._world is None else self._world.num_threads
         torch.set_num_threads(threads)
         keep_freed_memory()
-        closing = ending.enter_context(ExitStack())  # of clients of stages, after the session
+        closing = ending.enter_context(ExitStack())  # closes the clients of stages, after the session has ended
         ending.callback(self._drop_snapshots)
         session = ending.enter_context(ExitStack())
         workers = _Workers(Connections.of_one_process(len(self.balance)))

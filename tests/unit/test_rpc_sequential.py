@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 from parity_parts import Lamb
 from paths import ROOT
+from pytorch_lightning.plugins.precision import MixedPrecision, Precision
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.distributed import rpc
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 from strategies import RPCSequentialStrategy
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
+from strategies.lightning.checks import check_mixed_precision
 from strategies.lightning.planning.partitioning import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer
@@ -910,3 +912,13 @@ def test_spare_workers_where_the_strategy_starts_the_workers() -> None:
         warnings.simplefilter("always")
         fit(Model(), balance=[1, 2], max_restarts=1)
     assert not [str(each.message) for each in said if "spare_workers" in str(each.message)]
+
+
+def test_mixed_precision_on_devices_of_two_kinds() -> None:
+    """Autocast of the driver's kind of device does not reach a stage on another kind."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
+    mixed = MixedPrecision("bf16-mixed", "cpu")
+    with pytest.raises(MisconfigurationException, match=r"'bf16-mixed' casts .* on cpu and cuda, .*bf16-true"):
+        check_mixed_precision(mixed, [cpu, gpu])
+    check_mixed_precision(mixed, [gpu, gpu])
+    check_mixed_precision(Precision(), [cpu, gpu])

@@ -167,7 +167,7 @@ class _Recomputed(torch.autograd.Function):
 
 def _on(device: torch.device, value: Any) -> Any:
     def moved(tensor: Tensor) -> Tensor:
-        # A copy to the host would not be waited for, and one of pinned memory would read what the user writes next.
+        # Nothing waits for a non-blocking copy to the host; one from pinned memory may read what the user writes next.
         between_gpus = device.type == tensor.device.type == "cuda"
         return tensor.to(device, non_blocking=between_gpus)
 
