@@ -118,24 +118,28 @@ class Links:
             if self._is_aborted:
                 return
             self._is_aborted = True
-            links = list(self.links.values())
-        self.abort_each(links)
+            for link in self.links.values():
+                self._start_abort(link)
 
-    def abort_each(self, links: Iterable[Link]) -> None:
-        """Abort links, each on a thread of its own."""
-        for link in links:
-            thread = threading.Thread(target=_abort, args=(link,), name="relay-abort", daemon=True)
-            self._aborts.append(thread)
-            thread.start()
+    def abort_late(self, link: Link) -> None:
+        """Abort a link again that had perhaps nothing to abort yet when all links were aborted."""
+        with self._lock:
+            self._start_abort(link)
+
+    def _start_abort(self, link: Link) -> None:
+        thread = threading.Thread(target=_abort, args=(link,), name="relay-abort", daemon=True)
+        thread.start()
+        self._aborts.append(thread)
 
     def close(self) -> None:
         """Give back communicators and threads. An abort that still blocks after some seconds is left to itself."""
         seconds = _ABORT_SECONDS_AFTER_FAILURE if self._is_aborted else _ABORT_SECONDS
         self.abort()
         deadline = time.monotonic() + seconds
-        for thread in self._aborts:
+        with self._lock:
+            aborts, self._aborts = self._aborts, []
+        for thread in aborts:
             thread.join(max(deadline - time.monotonic(), 0))
-        self._aborts.clear()
         self.links.clear()
 
 

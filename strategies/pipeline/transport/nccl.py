@@ -128,7 +128,7 @@ class NcclLinks(Links):
                 self.add(route, link)
                 backend.eager_connect_single_device(self._device)
                 if self._is_aborted:  # perhaps before there was a communicator to abort
-                    self.abort_each([link])
+                    self.abort_late(link)
                     raise given_up()
                 first = torch.zeros(1, dtype=torch.uint8, device=self._device)
                 described = TensorLayout((1,), torch.uint8, False)

@@ -1,5 +1,6 @@
 """Values over the device plane: headers on gloo, payloads on links, in the order of posting."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -239,3 +240,23 @@ def test_tensors_that_have_arrived_are_let_go_without_a_wait(ends: tuple[DeviceS
         assert time.monotonic() < deadline
     assert len(held) == 1  # the other one waits for its receive
     receiver.begin(0, 1)
+
+
+def test_close_waits_for_an_abort_whose_threads_are_still_starting(
+    transports: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, is_starting = threading.Thread.start, threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "relay-abort":
+            is_starting.set()
+            time.sleep(0.05)
+        started(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with ThreadPoolExecutor(1) as pool:
+        aborting = pool.submit(transports[0].abort)
+        assert is_starting.wait(10)
+        transports[0].close()
+        aborting.result()
+    assert not [thread for thread in threading.enumerate() if thread.name == "relay-abort"]
