@@ -43,6 +43,18 @@ _OF_GLOO = 5
 
 _LOOK_SECONDS = 0.01
 
+_VARIABLES_OF_NCCL = {
+    # torch warns that the sends and receives of a communicator run one after another, which is what Relay has them do.
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
+    # torch's watchdog ends a process after an error of NCCL or CUDA that Relay reports, and may have recovered from.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+}
+"""What torch reads when it creates a communicator."""
+
 
 @dataclass(frozen=True)
 class Session:
@@ -238,6 +250,19 @@ def _without_lines(part: bytes) -> Iterator[None]:
             os.close(saved)
             file.seek(0)
             os.write(2, b"".join(line for line in file if part not in line))
+
+
+def variables_of_nccl(session: Session, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables with which a process of a session creates its NCCL communicators.
+
+    Args:
+        session: The session. If its processes meet on the loopback interface, NCCL uses that interface too.
+        base: The variables that are set: what the user has set stays.
+    """
+    wanted = dict(_VARIABLES_OF_NCCL)
+    if session.reachable_address == LOOPBACK:
+        wanted["NCCL_SOCKET_IFNAME"] = interface_to(LOOPBACK)[1]
+    return {name: value for name, value in wanted.items() if name not in base}
 
 
 @contextmanager

@@ -191,23 +191,6 @@ def _paths() -> list[str]:
     return [os.path.abspath(path) if path == "" else path for path in sys.path]
 
 
-_VARIABLES_OF_NCCL = {
-    # torch warns that the sends and receives of a communicator run one after another, which is what Relay has them do.
-    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "false",
-    # torch's watchdog ends a process after an error of NCCL or CUDA that Relay reports, and may have recovered from.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-}
-
-
-def variables_of_nccl(base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what torch shall read when a communicator is made; what the user has set in ``base`` stays."""
-    return {name: base.get(name, value) for name, value in _VARIABLES_OF_NCCL.items()}
-
-
 def environment_of_worker(
     paths: Sequence[str], *, threads: int | None = None, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
@@ -224,7 +207,6 @@ def environment_of_worker(
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in paths),
         **variables_of_worker(base),
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # the end of a session is no warning
-        **variables_of_nccl(base),
     }
 
 

@@ -291,6 +291,26 @@ def check_visible_gpus(environment: ClusterEnvironment, devices: Sequence[torch.
         raise MisconfigurationException(_visible_gpus(num_visible, num_local))
 
 
+def check_numbering(environment: ClusterEnvironment, num_local: int) -> None:
+    """Check that a launcher has numbered the ranks host by host, which tells the stages of a host and their devices.
+
+    Args:
+        environment: Tells the number of this rank in all, and on its host.
+        num_local: Number of ranks of each host.
+
+    Raises:
+        MisconfigurationException: If the ranks are numbered in another way, such as in turn on each host.
+    """
+    rank, local_rank = environment.global_rank(), environment.local_rank()
+    if local_rank != rank % num_local:
+        raise MisconfigurationException(
+            f"{type(environment).__name__} has given the number {local_rank} on its host to rank {rank}, which with "
+            f"{num_local} ranks on each host must have the number {rank % num_local}: ranks 0 to {num_local - 1} "
+            "belong on the first host, the next ones on the second, and so on, or ranks would share a device. Under "
+            "SLURM, use --distribution=block and the same --ntasks-per-node for all hosts."
+        )
+
+
 def explained_gpus(error: MisconfigurationException, num_nodes: int) -> MisconfigurationException:
     """Return the error of a Trainer that asks for more GPUs than its process sees, with the way out under a launcher.
 

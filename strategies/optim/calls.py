@@ -234,7 +234,7 @@ def arguments_of_step(
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the groups of an optimizer without the parameters: learning rates, betas, weight decays and so on.
 
-    Tensors are copied, because schedulers change them in place, possibly before they have been sent.
+    Tensors are copied to the CPU, by way of which they are sent; schedulers change them in place, possibly before that.
     """
     return [
         {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups
@@ -244,7 +244,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _copied(value: Any) -> Any:
     if type(value) in (bool, int, float, str, type(None)):  # to look for tensors in a value takes several microseconds
         return value
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), value)
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), value)
 
 
 def set_hyperparameters(optimizer: Optimizer, values: Iterable[Mapping[str, Any]]) -> None:

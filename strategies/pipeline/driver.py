@@ -29,12 +29,13 @@ from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
 from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion, without_torch_function
+from strategies.common.trees import on_cpu
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
-from strategies.launch.session import Session, environment_variables, join_data_plane
-from strategies.launch.workers import Workers, share_of_threads, variables_of_nccl
+from strategies.launch.session import Session, environment_variables, join_data_plane, variables_of_nccl
+from strategies.launch.workers import Workers, share_of_threads
 from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
@@ -73,11 +74,11 @@ from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
 from strategies.pipeline.transport.device import num_links, routes_of
 from strategies.pipeline.transport.interface import Transport
-from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport
+from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport, with_index
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
 from strategies.pipeline.worker.payload import Parcel, Payload, pickled
-from strategies.pipeline.worker.process import host, host_snapshot
+from strategies.pipeline.worker.process import abort_transfers, host, host_snapshot
 
 _END_SECONDS = 5.0
 """How long a worker may take to end by itself."""
@@ -250,6 +251,7 @@ class Pipeline(NotCopyable):
         gathers_on_end: bool = True,
     ) -> None:
         self.module, self._is_reversed = module, is_reversed
+        devices = [with_index(device) for device in devices]
         hosts = [None] * len(devices) if world is None else world.hosts
         self._plane = settings.plane(devices, hosts)
         self.timetables = settings.timetables(len(devices), ordered=self._plane != GLOO)
@@ -265,7 +267,7 @@ class Pipeline(NotCopyable):
         )
         self.failures = Failures()
         """What has gone wrong on any process since the last start."""
-        self._devices, self.settings = list(devices), settings
+        self._devices, self.settings = devices, settings
         self._seeds, self._replicas, self._world = seeds or Seeds.ahead_of_the_process(), replicas, world
         self._construction = construction
         self._blocks: DeferredBlocks | None = None
@@ -714,7 +716,7 @@ class Pipeline(NotCopyable):
             raise
         for remote, own in zip(self.remotes, sent, strict=True):
             if any(grad is not None for grad in own.values()):
-                remote.start(StageCommands.load_grads, own)
+                remote.start(StageCommands.load_grads, on_cpu(own))
 
     # Start
 
@@ -987,10 +989,13 @@ class Pipeline(NotCopyable):
         rank_of = self.timetables.rank_of
         store = partial(store_at, f"{session.rendezvous}/devices", session.size)
         routes = routes_of(rank_of, self._ties)
-        with self.failures.explained(), environment_variables(**variables_of_nccl()):
+        variables = variables_of_nccl(session) if self._plane == NCCL else {}
+        with self.failures.explained(), environment_variables(**variables):
             transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
         ending.callback(transport.close)
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))
+        if self._plane != GLOO:
+            self.failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in remotes]))
         connections = Connections.to_workers(transport, rank_of, self._ties, named)
         return _Workers(connections, remotes, processes, wait, group, unpacked)
 
@@ -1066,6 +1071,15 @@ def _abort(transport: "ref[Transport]", _: Any) -> None:
     """End waits for devices after a failure. The failures outlive the transport, which keeps a port open."""
     if (known := transport()) is not None:
         known.abort()
+
+
+def _abort_on_workers(remotes: Sequence["ref[RemoteStage]"], _: Any) -> None:
+    """End the waits of workers for devices after a failure, of which a worker that waits need not hear otherwise."""
+    for known in remotes:
+        remote = known()
+        if remote is not None and not remote.has_closed:
+            with suppress(RuntimeError):  # the process has ended
+                remote.beside(abort_transfers)
 
 
 @contextmanager

@@ -72,7 +72,6 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/pipeline/transport/test_channel.py",
         "integration/replicas/test_security.py",
     ],
-    "strategies/launch/session.py": ["unit/pipeline/transport/test_channel.py", "unit/test_rpc_sequential.py"],
     "strategies/launch/supervision.py": [
         "faults/test_faults_ranks.py",
         "integration/launch/test_rank_supervisor.py",

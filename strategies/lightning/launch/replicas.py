@@ -10,7 +10,7 @@ import torch
 from strategies.launch.ranks import World
 from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
-from strategies.lightning.checks import check_launch, check_visible_gpus, is_external
+from strategies.lightning.checks import check_launch, check_numbering, check_visible_gpus, is_external
 from strategies.lightning.compat import (
     MisconfigurationException,
     ParallelStrategy,
@@ -105,6 +105,7 @@ class ReplicatedStrategy(ParallelStrategy):
             check_visible_gpus(environment, self.parallel_devices or (), self.num_nodes)
         check_launch(environment, num_local, self.num_nodes, self._num_replicas)
         if is_external(environment):
+            check_numbering(environment, num_local)
             self.world = World(
                 address=environment.main_address,
                 port=environment.main_port,

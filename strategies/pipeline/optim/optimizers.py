@@ -293,8 +293,12 @@ class PipelineOptimizers:
         self.load_here(optimizer, {**state, "state": part_of(state["state"], here)})
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
             own = part_of(state["state"], numbers[k])
-            states = tree_map_only(Tensor, lambda tensor: self.references.stored(tensor) or tensor, own)
+            states = tree_map_only(Tensor, self._where_stored, own)
             remote.call(StageCommands.load_optimizer_states, k, states)
+
+    def _where_stored(self, tensor: Tensor) -> Any:
+        """Return where the values of a tensor are stored, or the tensor on the CPU, by way of which it is sent."""
+        return self.references.stored(tensor) or tensor.detach().cpu()
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load the states of parameters on the driver."""

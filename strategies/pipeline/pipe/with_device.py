@@ -11,6 +11,7 @@ from torch import nn
 
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import RemoteDevice
+from strategies.pipeline.transport.planes import with_index
 
 
 @dataclass(frozen=True)
@@ -130,9 +131,7 @@ def _place(device: torch.device | str | int) -> Place:
     if parsed.rank() is not None:
         raise ValueError(f"device {device!r} gives a rank; give the RPC name of the worker, as in 'worker1/cpu'")
     place = Place(parsed.worker_name(), parsed.device())
-    if place.device.type == "cuda" and place.device.index is None and place.worker is None:
-        return Place(None, torch.device("cuda", torch.cuda.current_device()))
-    return place
+    return place if place.worker is not None else Place(None, with_index(place.device))
 
 
 def _place_of(name: str, layer: nn.Module) -> Place:

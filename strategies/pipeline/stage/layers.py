@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -59,10 +60,35 @@ CallLayers = Callable[[nn.Sequential, Any, Before], Any]
 RECOMPUTE_MODES = ("always", "except_last", "never")
 
 _CPU = torch.device("cpu")
+_BACKEND_FLAGS = (
+    *("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"),
+    "cuda.matmul.allow_fp16_accumulation",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    *("fp32_precision", "cuda.matmul.fp32_precision"),
+    *("cudnn.fp32_precision", "cudnn.conv.fp32_precision", "cudnn.rnn.fp32_precision"),
+    *("mkldnn.fp32_precision", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision"),
+    "mkldnn.rnn.fp32_precision",
+)
+"""Attributes of ``torch.backends`` that choose kernels. A precision comes after the one that it follows by default."""
+_ATTENTION_KERNELS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 # Settings of a pass
+
+_backend_flags = attrgetter(*_BACKEND_FLAGS)
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # fp32_precision of one backend has been set, or several to different values
+        return None
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    return tuple(getattr(torch.backends.cuda, f"{name}_enabled")() for name in _ATTENTION_KERNELS)
 
 
 @dataclass(frozen=True)
@@ -72,10 +98,12 @@ class PassContext:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     default_dtype: torch.dtype
-    matmul_precision: str
+    matmul_precision: str | None
+    """``None`` if ``fp32_precision`` has been set in a way that torch's older functions cannot express."""
+    backend_flags: tuple[bool | str, ...]
+    attention_kernels: tuple[bool, ...]
     deterministic: bool
     deterministic_warn_only: bool
-    cudnn_benchmark: bool
     anomaly: bool
     anomaly_check_nan: bool
     inference: bool
@@ -90,10 +118,11 @@ class PassContext:
             ),
             autocast_cache=torch.is_autocast_cache_enabled(),
             default_dtype=torch.get_default_dtype(),
-            matmul_precision=torch.get_float32_matmul_precision(),
+            matmul_precision=_matmul_precision(),
+            backend_flags=_backend_flags(torch.backends),
+            attention_kernels=_attention_kernels(),
             deterministic=torch.are_deterministic_algorithms_enabled(),
             deterministic_warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
-            cudnn_benchmark=torch.backends.cudnn.benchmark,
             anomaly=torch.is_anomaly_enabled(),
             anomaly_check_nan=torch.is_anomaly_check_nan_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -110,10 +139,11 @@ class PassContext:
             )
             and torch.is_autocast_cache_enabled() == self.autocast_cache
             and torch.get_default_dtype() == self.default_dtype
-            and torch.get_float32_matmul_precision() == self.matmul_precision
+            and _matmul_precision() == self.matmul_precision
+            and _backend_flags(torch.backends) == self.backend_flags
+            and _attention_kernels() == self.attention_kernels
             and torch.are_deterministic_algorithms_enabled() == self.deterministic
             and torch.is_deterministic_algorithms_warn_only_enabled() == self.deterministic_warn_only
-            and torch.backends.cudnn.benchmark == self.cudnn_benchmark
             and torch.is_anomaly_enabled() == self.anomaly
             and torch.is_anomaly_check_nan_enabled() == self.anomaly_check_nan
             and torch.is_inference_mode_enabled() == self.inference
@@ -124,15 +154,20 @@ class PassContext:
 
         The call that sets deterministic algorithms imports torch's compiler, which takes more than a second.
         """
-        if torch.get_float32_matmul_precision() != self.matmul_precision:
+        if self.matmul_precision is not None and _matmul_precision() != self.matmul_precision:
             torch.set_float32_matmul_precision(self.matmul_precision)
+        for name, value in zip(_BACKEND_FLAGS, self.backend_flags, strict=True):
+            if attrgetter(name)(torch.backends) != value:
+                path, _, own = name.rpartition(".")
+                setattr(attrgetter(path)(torch.backends) if path else torch.backends, own, value)
+        for name, enabled in zip(_ATTENTION_KERNELS, self.attention_kernels, strict=True):
+            getattr(torch.backends.cuda, f"enable_{name}")(enabled)
         deterministic = self.deterministic, self.deterministic_warn_only
         if deterministic != (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
         ):
             torch.use_deterministic_algorithms(self.deterministic, warn_only=self.deterministic_warn_only)
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark
         if (self.anomaly, self.anomaly_check_nan) != (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()):
             torch.autograd.set_detect_anomaly(self.anomaly, self.anomaly_check_nan)
 

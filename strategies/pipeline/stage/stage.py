@@ -353,6 +353,7 @@ class Stage:
     def _in_turn(self, operations: Iterable[Operation], posting: Posting, this: Pass) -> Iterator[Action]:
         for operation in operations:
             if isinstance(operation, Post):
+                self._now = str(operation)
                 self.note(f"{operation}, waiting for process {operation.peer}")
                 posting.post(operation, this.number)
             else:

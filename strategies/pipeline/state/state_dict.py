@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from strategies.common.torch_compat import set_state_dict_hooks, state_dict_hooks
+from strategies.common.trees import on_cpu
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
@@ -154,7 +155,7 @@ class StateOfStages:
             if remote is None:
                 continue
             own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
-            given = {name: state[prefix + name] for name in own}
+            given = on_cpu({name: state[prefix + name] for name in own})
             remote.call(StageCommands.load_module_state, given, self._number)
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:

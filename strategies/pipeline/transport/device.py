@@ -271,6 +271,18 @@ class DeviceSender(Sender):
                 sent.transfer.wait()
                 self._under_way[place] = replace(sent, transfer=None)
 
+    def release(self, keep: int = 0) -> None:
+        """Drop values whose transfers have run, and at most all but the last ``keep``, without waiting for others.
+
+        A later message shows that the headers have arrived; what the devices compute and transfer may still be queued.
+        """
+        self.let_go()
+        while len(self._under_way) > keep:
+            oldest = self._under_way[0]
+            if isinstance(oldest, _SentByDevice) and oldest.transfer is not None:
+                return
+            self._wait_for_oldest()
+
     def let_go(self) -> None:
         """Drop the tensors of values whose transfers have run, without waiting for others."""
         for place, sent in enumerate(self._under_way):

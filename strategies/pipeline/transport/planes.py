@@ -25,6 +25,13 @@ AUTO, GLOO, NCCL, SIMULATED, SERIAL = "auto", "gloo", "nccl", "simulated", "simu
 PLANES = (AUTO, GLOO, NCCL, SIMULATED, SERIAL)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return the device that ``torch.device("cuda")`` stands for in this process; another device as it is."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def chosen_plane(plane: str, devices: Sequence[torch.device], hosts: Sequence[Hashable]) -> str:
     """Return the data plane for the stages of a pipeline.
 

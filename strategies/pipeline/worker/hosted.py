@@ -18,6 +18,7 @@ from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
 from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only, unscale_grads
+from strategies.common.trees import on_cpu
 from strategies.optim.calls import MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
@@ -147,6 +148,11 @@ class HostedStage(StageCommands):
         if self._wiring.transport is not None:  # over RPC, the user's process tells the other partitions
             self._wiring.transport.fail()
 
+    def abort_transfers(self) -> None:
+        """End all waits for devices, because another process has failed; called on a thread of RPC."""
+        if self._wiring.transport is not None:
+            self._wiring.transport.abort()
+
     # Passes
 
     def forward(self, this: Pass, actions: Sequence[Posted], later: Sequence[Posted]) -> None:
@@ -264,7 +270,7 @@ class HostedStage(StageCommands):
 
     def extra_state(self) -> dict[str, Any]:
         state = self._layers.state_dict()
-        return {name: value for name, value in state.items() if name.endswith(EXTRA_STATE_KEY_SUFFIX)}
+        return {name: on_cpu(value) for name, value in state.items() if name.endswith(EXTRA_STATE_KEY_SUFFIX)}
 
     # Single values and gradients, for stand-ins on the driver
 
@@ -366,7 +372,7 @@ class HostedStage(StageCommands):
             result = call.on(own)
         if shared is not None:
             shared.after_step(own)
-        return None if result is own else result
+        return None if result is own else on_cpu(result)
 
     def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
         self._optimizers[optimizer].zero_grad(set_to_none)

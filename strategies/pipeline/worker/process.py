@@ -6,6 +6,7 @@ The process executes nothing of the user's script.
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -13,12 +14,12 @@ from torch.distributed import ProcessGroup
 from strategies.commands.host import Host
 from strategies.common.activity import Activity
 from strategies.launch.rendezvous import store_at
-from strategies.launch.session import Session, join_data_plane, join_rpc
+from strategies.launch.session import Session, environment_variables, join_data_plane, join_rpc, variables_of_nccl
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.transport.device import routes_of
-from strategies.pipeline.transport.planes import GLOO, open_transport
+from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.storages import receive_storages
 from strategies.pipeline.worker.hosted import HostedStage, take_over, unpack
@@ -61,19 +62,29 @@ def host_snapshot(
     return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
 
 
+def abort_transfers(host: Any) -> None:
+    """End all waits of a stage for devices, because another process has failed.
+
+    Args:
+        host: The ``RRef`` to the host of the stage.
+    """
+    host.local_value().hosted.abort_transfers()
+
+
 def _wire(payload: Payload, group: ProcessGroup, session: Session, activity: Activity) -> Wiring:
     """Connect a stage to the others, each process at the same time."""
     if payload.plane != GLOO:
         activity.doing = "connecting to the devices of other stages"
-    transport = open_transport(
-        payload.plane,
-        group,
-        payload.index,
-        torch.device(payload.device),
-        routes_of(ranks_of(payload.placement), payload.ties),
-        activity.wait,
-        partial(store_at, f"{session.rendezvous}/devices", session.size),
-    )
+    with environment_variables(**(variables_of_nccl(session) if payload.plane == NCCL else {})):
+        transport = open_transport(
+            payload.plane,
+            group,
+            payload.index,
+            torch.device(payload.device),
+            routes_of(ranks_of(payload.placement), payload.ties),
+            activity.wait,
+            partial(store_at, f"{session.rendezvous}/devices", session.size),
+        )
     return to_neighbours(payload, group, transport, activity.idle)
 
 

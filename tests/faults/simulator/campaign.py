@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness import OWN_SERVER, run
 
-from tests.faults.simulator.cases import DRIVER, SERVER, Case, Shape, draw
+from tests.faults.simulator.cases import ANY_MOMENT, DRIVER, SERVER, Case, Shape, draw
 from tests.faults.simulator.oracle import Outcome, judge
 from tests.faults.simulator.subject import disturbed, undisturbed
 
@@ -123,8 +123,15 @@ def examine(seed: int) -> Verdict:
 
 
 def _allowed(case: Case) -> set[str]:
-    """What a case may leave: a driver that is killed cannot remove its temporary files."""
-    is_killed = any(fault.role == DRIVER and fault.kind in ("kill", "cut off") for fault in case.faults)
+    """What a case may leave: a driver that is killed cannot remove its temporary files.
+
+    Neither can one that gets SIGTERM before Lightning handles signals.
+    """
+    is_killed = any(
+        fault.role == DRIVER
+        and (fault.kind in ("kill", "cut off") or (fault.kind == "terminate" and fault.phase == ANY_MOMENT))
+        for fault in case.faults
+    )
     return _allowed_of(case.shape) | ({"tmp"} if is_killed else set())
 
 

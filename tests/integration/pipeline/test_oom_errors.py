@@ -10,6 +10,7 @@ from pytorch_lightning.utilities.memory import is_oom_error
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
+from strategies.pipeline.transport.simulated import SimulatedLink
 
 TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -30,6 +31,23 @@ class Hungry(nn.Module):
         return x
 
     def fail(self, _: Tensor) -> None:
+        raise torch.OutOfMemoryError(TEXT)
+
+
+class HungryAtReceive(nn.Module):
+    """Lets its process have no memory for the next receive after that of the fourth micro-batch: of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            SimulatedLink.receive = self.fail
+        return x
+
+    def fail(self, layouts: Any) -> Any:
         raise torch.OutOfMemoryError(TEXT)
 
 
@@ -80,3 +98,19 @@ def test_a_worker_and_the_driver_name_what_they_did() -> None:
         assert "GiB reserved" in message and "(balance)" in message
     assert "checkpoint='always' recompute all 4 micro-batches instead of 0" in worker
     assert "checkpoint" not in step
+
+
+def error_of_a_receive() -> str:
+    def make() -> Small:
+        model = Small()
+        model.sequential_module[1] = HungryAtReceive()
+        return model
+
+    strategy = RPCSequentialStrategy([2, 4], microbatches=4, schedule="gpipe", data_plane="simulated")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        fit(make, strategy, 2)
+    return str(caught.value)
+
+
+def test_a_receive_is_named() -> None:
+    assert "is out of memory in 0RECV_B3: " in run(error_of_a_receive)

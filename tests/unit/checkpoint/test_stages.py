@@ -273,3 +273,17 @@ def test_a_pipeline_that_has_ended_keeps_its_module() -> None:
     pipelined, two.pipeline.state = two.model.layers, None
     with two.states.whole_module():
         assert two.model.layers is pipelined
+
+
+def test_values_are_sent_to_a_stage_by_way_of_the_cpu() -> None:
+    two, whole = TwoStages(), expected()
+    weights = {
+        name: t.to("meta" if name[:8] in ("layers.0", "layers.1") else "cpu") for name, t in whole["state_dict"].items()
+    }
+    with pytest.raises(NotImplementedError, match="meta"):  # which has no values to copy to the CPU
+        two.model.load_state_dict(weights)
+    (states,) = whole["optimizer_states"]
+    for number in range(4):
+        states["state"][number]["exp_avg"] = states["state"][number]["exp_avg"].to("meta")
+    with pytest.raises(NotImplementedError, match="meta"):
+        two.pipeline.optimizers.load_state_dict(two.optimizer, states)

@@ -104,9 +104,3 @@ def test_a_worker_faults_in_large_blocks_by_huge_pages_if_the_kernel_has_them() 
     assert ("GLIBC_TUNABLES" in environment) == has_huge_pages
     (found,) = printed("print(faults(48))", environment)
     assert found < 0.5 if has_huge_pages else found > 0.9
-
-
-def test_torch_does_not_end_a_process_for_an_error_of_nccl_unless_the_user_wants_it() -> None:
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    assert environment_of_worker([], base={})[name] == "0"
-    assert environment_of_worker([], base={name: "3"})[name] == "3"

@@ -1,12 +1,14 @@
-"""Warnings about models that train otherwise than in one process."""
+"""Warnings about models that train otherwise than in one process, and launches that are refused."""
 
 import warnings
 from types import SimpleNamespace
 
 import pytest
+from pytorch_lightning.plugins.environments import SLURMEnvironment
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from strategies.lightning.checks import warn_of_compiled_model, warn_of_router_loss
+from strategies.lightning.checks import check_numbering, warn_of_compiled_model, warn_of_router_loss
 from strategies.pipeline.executor.settings import Settings
 
 
@@ -36,3 +38,20 @@ def test_a_model_that_is_compiled_as_a_whole() -> None:
         warn_of_compiled_model("model.layers")
     with pytest.warns(UserWarning, match="Compile the blocks instead"):
         warn_of_compiled_model("model._orig_mod.layers")
+
+
+@pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (3, 1), (5, 1)])
+def test_ranks_that_are_numbered_host_by_host(rank: int, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", str(rank))
+    monkeypatch.setenv("SLURM_LOCALID", str(local_rank))
+    check_numbering(SLURMEnvironment(), 2)
+
+
+@pytest.mark.parametrize(("rank", "local_rank"), [(1, 0), (2, 1), (3, 2)])
+def test_ranks_that_are_numbered_in_turn_on_each_host(
+    rank: int, local_rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_PROCID", str(rank))
+    monkeypatch.setenv("SLURM_LOCALID", str(local_rank))
+    with pytest.raises(MisconfigurationException, match=f"number {local_rank} on its host to rank {rank}.*=block"):
+        check_numbering(SLURMEnvironment(), 2)

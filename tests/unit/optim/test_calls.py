@@ -232,3 +232,10 @@ def test_after_each_step_of_the_user_a_function_is_called() -> None:
     undo()
     optimizer.step()
     assert called == [optimizer]
+
+
+def test_tensors_among_hyperparameters_are_sent_by_way_of_the_cpu() -> None:
+    optimizer = SGD([nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.param_groups[0]["scale"] = torch.ones((), device="meta")
+    with pytest.raises(NotImplementedError, match="meta"):  # which has no values to copy to the CPU
+        hyperparameters(optimizer)

@@ -3,9 +3,11 @@
 ``pytest --data-plane=simulated-serial tests/integration/parity`` runs all tests of parity in that way.
 """
 
+import threading
 import time
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +191,49 @@ def seconds_until_the_error(place: int, schedule: str) -> float:
 def test_the_error_of_a_layer_does_not_wait_for_slow_aborts(place: int, schedule: str) -> None:
     """On stage 0, on stage 1, and on the driver."""
     assert run(seconds_until_the_error, place, schedule, allow=("thread",)) < 2
+
+
+class WaitsForDevice(nn.Module):
+    """In the third micro-batch, waits as for a stream until the links of its process are aborted; says when they are.
+
+    Nothing else ends that wait: its thread reads no message of another process.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file, self.num_calls = file, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == 3:
+            is_aborted, abort = threading.Event(), SimulatedLink.abort
+            SimulatedLink.abort = lambda link: (is_aborted.set(), abort(link))[1]
+            if is_aborted.wait(20):
+                self.file.write_text(str(time.time()))
+        return x
+
+
+class RaisesAtOnce(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError(f"raised by a layer at {time.time()}")
+
+
+def seconds_until_an_abort_elsewhere(place: int) -> float:
+    file = Path("aborted").absolute()
+    model = Small()
+    model.sequential_module[0] = WaitsForDevice(file)
+    model.sequential_module[place] = RaisesAtOnce()
+    try:
+        fit(lambda: model, RPCSequentialStrategy([2, 2, 2], microbatches=4, data_plane="simulated"), 3)
+    except ArithmeticError as error:
+        return float(file.read_text()) - float(str(error).rpartition(" ")[2])
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("place", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_failure_ends_the_waits_for_devices_of_a_worker_that_has_not_failed(place: int) -> None:
+    """A failure of stage 1, and of the driver."""
+    assert run(seconds_until_an_abort_elsewhere, place) < 2
 
 
 class Misuses(Small):

@@ -2,10 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 
 import pytest
 import torch
+from harness import run
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from strategies.pipeline.stage.layers import PassContext, draws_nothing
 
@@ -101,10 +104,32 @@ def deterministic(*, warn_only: bool) -> Iterator[None]:
 
 
 @contextmanager
-def benchmark() -> Iterator[None]:
-    torch.backends.cudnn.benchmark = True
+def flag(name: str, value: bool | str) -> Iterator[None]:
+    """Changes an attribute of ``torch.backends``."""
+    path, _, own = name.rpartition(".")
+    holder = attrgetter(path)(torch.backends) if path else torch.backends
+    before = getattr(holder, own)
+    setattr(holder, own, value)
     yield
-    torch.backends.cudnn.benchmark = False
+    setattr(holder, own, before)
+
+
+SETTINGS: dict[str, Callable[[], AbstractContextManager[None]]] = {
+    "default dtype": default_dtype,
+    "matmul precision": matmul_precision,
+    "deterministic": lambda: deterministic(warn_only=True),
+    "benchmark": lambda: flag("cudnn.benchmark", True),
+    "cudnn deterministic": lambda: flag("cudnn.deterministic", True),
+    "reduction": lambda: flag("cuda.matmul.allow_bf16_reduced_precision_reduction", False),
+    "tf32 of cudnn": lambda: flag("cudnn.allow_tf32", False),
+    "tf32": lambda: flag("cuda.matmul.fp32_precision", "tf32"),
+    "bf16 of one operator on CPUs": lambda: flag("mkldnn.conv.fp32_precision", "bf16"),
+    "tf32 everywhere": lambda: flag("fp32_precision", "tf32"),
+    "kernel of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True),
+    "anomaly without NaN": lambda: torch.autograd.set_detect_anomaly(False, check_nan=False),
+}
+"""Those that are global to a process."""
 
 
 @pytest.mark.parametrize(
@@ -113,16 +138,12 @@ def benchmark() -> Iterator[None]:
         lambda: torch.autocast("cpu"),
         lambda: torch.autocast("cpu", enabled=False, cache_enabled=False),
         lambda: torch.autocast("cpu", dtype=torch.float16, enabled=False),
-        default_dtype,
-        matmul_precision,
-        lambda: deterministic(warn_only=True),
-        benchmark,
-        lambda: torch.autograd.set_detect_anomaly(True),
-        lambda: torch.autograd.set_detect_anomaly(False, check_nan=False),
         torch.inference_mode,
+        *SETTINGS.values(),
     ],
 )
 def test_settings_are_compared_as_they_are_captured(setting: Callable[[], AbstractContextManager[None]]) -> None:
+    torch.set_float32_matmul_precision("highest")  # the default, but fp32_precision says "none" until it is set
     before = PassContext.capture("cpu")
     assert before.is_current("cpu") and not before.is_current("cuda")
     with setting():
@@ -131,3 +152,26 @@ def test_settings_are_compared_as_they_are_captured(setting: Callable[[], Abstra
         assert within.is_current("cpu")
         assert within != before
     assert before.is_current("cpu")
+
+
+def in_a_worker(names: list[str]) -> tuple[list[bool], bool]:
+    """Applies settings, each with those of before between them; returns which arrived."""
+    torch.set_float32_matmul_precision("highest")
+    before = PassContext.capture("cpu")
+    sent = []
+    for name in names:
+        with SETTINGS[name]():
+            sent.append(PassContext.capture("cpu"))
+    arrived = []
+    for context in sent:
+        context.apply()
+        with context.entered(grad=True):
+            arrived.append(context.is_current("cpu"))
+        before.apply()
+    return arrived, before.is_current("cpu")
+
+
+def test_settings_arrive_on_workers_and_go_again() -> None:
+    arrived, is_as_before = run(in_a_worker, list(SETTINGS))
+    assert dict(zip(SETTINGS, arrived, strict=True)) == dict.fromkeys(SETTINGS, True)
+    assert is_as_before

@@ -260,3 +260,29 @@ def test_close_waits_for_an_abort_whose_threads_are_still_starting(
         transports[0].close()
         aborting.result()
     assert not [thread for thread in threading.enumerate() if thread.name == "relay-abort"]
+
+
+def test_release_does_not_wait_for_transfers(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    for m in range(3):
+        sender.send(torch.ones(1), 0, m)
+        sender.post(0, m)
+    receiver.begin(0, 0)
+    receiver.receive(0, 0)
+    deadline = time.monotonic() + 5
+    while len(sender._under_way) > 2:
+        sender.release()
+        assert time.monotonic() < deadline
+    sender.release()
+    assert len(sender._under_way) == 2  # their receives have not been posted
+    for m in (1, 2):
+        receiver.begin(0, m)
+        receiver.receive(0, m)
+    while len(sender._under_way) > 1:
+        sender.release(keep=1)
+        assert time.monotonic() < deadline
+    sender.flush()
+    sender.release(keep=1)
+    assert len(sender._under_way) == 1
+    sender.release()
+    assert not sender._under_way

@@ -7,7 +7,7 @@ import torch
 
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.transport.planes import chosen_plane
+from strategies.pipeline.transport.planes import chosen_plane, with_index
 
 
 def devices(*names: str) -> list[torch.device]:
@@ -89,3 +89,10 @@ def test_the_number_of_communicators_of_each_stage(monkeypatch: Any) -> None:
     assert communicators(data_plane="nccl") == [6, 4, 6, 4]
     names[:], numbers[:] = devices("cuda:1", "cuda:0"), [2, 2]
     assert communicators(data_plane="nccl") == [6, 6]  # two edges between two processes, and a tie
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: Any) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert [with_index(device) for device in devices("cuda", "cuda:1", "cpu")] == devices("cuda:3", "cuda:1", "cpu")
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    assert str(Pipeline(layers, [1, 1], devices("cpu", "cuda"), Settings()).device) == "cuda:3"

@@ -1,0 +1,49 @@
+"""What a process of a session sets for NCCL, and that it is set when a worker connects its devices."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from strategies.common.activity import Activity
+from strategies.launch.session import Session, variables_of_nccl
+from strategies.pipeline.worker import process
+
+SESSION = Session("file:///nowhere", "token", 2, timeout_seconds=1, threads=1, paths=[], driver_pid=0)
+
+
+def test_on_one_host_nccl_listens_on_the_loopback_interface_only() -> None:
+    assert variables_of_nccl(SESSION, {})["NCCL_SOCKET_IFNAME"].startswith("lo")
+    elsewhere = Session("", "", 2, timeout_seconds=1, threads=1, paths=[], driver_pid=0, reachable_address="10.0.0.1")
+    assert "NCCL_SOCKET_IFNAME" not in variables_of_nccl(elsewhere, {})
+
+
+def test_a_variable_that_the_user_has_set_stays() -> None:
+    base = {"NCCL_SOCKET_IFNAME": "eth0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}
+    assert not base.keys() & variables_of_nccl(SESSION, base).keys()
+
+
+def test_the_watchdog_of_torch_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, str] = {}
+
+    def open_transport(*args: Any) -> Any:
+        found.update(os.environ)
+        raise KeyError("enough")
+
+    names = [
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    ]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process, "open_transport", open_transport)
+    placement = SimpleNamespace(process_of=(0, 1), driver=1)
+    payload: Any = SimpleNamespace(plane="nccl", index=0, device="cpu", placement=placement, ties=())
+    with pytest.raises(KeyError, match="enough"):
+        process._wire(payload, None, SESSION, Activity())  # type: ignore[arg-type]
+    assert [found.get(name) for name in names] == ["0"] * len(names)
+    assert not any(name in os.environ for name in names)
