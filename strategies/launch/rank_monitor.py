@@ -49,6 +49,9 @@ _LEAVE_SECONDS = 5.0
 _END_SECONDS = 2.0
 """What a rank gets to end by itself once it is asked to."""
 
+_ABSENT_SECONDS = 3.0
+"""How long rank 0 may stay in a call that another rank has left by an error; it may wait for that rank without end."""
+
 _DISMISSAL_SECONDS = 10.0
 """How long a rank that has lost a connection waits for rank 0 to end it: longer than rank 0 looks for the cause."""
 
@@ -66,7 +69,7 @@ class RankMonitor:
 
     Args:
         processes: The processes of the ranks, in the order of the ranks.
-        notes: Where each of them notes what it does; empty where the system has no place for it.
+        notes: Where each rank notes what it does, rank 0 first; empty where the system has no place for it.
         before: Environment variables as they were before the launch, ``None`` for those that were not there.
     """
 
@@ -74,18 +77,22 @@ class RankMonitor:
         self, processes: Sequence[subprocess.Popen], notes: Sequence[int], before: Mapping[str, str | None]
     ) -> None:
         self.processes, self._notes, self._before = list(processes), list(notes), before
+        self._note = Note(_path(notes[0])) if notes else None
         self.calls = 0
         """The number of calls of a Trainer that all ranks have entered."""
         self._lost, self._is_known, self._excepthook = "", False, sys.excepthook
         self._found, self._over = threading.Event(), threading.Event()
-        self._in_call = False
+        self._in_call = self._have_entered = False
+        self._left: dict[int, float] = {}
+        """When each rank was first seen to have left the call that rank 0 is in, by an error."""
         self._thread = threading.Thread(target=self._watch, name="relay-rank-monitor", daemon=True)
         self._thread.start()
 
     @contextmanager
     def call(self) -> Iterator[None]:
         """Enclose a call of the Trainer. If a rank fails during the call, ``RankLost`` is raised in it."""
-        self._is_known = False
+        self._is_known = self._have_entered = False
+        self._left.clear()
         main = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGURG, self._interrupt) if main else None  # does nothing in other programs
         self._in_call = True
@@ -95,12 +102,15 @@ class RankMonitor:
             self.check()
         finally:
             self._in_call = False
+            if self._note is not None:
+                self._note.write(after_call(self.calls))
             if main:
                 signal.signal(signal.SIGURG, before or signal.SIG_DFL)
 
     def mark_entered(self) -> None:
         """Record that all ranks have entered the same call of the Trainer."""
         self.calls += 1
+        self._have_entered = True
 
     def check(self) -> None:
         """Raises ``RankLost`` if a rank has failed."""
@@ -111,7 +121,7 @@ class RankMonitor:
         """Waits a while for all ranks to leave the call that this one has just left; returns whether they have."""
         deadline, after = time.monotonic() + _LEAVE_SECONDS, after_call(self.calls)
         while self._notes and self.calls:
-            running = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+            running = [rank for rank, process in enumerate(self.processes, 1) if process.poll() is None]
             if all((noted(_path(self._notes[rank])) or after).startswith(after) for rank in running):
                 break
             if time.monotonic() > deadline:
@@ -130,11 +140,15 @@ class RankMonitor:
     def raised(self) -> list[str]:
         """Which ranks have raised an error in the call that rank 0 has just left, and live."""
         found = []
-        for rank, note in enumerate(self._notes, 1):
-            _, _, kind = noted(_path(note)).partition(_RAISED)
-            if kind:
+        for rank in range(1, len(self._notes)):
+            if kind := self._raised_by(rank):
                 found.append(f"rank {rank}, process {self.processes[rank - 1].pid}, has raised {kind}")
         return found
+
+    def _raised_by(self, rank: int) -> str:
+        """The type of the error by which a rank has left the last call that all ranks have entered; else empty."""
+        _, _, kind = noted(_path(self._notes[rank])).partition(after_call(self.calls) + _RAISED)
+        return kind.partition(",")[0]
 
     @property
     def has_ended(self) -> bool:
@@ -171,7 +185,7 @@ class RankMonitor:
         end_together(self.processes, _END_SECONDS)
 
     def _watch(self) -> None:
-        while not self._find(bool):
+        while not (self._find(bool) or self._find_absent()):
             if self._over.wait(_LOOK_SECONDS) or all(process.poll() == 0 for process in self.processes):
                 return
         deadline = time.monotonic() + _LAST_SECONDS
@@ -195,11 +209,26 @@ class RankMonitor:
             return True
         ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
         for status, rank in sorted((status, rank) for status, rank in ended if status is not None and failed(status)):
-            doing = (noted(_path(self._notes[rank - 1])) or "while it started") if self._notes else ""
+            doing = (noted(_path(self._notes[rank])) or "while it started") if self._notes else ""
             process = f"process {self.processes[rank - 1].pid} on {socket.gethostname()}"
             more = "; see its output above" if status > 0 else ""
             self._lost = f"rank {rank}, {process}, {ending(status)} {doing}".rstrip() + more
             return True
+        return False
+
+    def _find_absent(self) -> bool:
+        """Record a rank whose script has caught an error of the call that rank 0 is still in."""
+        if not (self._in_call and self._have_entered):
+            return False
+        for rank in range(1, len(self._notes)):
+            if kind := self._raised_by(rank):
+                seen = self._left.setdefault(rank, time.monotonic())
+                if time.monotonic() - seen > _ABSENT_SECONDS:
+                    self._lost = (
+                        f"rank {rank}, process {self.processes[rank - 1].pid} on {socket.gethostname()}, has raised "
+                        f"{kind} in call {self.calls} of the Trainer, in which rank 0 still waited for it"
+                    )
+                    return True
         return False
 
     def _say(self, more: str) -> None:
@@ -217,10 +246,13 @@ class MonitoredRank:
 
     Args:
         place: Where it notes what it does.
+        of_rank_0: Where rank 0 does.
     """
 
-    def __init__(self, place: str) -> None:
-        self.note, self.calls = Note(Path(place)), 0
+    def __init__(self, place: str, of_rank_0: str) -> None:
+        self.note, self._of_rank_0, self.calls = Note(Path(place)), Path(of_rank_0), 0
+        self._how = ""
+        """How it has left its last call."""
 
     def mark_entered(self) -> None:
         """Record that all ranks have entered the same call of the Trainer."""
@@ -231,22 +263,27 @@ class MonitoredRank:
     def call(self) -> Iterator[None]:
         """Around a call of the Trainer."""
         # It may begin a call, or even end it by an error, while rank 0 still asks whether it has left the one before.
-        self.note.write(f"{after_call(self.calls)}, in set-up" if self.calls else "in set-up")
-        how = ""
+        self.note.write(f"{after_call(self.calls)}{self._how}, in set-up" if self.calls else "in set-up")
+        self._how = ""
         try:
             yield
         except BaseException as error:
-            how = f"{_RAISED}{type(error).__name__}"
+            self._how = f"{_RAISED}{type(error).__name__}"
             raise
         finally:
-            self.note.write(after_call(self.calls) + how)
+            self.note.write(after_call(self.calls) + self._how)
 
     def await_end(self) -> None:
-        """Wait a while if the process group has lost a connection: rank 0 ends this process, and starts another one.
+        """Wait where rank 0 ends this process: after an error of this rank alone, or where a connection is lost.
 
-        Otherwise the script might fail in its next call and end before rank 0 has looked, which then would report a
-        rank that has ended as the cause.
+        Otherwise the collective operations of the next call would meet those of the call that rank 0 is still in; or
+        the script might fail in its next call and end before rank 0 has looked, which then would report a rank that has
+        ended as the cause.
         """
+        while self._how and self.calls and self._of_rank_0.exists():
+            if noted(self._of_rank_0).startswith(after_call(self.calls)):
+                break
+            time.sleep(_LOOK_SECONDS / 2)
         if _lost_connection():
             time.sleep(_DISMISSAL_SECONDS)
 

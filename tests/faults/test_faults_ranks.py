@@ -131,23 +131,23 @@ def test_the_driver_of_another_replica(undisturbed: float) -> None:
     assert seen[""]["loss"] == pytest.approx(undisturbed, rel=1e-5)  # float32, in micro-batches
 
 
-def without_connections(launcher: Sequence[str], struck: bool) -> tuple[list[Any], float]:
-    """What became of the calls of each rank that came to an end, and when the connections were lost."""
+def caught(launcher: Sequence[str], struck: bool, ranks: int = 2, fault: str = "all") -> tuple[list[Any], float]:
+    """What became of the calls of each rank that came to an end, and when the fault struck."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if struck:
             (folder / "struck").write_text("nan")
-        command = [sys.executable, "-W", "ignore", *launcher, lost_connection_job.__file__, name]
+        command = [sys.executable, "-W", "ignore", *launcher, lost_connection_job.__file__, name, str(ranks), fault]
         ended = subprocess.run(command, env=environment(), timeout=90)
         assert ended.returncode == 0
-        return [torch.load(folder / f"rank-{rank}.pt") for rank in range(2)], float((folder / "struck").read_text())
+        return [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)], float((folder / "struck").read_text())
 
 
 @pytest.mark.slow
 def test_ranks_that_lose_their_connection_and_catch_the_error() -> None:
     """The next fit of rank 0 has other ranks, so it goes as one without faults."""
-    (expected, _), _ = run(without_connections, [], True, timeout_seconds=100)
-    (of_rank_0, of_rank_1), struck = run(without_connections, [], False, timeout_seconds=100)
+    (expected, _), _ = run(caught, [], True, timeout_seconds=100)
+    (of_rank_0, of_rank_1), struck = run(caught, [], False, timeout_seconds=100)
     (message, ended), loss = of_rank_0
     assert message.startswith("The ranks have lost a connection between them, although the process of each of"), message
     assert re.search(r" rank 1, process \d+, has raised \w+\. Rank 0 has ended the others,", message), message
@@ -155,10 +155,27 @@ def test_ranks_that_lose_their_connection_and_catch_the_error() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("to rank 2", r"rank [12], process \d+ on \S+, has raised \w+ in call 1 of the Trainer, in which rank 0 still"),
+        ("raises", r"rank 1, process \d+ on \S+, has raised KeyError in call 1 of the Trainer, in which rank 0 still"),
+    ],
+)
+def test_an_error_of_other_ranks_that_their_scripts_catch(fault: str, message: str) -> None:
+    """Rank 0 would wait for them in a collective operation, which would meet those of their next fit."""
+    (expected, *_), _ = run(caught, [], True, 3, timeout_seconds=100)
+    (of_rank_0, *others), struck = run(caught, [], False, 3, fault, timeout_seconds=100)
+    (found, ended), loss = of_rank_0
+    assert re.match(message, found), found
+    assert ended - struck < SECONDS and [loss] == expected and others == [expected] * 2
+
+
+@pytest.mark.slow
 def test_ranks_of_torchrun_that_lose_their_connection_and_catch_the_error() -> None:
     """Nobody can start them again, so the next fit of each rank says what to do, at once."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    ranks, struck = run(without_connections, launcher, False, timeout_seconds=100, allow=["tmp"])
+    ranks, struck = run(caught, launcher, False, timeout_seconds=100, allow=["tmp"])
     for (first, _), (second, ended) in ranks:
         assert "/gloo/" in first and ended - struck < SECONDS, (first, ended - struck)
         refused = "This process cannot train, validate, test or predict with the other ranks again, because"

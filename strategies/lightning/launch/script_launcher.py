@@ -22,7 +22,7 @@ from strategies.lightning.launch.loopback import PARENT, LoopbackEnvironment
 from strategies.lightning.launch.phases import noting_phases
 
 _NOTES = "RELAY_NOTES"
-"""Tells the other ranks where each of them notes what it does."""
+"""Tells the other ranks where each rank notes what it does."""
 
 _SET_BY_A_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_NUM_THREADS", PARENT)
 
@@ -53,7 +53,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
         elif self.role is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
-            ScriptLauncher.role = MonitoredRank(os.environ[_NOTES].split(os.pathsep)[rank - 1])
+            noted_at = os.environ[_NOTES].split(os.pathsep)
+            ScriptLauncher.role = MonitoredRank(noted_at[rank], noted_at[0])
         set_num_threads_if_needed(num_processes=self.num_processes)
         if self.inner is not None:
             function = partial(self.inner.launch, function, trainer=trainer)
@@ -74,7 +75,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _call_children_scripts(self) -> None:
         before = {name: os.environ.get(name) for name in _SET_BY_A_LAUNCH}
-        self.procs, notes = [], new_notes(self.num_processes - 1)
+        self.procs, notes = [], new_notes(self.num_processes if self.num_processes > 1 else 0)
         if isinstance(environment := self.cluster_environment, LoopbackEnvironment):
             environment.renew()  # this Trainer may have had other ranks
         with environment_variables(**{_NOTES: os.pathsep.join(places(notes))} if notes else {}):
