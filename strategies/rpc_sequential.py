@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,8 @@ from strategies.pipeline.state.stand_ins import (
 )
 from strategies.pipeline.transport.slots import NUM_SLOTS
 from strategies.sharding.states import gather_state_dict
+
+R = TypeVar("R")
 
 
 class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
@@ -307,6 +309,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._together: Together | None = None  # the drivers of other replicas, while steps can be lost and repaired
         self._snapshot_every_n_steps, self._spare_workers = snapshot_every_n_steps, spare_workers
         self._recovery: StepRecovery | None = None
+        self._num_recoveries = 0
         self._rebalancing: Rebalancing | None = None
         if rebalance is not None:
             gathers = gather_on_end is not False
@@ -715,6 +718,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _forget_step(self) -> None:
         """All stages have gone back to a snapshot: forget what was read or recorded of them."""
+        self._num_recoveries += 1
         if self._stage_states is not None:
             self._stage_states.forget()
         if self._rebalancing is not None:
@@ -925,7 +929,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._settle_together()
         if not self.is_global_zero:
             return {}
-        return super().lightning_module_state_dict() if self._stage_states is None else self._stage_states.weights()
+        states = self._stage_states
+        return super().lightning_module_state_dict() if states is None else self._collected(states, states.weights)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer over all stages, as in one process; on the first replica only."""
@@ -933,11 +938,28 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             return {}
         own = unwrapped(optimizer)
         if self._stage_states is not None and not is_stand_in(own):
-            state = self._stage_states.optimizer_state(own)
+            collect = partial(self._stage_states.optimizer_state, own)
+            # Replicas that divide states collect them together, and none of them can do that again alone.
+            state = collect() if self._divides_states else self._collected(self._stage_states, collect)
             return state if self.is_global_zero else {}
         if self._divides_states and not is_stand_in(own) and torch.distributed.is_initialized():  # after fit
             return gather_state_dict(own, default_group())
         return super().optimizer_state(optimizer)
+
+    def _collected(self, states: StageStates, collect: Callable[[], R]) -> R:
+        """Collect a part of a checkpoint, or write what has been collected; again if a lost worker can be replaced."""
+        if self._recovery is None or self._has_failed():
+            return collect()
+        collect_again, before = states.collecting_again(), self._num_recoveries
+
+        def attempt() -> R:
+            nonlocal before
+            if self._num_recoveries > before:
+                collect_again()
+                before = self._num_recoveries
+            return collect()
+
+        return self._recovery.read(attempt)
 
     def _refresh_states(self) -> None:
         if self._stage_states is not None:
@@ -963,9 +985,9 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             and storage_options is None
             and (path := local_path(filepath))
         ):
-            self._save(partial(self._stage_states.prepare_file, path=path), checkpoint)
+            self._save(self._stage_states, partial(self._stage_states.prepare_file, path=path), checkpoint)
         else:
-            self._stage_states.gather(checkpoint)
+            self._collected(self._stage_states, partial(self._stage_states.gather, checkpoint))
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._stage_states is not None:
             self._stage_states.forget()
@@ -982,15 +1004,18 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._stage_states is None:
             super()._save_sharded(checkpoint, path)
         else:
-            self._save(partial(self._stage_states.prepare_sharded, path=path), checkpoint)
+            self._save(self._stage_states, partial(self._stage_states.prepare_sharded, path=path), checkpoint)
 
-    def _save(self, prepare: Callable[..., Callable[[], None]], checkpoint: dict[str, Any]) -> None:
+    def _save(
+        self, states: StageStates, prepare: Callable[..., Callable[[], None]], checkpoint: dict[str, Any]
+    ) -> None:
         """Write a checkpoint, in the background from copies that every process makes of its own part."""
-        in_background = self._writer.in_background
-        if in_background:
+        if self._writer.in_background:
             self._writer.wait()  # before there is another copy
-            checkpoint = snapshot(checkpoint)
-        self._writer.save(prepare(checkpoint, needs_copy=in_background))
+            copied = snapshot(checkpoint)
+            self._writer.save(self._collected(states, lambda: prepare(copied, needs_copy=True)))
+        else:
+            self._collected(states, lambda: self._writer.save(prepare(checkpoint, needs_copy=False)))
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; training that is resumed from it draws the random numbers that would have come next.

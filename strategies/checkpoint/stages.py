@@ -95,6 +95,19 @@ class StageStates:
             now = self._pipeline.optimizers.state_dict(optimizer, shelved_tensors)
             _take_over_shelved(states, _states_elsewhere(optimizer, now))
 
+    def collecting_again(self) -> Callable[[], None]:
+        """Return a function that collects again what has been collected so far, of stages that others have taken over.
+
+        Tensors that have been returned then stand for values of those.
+        """
+        weights, states = self._weights, dict(self._states)
+
+        def collect() -> None:
+            self._weights, self._states = weights, states
+            self.refresh()
+
+        return collect
+
     def forget(self) -> None:
         """Release what has been collected."""
         self._weights, self._states, self._fetched, self.has_gathered = {}, {}, [], False

@@ -46,6 +46,14 @@ BETWEEN: Kills = {
     10: ["on_validation_batch_start-0"],
     13: ["on_validation_batch_start-0", "on_train_epoch_end-1", "on_train_end-0"],
 }
+SAVING: Kills = {
+    2: ["state_dict-0"],
+    5: ["on_save_checkpoint-1"],
+    6: ["on_save_checkpoint-0"],
+    8: ["state_dict-1", "on_save_checkpoint-0"],
+    13: ["on_save_checkpoint-0", "on_save_checkpoint-1"],
+}
+"""While the state of a stage is collected for a checkpoint, and before it is fetched or written."""
 AFTER_FIRST: Kills = {2: ["step-1"], 6: ["step-0"], 8: ["backward-1"], 11: ["step-0", "step-1"]}
 """Losses that are noticed late, but for the waiting for each step that a change between steps brings about."""
 SPARED: Kills = {2: ["forward-0"], 5: ["backward-1"], 11: ["forward-0", "forward-1"]}
@@ -72,6 +80,16 @@ CASES: dict[str, Case] = {
         {"options": {"state_dict_type": "sharded", "async_save": True}, "accumulate_grad_batches": 1},
         [(SPARED, 1), (SPARED, 3)],
     ),
+    "sanity": ({}, [({0: ["sanity-0", "sanity-1"]}, 1), ({0: ["sanity-1", "snapshot-0", "forward-1"]}, 4)]),
+    "saving": ({"accumulate_grad_batches": 1}, [(SAVING, 1), (SAVING, 4)]),
+    "saving_sharded": (
+        {"options": {"state_dict_type": "sharded"}, "accumulate_grad_batches": 1},
+        [(SAVING, 1), (SAVING, 4)],
+    ),
+    "saving_in_background": (
+        {"options": {"async_save": True}, "schedule": "1f1b", "accumulate_grad_batches": 1},
+        [(SAVING, 1)],
+    ),
     "meddler": ({"callbacks": lambda: [Meddler()], "accumulate_grad_batches": 1}, [BOTH[0], (BEFORE_MEDDLING, 3)]),
     "clipper": (
         {"callbacks": lambda: [Clipper()], "accumulate_grad_batches": 1},
@@ -85,7 +103,7 @@ CASES: dict[str, Case] = {
     ),
 }
 
-SOME = ("between_steps", "1f1b", "hang", "manual", "sharded", "meddler")
+SOME = ("between_steps", "1f1b", "hang", "manual", "sharded", "sanity", "saving", "saving_sharded", "meddler")
 """Those of ``make slow``: kills within and between steps, a hang, both ways of optimization, checkpoints in parts."""
 
 

@@ -59,6 +59,10 @@ class Killable(nn.Linear):
             rows.register_hook(lambda grad: strike("backward"))
         return super().forward(rows)
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        strike("state_dict")
+        super()._save_to_state_dict(*args)
+
     def __getstate__(self) -> dict[str, Any]:
         strike("snapshot")
         return self.__dict__
@@ -262,6 +266,11 @@ class Executioner(Callback):
         orders[:] = [order for order in orders if order not in taken]
         return taken
 
+    def on_sanity_check_start(self, trainer: Any, model: Any) -> None:
+        for order in [order for order in self.kills.get(0, []) if order.startswith("sanity")]:
+            self.kills[0].remove(order)
+            Path(f"kill-validation-{order[-1]}").touch()
+
     def on_train_batch_start(self, trainer: Any, model: Any, batch: Any, batch_idx: int) -> None:
         for order in self.take(trainer, ""):
             Path(f"kill-{order}").touch()
@@ -279,6 +288,7 @@ def _killing(name: str) -> Any:
 
 for _name in ("batch_end", "epoch_end", "end"):
     setattr(Executioner, f"on_train_{_name}", _killing(f"on_train_{_name}"))
+Executioner.on_save_checkpoint = _killing("on_save_checkpoint")
 for _name in ("start", "batch_start", "batch_end", "end"):
     setattr(Executioner, f"on_validation_{_name}", _killing(f"on_validation_{_name}"))
 

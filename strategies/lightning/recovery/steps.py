@@ -50,6 +50,9 @@ from strategies.pipeline.stage.layers import Seeds
 
 R = TypeVar("R")
 
+_BEFORE_STEPS = 0
+"""The number of the snapshot before the first step, if there is a sanity validation; steps are counted from 1."""
+
 _MAX_LOSSES = 3
 """Number of losses within one step that ends the run: the step itself may be the reason."""
 
@@ -174,9 +177,13 @@ class StepRecovery:
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a training step, again if need be."""
-        follows = bool(self._steps) and self._is_unchanged(with_gradients=self._adds_to_gradients(args))
-        is_changed = bool(self._steps) and not follows
-        if is_changed and (self._mark_after is None or self._mark_after.balance == list(self._pipeline.balance)):
+        follows = self._is_unchanged(with_gradients=self._adds_to_gradients(args))
+        is_changed = bool(self._steps or self._mark_after is not None) and not follows
+        if (
+            is_changed
+            and self._steps
+            and (self._mark_after is None or self._mark_after.balance == list(self._pipeline.balance))
+        ):
             self._is_meddled_with = True  # for good; before the strategy moves layers, it waits by itself
         self._mark_after = None  # it would keep states of optimizers that the step replaces
         is_due = self._is_due(args) or not follows
@@ -323,6 +330,13 @@ class StepRecovery:
 
     # Snapshots
 
+    def _begin(self) -> None:
+        """Make the snapshot to which a loss in the sanity validation goes back."""
+        self._moments.look_again()
+        with as_misconfiguration():
+            self._pipeline.snapshot(_BEFORE_STEPS, with_grads=True)
+        self._mark_after = self._marks.now(reads_values=False)
+
     def _is_due(self, args: Sequence[Any]) -> bool:
         """Return whether a snapshot is to be made before the step that begins."""
         trainer: Any = self._trainer
@@ -427,8 +441,14 @@ class StepRecovery:
             self._together.pass_gate()
             self._num_gates += 1
 
+    def read(self, function: Callable[[], R]) -> R:
+        """Call a function that reads the state of stages, again if a worker is lost."""
+        return self._between_steps(lambda _: None, function) if self._can_settle() else function()
+
     def evaluate(self, function: Callable[..., R], *args: Any) -> R:
         """Run ``validation_step``, again if a worker is lost."""
+        if self._trainer.sanity_checking and self._mark_after is None and not torch.is_inference_mode_enabled():
+            self._begin()
         if not self._can_settle():
             return function(*args)
         assert self._mark_after is not None
@@ -514,12 +534,13 @@ class StepRecovery:
             number = self._pipeline.recover(together)
         except Exception as error:  # also one that a layer raises when it is unpickled
             raise _Unrecoverable(f"{lost}\nNo new workers could take over: {type(error).__name__}: {error}") from error
-        (place,) = [place for place, step in enumerate(self._steps) if step.snapshot == number]
-        first, *later = self._steps[place:]
-        for step in later:
+        places = [place for place, step in enumerate(self._steps) if step.snapshot == number]
+        is_before_all = number == _BEFORE_STEPS
+        (place,) = [0] if is_before_all else places
+        since, repeated = self._steps[place:], steps[place:]
+        for step in since[0 if is_before_all else 1 :]:
             step.snapshot = None
-        repeated = steps[place:]
-        self._check([first, *later], lost)
+        self._check(since, lost, follow_snapshot=is_before_all)
         self._recovered()
         for step in repeated:
             step.begin.restore()
@@ -540,11 +561,20 @@ class StepRecovery:
         self.recoveries.append(Recovery(time.time(), lost, len(repeated), seconds))
         rank_zero_warn(f"{lost}\nTraining goes on from a snapshot ({again}, {seconds:.1f} s).")
 
-    def _check(self, steps: Sequence[_Step], lost: str) -> None:
-        """Raise an error if something has changed since the beginning of these steps that cannot be restored."""
-        changed = [*steps[0].begin.changed(), *(name for step in steps for name in step.batch.changed())]
+    def _check(self, steps: Sequence[_Step], lost: str, *, follow_snapshot: bool) -> None:
+        """Raise an error if something has changed since a snapshot that cannot be restored.
+
+        Args:
+            steps: The steps since then.
+            lost: Which worker was lost.
+            follow_snapshot: Whether the snapshot was made some time before the first of them, and not just before it.
+        """
+        changed = [name for step in steps[:1] for name in step.begin.changed()]
+        changed += [name for step in steps for name in step.batch.changed()]
         changed += [
-            f"the weights (changed outside training_step, before {step.name})" for step in steps[1:] if not step.follows
+            f"the weights (changed outside training_step, before {step.name})"
+            for step in steps[0 if follow_snapshot else 1 :]
+            if not step.follows
         ]
         if changed:
             raise _Unrecoverable(

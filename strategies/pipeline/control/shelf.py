@@ -77,7 +77,8 @@ class ShelvedPart:
     """
 
     def __init__(self, stage: RemoteStage, number: int, tree: Any) -> None:
-        self.stage, self.number, self.tree = stage, number, tree
+        self.stage, self._number, self.tree = stage, number, tree
+        self._process = stage.process
 
     @classmethod
     def of(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
@@ -89,8 +90,23 @@ class ShelvedPart:
         """Put a part on the shelf even if another stage has failed."""
         return cls(stage, *stage.rescue(StageCommands.shelve, part))
 
+    @property
+    def number(self) -> int:
+        """The number on the shelf.
+
+        Raises:
+            RuntimeError: If another process has taken over the stage, whose shelf has other parts under these numbers.
+        """
+        if self.stage.process is not self._process:
+            raise RuntimeError(
+                f"values of {self.stage.description} were collected before another process took the place of the one "
+                "that had them: collect the state dict again"
+            )
+        return self._number
+
     def __del__(self) -> None:
-        self.stage.queue(StageCommands.drop_shelved, self.number)
+        if self.stage.process is self._process:
+            self.stage.queue(StageCommands.drop_shelved, self._number)
 
     def mapped(self, make: Callable[[str, ShelvedLayout], Any]) -> Any:
         """Return the part with ``make(path, layout)`` in place of each layout."""

@@ -14,7 +14,6 @@ from tests.faults.simulator.cases import (
     DRIVER,
     NUM_BATCHES,
     RECOVERY,
-    SANITY,
     SERVER,
     WORKER,
     Case,
@@ -152,12 +151,12 @@ def _endings_of(shape: Shape, fault: Fault) -> list[Ending]:
     if fault.role == WORKER and fault.kind in ("kill", "stop", "hang", "cut off"):
         if shape.restarts:
             return [GOES_ON]
-        if shape.goes_back and fault.phase in ("forward", "backward", "step", "validation"):
+        if shape.goes_back and fault.phase not in ("start", "teardown"):
             incomplete = Ending(
                 ("WorkerLost",), f"stage {fault.stage}.*The checkpoint that was being written is incomp"
             )
             return [GOES_ON, incomplete] if _writes_in_the_background(shape) else [GOES_ON]
-        if shape.goes_back and fault.phase not in ("start", SANITY):
+        if shape.goes_back and fault.phase == "teardown":
             return [GOES_ON, *raising]  # it depends on what the driver needs of the worker at that moment
     return raising
 

@@ -3,6 +3,7 @@
 The stage of a worker is in this process, behind a remote stage that calls it at once.
 """
 
+import gc
 import itertools
 from concurrent.futures import Future
 from copy import deepcopy
@@ -44,11 +45,10 @@ class Remote:
     """Calls the stage at once, in place of RPC."""
 
     description = "stage 0"
-    process = SimpleNamespace(description="process 7")
     version = 0
 
     def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+        self.stage, self.process = stage, SimpleNamespace(description="process 7")
         self.has_ended = False
         self.fetched: list[list[Piece]] = []
 
@@ -182,6 +182,24 @@ def test_what_was_gathered_follows_the_stages() -> None:
     assert all(tensor.any() for tensor in before)
     two.states.refresh()
     assert not any(tensor.any() for tensor in before) and len(two.stage.shelf) == 2
+
+
+def test_a_part_of_a_process_that_has_been_replaced_is_refused() -> None:
+    """The shelf of the process that takes over counts from 0 again, so the number would be that of another part."""
+    two = TwoStages()
+    kept = two.states.weights()["layers.0.weight"]
+    assert torch.equal(kept.clone(), expected()["state_dict"]["layers.0.weight"])
+    two.states.forget()
+    two.remote.process = SimpleNamespace(description="process 8")
+    two.stage.shelf.clear()
+    two.stage._shelf_numbers = itertools.count()
+    again = two.states.weights()["layers.0.weight"]
+    with pytest.raises(RuntimeError, match="values of stage 0 were collected before another process took the place"):
+        kept.clone()
+    del kept
+    gc.collect()
+    assert list(two.stage.shelf) == [0]  # and is not dropped in its place
+    assert torch.equal(again.clone(), expected()["state_dict"]["layers.0.weight"])
 
 
 @pytest.mark.parametrize("needs_copy", [False, True])
