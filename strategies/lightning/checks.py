@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from strategies.checkpoint.store import STATE_DICT_TYPES
+from strategies.commands.failure import RemoteTraceback
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm
 from strategies.lightning.compat import (
@@ -45,10 +46,15 @@ _RESTART_OUTSIDE = (
 
 @contextmanager
 def as_misconfiguration() -> Iterator[None]:
-    """Turn the engine's errors about a user's settings into Lightning's ``MisconfigurationException``."""
+    """Turn the engine's errors about a user's settings into Lightning's ``MisconfigurationException``.
+
+    An error that a layer has raised in another process stays as it is.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
+        if isinstance(error.__cause__, RemoteTraceback):
+            raise
         raise MisconfigurationException(str(error)) from error
 
 

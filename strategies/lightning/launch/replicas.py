@@ -154,7 +154,9 @@ class ReplicatedStrategy(ParallelStrategy):
         if self.world is not None:
             rendezvous, address = self.broadcast(self.world.rendezvous()), self.world.address
         else:
-            self._rendezvous_directory = self.broadcast(mkdtemp(prefix="relay-") if self.is_global_zero else None)
+            # Kept before the others know it: if one of them has failed, there is no broadcast, but a directory.
+            self._rendezvous_directory = mkdtemp(prefix="relay-") if self.is_global_zero else None
+            self._rendezvous_directory = self.broadcast(self._rendezvous_directory)
             rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
         return Replicas(self.global_rank, self.world_size, rendezvous, timeout_seconds, address, divide_states)
 

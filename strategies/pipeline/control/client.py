@@ -116,12 +116,16 @@ class Failures:
             )
             first = (causes or consequences)[0]
         if isinstance(first, StopIteration):
-            raise RuntimeError(f"a layer or the loss raised {first!r}, an exception that ends iterations") from first
+            raise _not_ending_loops(first) from first
         if not causes and "gloo/transport" in str(first):
             raise WorkerLost(
                 f"the data plane between the stages has failed, although every stage's process still runs: {first}"
             ) from first
         raise first
+
+
+def _not_ending_loops(error: StopIteration) -> RuntimeError:
+    return RuntimeError(f"a layer or the loss raised {error!r}, an exception that ends iterations")
 
 
 class InterruptibleWait:
@@ -539,6 +543,8 @@ class RemoteStage(NotCopyable):
             value = reply.value()
         except Exception as error:
             ended = _how_it_ended(process)
+            if ended is None and _RPC_TRANSPORT in str(error):
+                process.kill()  # nothing reaches it any more, and others would wait for it until the time-out
             what = f"{self.description}, {process.description}"
             lost = WorkerLost(f"{what}, {ended or f'did not answer: {error}'}")
             killed_by_us = called.lost.done() or (ended is None and is_consequence(error))
@@ -547,6 +553,8 @@ class RemoteStage(NotCopyable):
             return
         if isinstance(value, Failure):
             failed = value.exception()
+            if isinstance(failed, StopIteration):
+                failed, failed.__cause__ = _not_ending_loops(failed), failed
             failures.add(failed, consequence=value.consequence)
             done.set_exception(failed)
         else:

@@ -8,7 +8,13 @@ from pytorch_lightning.plugins.environments import SLURMEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from strategies.lightning.checks import check_numbering, warn_of_compiled_model, warn_of_router_loss
+from strategies.commands.failure import Failure
+from strategies.lightning.checks import (
+    as_misconfiguration,
+    check_numbering,
+    warn_of_compiled_model,
+    warn_of_router_loss,
+)
 from strategies.pipeline.executor.settings import Settings
 
 
@@ -38,6 +44,14 @@ def test_a_model_that_is_compiled_as_a_whole() -> None:
         warn_of_compiled_model("model.layers")
     with pytest.warns(UserWarning, match="Compile the blocks instead"):
         warn_of_compiled_model("model._orig_mod.layers")
+
+
+def test_an_error_of_a_layer_in_another_process_is_no_misconfiguration() -> None:
+    error = Failure.of(ValueError("of a layer"), "stage 0", "unpacking its layers").exception()
+    with pytest.raises(ValueError, match="of a layer"), as_misconfiguration():
+        raise error
+    with pytest.raises(MisconfigurationException, match="of a setting"), as_misconfiguration():
+        raise ValueError("of a setting")
 
 
 @pytest.mark.parametrize(("rank", "local_rank"), [(0, 0), (3, 1), (5, 1)])

@@ -21,6 +21,7 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.transport.channel import COMMANDS_TAG, Receiver, Sender
 
 STAGE = "stage 0 (layers 0 to 1: Linear, ReLU)"
+CLOSED = "EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)"
 
 
 class Wire:
@@ -181,6 +182,29 @@ def test_a_stage_that_does_not_answer(wire: Wire, ended: str | None) -> None:
         remote.result(started)
 
 
+@pytest.mark.parametrize(("error", "is_killed"), [(CLOSED, True), ("an answer that cannot be unpickled", False)])
+def test_a_process_that_cannot_be_reached_is_killed(wire: Wire, error: str, is_killed: bool) -> None:
+    """Other stages would wait for it until the time-out."""
+    killed: list[bool] = []
+    process = StageProcess("process 7", ended=lambda: None, doing=lambda: "", kill=lambda: killed.append(True))
+    remote = RemoteStage("worker", None, STAGE, process, Failures())
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[0].set_exception(RuntimeError(error))
+    with pytest.raises(WorkerLost, match="did not answer"):
+        started.result()
+    assert killed == [True] * is_killed
+
+
+def test_an_exception_of_a_stage_at_which_a_loop_would_end(wire: Wire) -> None:
+    remote = remote_stage()
+    remote.failures.add(KeyError("elsewhere"), consequence=False)
+    started = remote.start(StageCommands.num_kept)
+    wire.replies[0].set_result(Failure.of(StopIteration("of a layer"), STAGE, "teardown"))
+    with pytest.raises(RuntimeError, match=r"raised StopIteration\('of a layer'\)") as raised:
+        started.result()
+    assert isinstance(raised.value.__cause__, StopIteration)
+
+
 def test_after_a_failure_was_raised_other_stages_can_be_rescued(wire: Wire) -> None:
     remote = remote_stage()
     remote.failures.add(KeyError("elsewhere"), consequence=False)
@@ -295,8 +319,7 @@ def test_a_process_whose_end_is_known_late(wire: Wire) -> None:
 
 
 def test_a_process_that_cannot_be_reached() -> None:
-    error = RuntimeError("EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)")
-    cause = remote_stage().cause_of(error)
+    cause = remote_stage().cause_of(RuntimeError(CLOSED))
     assert isinstance(cause, WorkerLost) and str(cause).startswith(f"{STAGE}, process 7 on here, did not answer: EOF")
 
 
