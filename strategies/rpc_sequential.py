@@ -197,13 +197,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
-            died or hung. Only on one host; under torchrun or SLURM, only for one pipeline. Default: 0.
+            died or hung. Only on one host. Default: 0.
         snapshot_every_n_steps: After so many optimizer steps, every process copies its part of the model and of the
             optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
             and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
             losses that cannot be repaired in this way. With several replicas, all of them go back together. Only for
-            one host, on CPUs and Linux, and under torchrun and SLURM only for one pipeline; see ``docs/launch.md``.
-            Default: 0, no copies.
+            one host, on CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
         spare_workers: Under torchrun and SLURM, how many processes each rank with a worker keeps ready, with torch
             imported, to take over from a worker that is lost. They make a loss cost less time, and take memory; see
             ``docs/launch.md``. For ``max_restarts`` and ``snapshot_every_n_steps``. Workers that the strategy starts
@@ -430,7 +429,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 model,
                 devices=self.devices,
                 num_hosts=self.num_nodes,
-                launched_replicas=self._num_replicas if self.world is not None else 1,
             )
         balance = self._prepare_model(model, module, fitting)
         self._start_fork_server()
@@ -687,7 +685,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if not (self.is_distributed and (self._snapshot_every_n_steps or self._restarts is not None)):
             return
         with checks.as_misconfiguration():
-            connect = shared_store(f"relay{self._rendezvous_directory}")
+            connect = shared_store(f"relay {self._rendezvous}")
         together = self._together = Together(
             connect,
             self.global_rank,
@@ -739,7 +737,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         if self._restarts is not None:
-            checks.check_restarts(self.num_nodes, self._num_replicas, is_external=self.world is not None)
+            checks.check_restarts(self.num_nodes)
         if self.world is not None:
             has_snapshots = self._snapshot_every_n_steps > 0 and self.num_nodes == 1  # else fit refuses them
             if self._restarts is not None or has_snapshots:

@@ -132,11 +132,9 @@ def check_spare_workers(number: int, max_restarts: int, every_n_steps: int) -> N
         )
 
 
-def _check_snapshots(
-    every_n_steps: int, *, devices: Sequence[torch.device], num_hosts: int = 1, launched_replicas: int = 1
-) -> None:
+def _check_snapshots(every_n_steps: int, *, devices: Sequence[torch.device], num_hosts: int = 1) -> None:
     try:
-        check_snapshots(devices=devices, num_hosts=num_hosts, launched_replicas=launched_replicas)
+        check_snapshots(devices=devices, num_hosts=num_hosts)
     except ValueError as error:
         raise MisconfigurationException(f"snapshot_every_n_steps={every_n_steps}: {error}") from error
 
@@ -147,7 +145,6 @@ def check_snapshot_run(
     *,
     devices: Sequence[torch.device],
     num_hosts: int,
-    launched_replicas: int,
 ) -> None:
     """Check that steps of a run can be run again from a snapshot.
 
@@ -156,13 +153,12 @@ def check_snapshot_run(
         model: The model, with its Trainer.
         devices: The device of each stage.
         num_hosts: Number of hosts with stages.
-        launched_replicas: Number of pipelines whose processes torchrun, SLURM or the like have started.
 
     Raises:
         MisconfigurationException: If they cannot.
     """
     what = f"snapshot_every_n_steps={every_n_steps}"
-    _check_snapshots(every_n_steps, devices=devices, num_hosts=num_hosts, launched_replicas=launched_replicas)
+    _check_snapshots(every_n_steps, devices=devices, num_hosts=num_hosts)
     if isinstance(cast(Any, model.trainer).profiler, PyTorchProfiler):
         raise MisconfigurationException(
             f"{what} replaces workers that are lost, whose traces PyTorchProfiler would lose. Leave one of them out."
@@ -193,13 +189,8 @@ def check_loss_weight(loss_weight: str, settings: Settings) -> None:
         )
 
 
-def check_restarts(num_nodes: int, num_replicas: int, *, is_external: bool) -> None:
+def check_restarts(num_nodes: int) -> None:
     """Check that all workers are on the driver's host, which sees there how a worker has ended.
-
-    Args:
-        num_nodes: Number of hosts.
-        num_replicas: Number of pipelines.
-        is_external: Whether torchrun, SLURM or the like have started the workers.
 
     Raises:
         MisconfigurationException: If they are not.
@@ -207,11 +198,6 @@ def check_restarts(num_nodes: int, num_replicas: int, *, is_external: bool) -> N
     if num_nodes > 1:
         raise MisconfigurationException(
             f"max_restarts restarts workers on the driver's host, but num_nodes={num_nodes}. {_RESTART_OUTSIDE}"
-        )
-    if is_external and num_replicas > 1:
-        raise MisconfigurationException(
-            f"max_restarts is for one pipeline where torchrun, SLURM or the like have started the processes, but "
-            f"data_parallel_size={num_replicas}. {_RESTART_OUTSIDE}"
         )
 
 

@@ -564,7 +564,6 @@ class Pipeline(NotCopyable):
             check_snapshots(
                 devices=self._devices,
                 num_hosts=len(set(self._world.hosts)) if self._world is not None else 1,
-                launched_replicas=self._replicas.count if self._replicas is not None and ranks is not None else 1,
                 are_replaced=ranks is None or ranks.are_supervised,
             )
             self._snapshots = Snapshots(len(executor.remotes))

@@ -2,6 +2,7 @@
 
 import pickle
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import recovery_replicas_job
-from harness import run
+from harness import OWN_SERVER, run
+from paths import environment
 from scripts import Script
 
 
@@ -50,6 +52,25 @@ def test_restarts() -> None:
     ):
         assert differing == [] and differing_there == []
         assert len(restarts) == sum(len(batches) for batches in kills)
+
+
+def launch_by_torchrun(name: str) -> list[Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+        variables = {**environment(), "PYTHONWARNINGS": "ignore"}
+        subprocess.run([*command, recovery_replicas_job.__file__, folder, name], env=variables, timeout=280, check=True)
+        return [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(recovery_replicas_job.REPLICAS)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_replicas_of_torchrun() -> None:
+    """From snapshots, with a loss in each replica and two at once; then from checkpoints, with the same ranks."""
+    first, second = run(launch_by_torchrun, "launched", timeout_seconds=290, allow=["tmp"], env=OWN_SERVER)
+    (differing, recovered, restarts), (differing_later, recovered_later, restarts_later) = first
+    assert differing == [] and differing_later == [] and [differing for differing, _, _ in second] == [[], []]
+    assert len(recovered) >= 2 and restarts == [] and all(line.startswith("In replica ") for line in recovered)
+    assert recovered_later == [] and len(restarts_later) == 2
 
 
 def ending(name: str) -> tuple[str, float]:

@@ -1,7 +1,7 @@
 """A user's script: fits of two pipelines of two stages, of which workers of one or both are killed.
 
-Run as ``python recovery_replicas_job.py FOLDER NAME``. Each driver writes what it has come to into ``FOLDER/RANK``.
-Lightning starts the second driver by running this script once more.
+Run as ``python recovery_replicas_job.py FOLDER NAME``, or by torchrun with four ranks. Each driver writes what it has
+come to into ``FOLDER/REPLICA``. Without torchrun, Lightning starts the second driver by running this script once more.
 """
 
 import os
@@ -74,9 +74,16 @@ BETWEEN: tuple[Kills, Kills] = (
     {4: ["on_train_batch_end-0"], 8: ["on_train_batch_end-0"], 13: ["on_validation_batch_start-0"]},
 )
 
+SAVING: tuple[Kills, Kills] = (
+    {0: ["sanity-0"], 2: ["state_dict-0"], 5: ["on_save_checkpoint-0"], 13: ["on_save_checkpoint-0"]},
+    {6: ["on_save_checkpoint-0"]},
+)
+"""The first replica writes; the other one has passed on or waits."""
+
 CASES: dict[str, Case] = {
     "gpipe": ({"accumulate_grad_batches": 1}, [(({}, {}), 1), (STEPS, 1), (THIRD, 3)]),
     "1f1b": ({"schedule": "1f1b"}, [(STEPS, 1), (THIRD, 3)]),
+    "saving": ({"accumulate_grad_batches": 1}, [(SAVING, 1), (SAVING, 4)]),
     "quiet": ({"net": Net}, [(QUIET, 1)]),
     "divided": (
         {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
@@ -85,7 +92,16 @@ CASES: dict[str, Case] = {
     "between": ({"accumulate_grad_batches": 1}, [(BETWEEN, 1), (BETWEEN, 4)]),
 }
 
+LAUNCHED: dict[str, Case] = {
+    "launched": (
+        {"accumulate_grad_batches": 1, "options": {"shard_optimizer_states": True}},
+        [(({3: ["backward-0"], 9: ["forward-0"]}, {8: ["step-0"], 9: ["forward-0"]}), 1)],
+    )
+}
+"""Fits of ranks of torchrun."""
+
 RESTARTS: dict[str, Sequence[tuple[Kills, Kills]]] = {
+    "launched": [({12: ["forward-0"]}, {6: ["on_train_batch_end-0"]})],
     "restarts": [
         ({3: ["backward-0"], 12: ["forward-0"]}, {0: ["forward-0"], 8: ["step-0"]}),
         ({}, {6: ["on_train_batch_end-0"], 13: ["on_train_end-0"]}),
@@ -99,20 +115,21 @@ ENDS: dict[str, type[Net]] = {"error": Ending, "driver": Killed}
 
 def main(folder: Path, name: str) -> None:
     rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # there is a rank for each stage
+        rank //= STAGES
     place = folder / f"replica-{rank}"
-    place.mkdir()
+    place.mkdir(exist_ok=True)
     os.chdir(place)
     if name in ENDS:
         fit({}, 1, net=ENDS[name], stages=STAGES, replicas=REPLICAS)
-    options, cases = CASES.get(name, ({"accumulate_grad_batches": 1}, ()))
+    options, cases = {**CASES, **LAUNCHED}.get(name, ({"accumulate_grad_batches": 1}, ()))
     settings = {"net": ReplicaNet, "stages": STAGES, "replicas": REPLICAS, **options}
-    expected = fit({}, 0, **settings)
-    answers = []
-    for kills, every_n_steps in cases:
-        found = fit(kills[rank], every_n_steps, **settings)
-        answers.append((differences(found, expected), found["recovered"], found["restarts"]))
-    for kills in RESTARTS.get(name, ()):
-        found = fit(kills[rank], 0, **settings, options={"max_restarts": 4})
+    repaired = [fit(kills[rank], every_n_steps, **settings) for kills, every_n_steps in cases]
+    with_restarts = {**settings, "options": {"max_restarts": 4, **options.get("options", {})}}
+    restarted = [fit(kills[rank], 0, **with_restarts) for kills in RESTARTS.get(name, ())]
+    expected = fit({}, 0, **settings)  # last: whether ranks of torchrun replace workers is decided by the first fit
+    answers = [(differences(found, expected), found["recovered"], found["restarts"]) for found in repaired]
+    for found in restarted:
         same = ("weights", "optimizers", "schedules", "random")
         differing = differences([found[key] for key in same], [expected[key] for key in same])
         for metrics in (found["metrics"], expected["metrics"]):  # a checkpoint within an epoch has no metric objects

@@ -42,6 +42,8 @@ class ReplicatedStrategy(ParallelStrategy):
         super().__init__(*arguments)
         self._num_replicas = num_replicas
         self._rendezvous_directory: str | None = None
+        self._rendezvous = ""
+        """Where the replicas meet in this run, the same URL in all of them."""
         self.num_nodes = 1  # the Trainer sets the value that the user gave
         self.world: World | None = None
 
@@ -152,13 +154,13 @@ class ReplicatedStrategy(ParallelStrategy):
         if not self.is_distributed:
             return None
         if self.world is not None:
-            rendezvous, address = self.broadcast(self.world.rendezvous()), self.world.address
+            self._rendezvous, address = self.broadcast(self.world.rendezvous()), self.world.address
         else:
             # Kept before the others know it: if one of them has failed, there is no broadcast, but a directory.
             self._rendezvous_directory = mkdtemp(prefix="relay-") if self.is_global_zero else None
             self._rendezvous_directory = self.broadcast(self._rendezvous_directory)
-            rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
-        return Replicas(self.global_rank, self.world_size, rendezvous, timeout_seconds, address, divide_states)
+            self._rendezvous, address = f"file://{self._rendezvous_directory}", LOOPBACK
+        return Replicas(self.global_rank, self.world_size, self._rendezvous, timeout_seconds, address, divide_states)
 
     def stages_on_host(self) -> list[int]:
         """Returns the number of the stage of each process on this host: of all replicas, drivers included."""

@@ -40,15 +40,12 @@ Restore = Callable[[], Any]
 """Gives an object the value back that it had, and returns it."""
 
 
-def check_snapshots(
-    *, devices: Sequence[torch.device], num_hosts: int = 1, launched_replicas: int = 1, are_replaced: bool = True
-) -> None:
+def check_snapshots(*, devices: Sequence[torch.device], num_hosts: int = 1, are_replaced: bool = True) -> None:
     """Check that snapshots of a pipeline can be taken.
 
     Args:
         devices: The device of each stage.
         num_hosts: Number of hosts with stages.
-        launched_replicas: Number of pipelines whose processes torchrun, SLURM or the like have started.
         are_replaced: Whether other workers can take over from lost ones.
 
     Raises:
@@ -56,8 +53,6 @@ def check_snapshots(
     """
     others = [device for device in devices if device.type != "cpu"]
     reasons = {
-        "replicas that torchrun, SLURM or the like have started do not go back together, but "
-        f"data_parallel_size={launched_replicas}": launched_replicas > 1,
         f"they are in memory of the driver's host, but the stages are on {num_hosts} hosts": num_hosts > 1,
         "ranks do not replace workers in this run, because its first Trainer has neither snapshot_every_n_steps nor "
         "max_restarts": not are_replaced,

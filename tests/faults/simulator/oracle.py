@@ -195,7 +195,9 @@ def _raising(fault: Fault) -> list[Ending]:
     if not fault.replica:
         return found
     status = {"kill": "was killed by signal 9"} if fault.role == DRIVER else {}
-    how = status.get(fault.kind, f"ended with status 1 .*which raised ({'|'.join(k for e in found for k in e.kinds)})")
+    how = status.get(
+        fault.kind, f"(ended with status 1 .*which|has) raised ({'|'.join(k for e in found for k in e.kinds)})"
+    )
     return [Ending(("RuntimeError",), f"rank {fault.replica}, process .*{how}")]
 
 

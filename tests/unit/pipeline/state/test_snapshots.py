@@ -242,7 +242,6 @@ def test_a_snapshot_that_the_driver_lacks_is_written_over() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"launched_replicas": 2}, "replicas that torchrun, SLURM or the like have started do not go back together"),
         ({"num_hosts": 2}, "they are in memory of the driver's host, but the stages are on 2 hosts"),
         ({"are_replaced": False}, "its first Trainer has neither snapshot_every_n_steps nor max_restarts"),
         ({"devices": [CPU, torch.device("cuda", 1)]}, "but one is on cuda:1"),
