@@ -19,7 +19,7 @@ help:
 	@echo "make nightly  run the tests marked nightly, the rest of long sweeps (about half an hour)"
 	@echo "make device-plane run tests of parity over the simulated device plane (half a minute); device-plane-all: all of them"
 	@echo "make check    lint, format, types and the layers of imports"
-	@echo "make faults   disturb 1,000 small runs by random faults (hours); it continues where it was interrupted"
+	@echo "make faults   disturb 1,000 small runs by random faults (two hours); it continues where it was interrupted"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
 	@echo "make bench    run the benchmarks (about an hour) and write benchmarks/results.md"

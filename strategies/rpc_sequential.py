@@ -308,7 +308,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._together: Together | None = None  # the drivers of other replicas, while steps can be lost and repaired
         self._snapshot_every_n_steps, self._spare_workers = snapshot_every_n_steps, spare_workers
         self._recovery: StepRecovery | None = None
-        self._num_recoveries = 0
+        self._collect_again: Callable[[], None] | None = None
+        """Collects again, of new workers, what has been collected for a checkpoint that is not written yet."""
         self._rebalancing: Rebalancing | None = None
         if rebalance is not None:
             gathers = gather_on_end is not False
@@ -716,9 +717,11 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _forget_step(self) -> None:
         """All stages have gone back to a snapshot: forget what was read or recorded of them."""
-        self._num_recoveries += 1
-        if self._stage_states is not None:
-            self._stage_states.forget()
+        states = self._stage_states
+        if states is not None:
+            if states.has_gathered and self._collect_again is None:  # else another loss has interrupted it
+                self._collect_again = states.collecting_again()
+            states.forget()
         if self._rebalancing is not None:
             self._rebalancing.begin()
 
@@ -928,7 +931,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if not self.is_global_zero:
             return {}
         states = self._stage_states
-        return super().lightning_module_state_dict() if states is None else self._collected(states, states.weights)
+        return super().lightning_module_state_dict() if states is None else self._collected(states.weights)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state dict of an optimizer over all stages, as in one process; on the first replica only."""
@@ -938,23 +941,24 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._stage_states is not None and not is_stand_in(own):
             collect = partial(self._stage_states.optimizer_state, own)
             # Replicas that divide states collect them together, and none of them can do that again alone.
-            state = collect() if self._divides_states else self._collected(self._stage_states, collect)
+            state = collect() if self._divides_states else self._collected(collect)
             return state if self.is_global_zero else {}
         if self._divides_states and not is_stand_in(own) and torch.distributed.is_initialized():  # after fit
             return gather_state_dict(own, default_group())
         return super().optimizer_state(optimizer)
 
-    def _collected(self, states: StageStates, collect: Callable[[], R]) -> R:
-        """Collect a part of a checkpoint, or write what has been collected; again if a lost worker can be replaced."""
+    def _collected(self, collect: Callable[[], R]) -> R:
+        """Collect a part of a checkpoint, or write what has been collected; again if a lost worker can be replaced.
+
+        What has been collected before is collected anew then, under the same references.
+        """
         if self._recovery is None or self._has_failed():
             return collect()
-        collect_again, before = states.collecting_again(), self._num_recoveries
 
         def attempt() -> R:
-            nonlocal before
-            if self._num_recoveries > before:
-                collect_again()
-                before = self._num_recoveries
+            if self._collect_again is not None:
+                self._collect_again()
+                self._collect_again = None
             return collect()
 
         return self._recovery.read(attempt)
@@ -983,12 +987,13 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             and storage_options is None
             and (path := local_path(filepath))
         ):
-            self._save(self._stage_states, partial(self._stage_states.prepare_file, path=path), checkpoint)
+            self._save(partial(self._stage_states.prepare_file, path=path), checkpoint)
         else:
-            self._collected(self._stage_states, partial(self._stage_states.gather, checkpoint))
+            self._collected(partial(self._stage_states.gather, checkpoint))
             super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._stage_states is not None:
             self._stage_states.forget()
+            self._collect_again = None
         if is_resumable and self._restarts is not None and self.lightning_module is not None:
             self._before_collective()  # no replica notes a checkpoint that the first one has not written
             self._restarts.checkpoint_saved(filepath, stops=self.lightning_module.trainer.should_stop)
@@ -1002,18 +1007,16 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         if self._stage_states is None:
             super()._save_sharded(checkpoint, path)
         else:
-            self._save(self._stage_states, partial(self._stage_states.prepare_sharded, path=path), checkpoint)
+            self._save(partial(self._stage_states.prepare_sharded, path=path), checkpoint)
 
-    def _save(
-        self, states: StageStates, prepare: Callable[..., Callable[[], None]], checkpoint: dict[str, Any]
-    ) -> None:
+    def _save(self, prepare: Callable[..., Callable[[], None]], checkpoint: dict[str, Any]) -> None:
         """Write a checkpoint, in the background from copies that every process makes of its own part."""
         if self._writer.in_background:
             self._writer.wait()  # before there is another copy
             copied = snapshot(checkpoint)
-            self._writer.save(self._collected(states, lambda: prepare(copied, needs_copy=True)))
+            self._writer.save(self._collected(lambda: prepare(copied, needs_copy=True)))
         else:
-            self._collected(states, lambda: self._writer.save(prepare(checkpoint, needs_copy=False)))
+            self._collected(lambda: self._writer.save(prepare(checkpoint, needs_copy=False)))
 
     def load_checkpoint(self, checkpoint_path: str | Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; training that is resumed from it draws the random numbers that would have come next.
@@ -1117,7 +1120,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._writer.settle()  # stages may be writing
         if self._rebalancing is not None:
             self._rebalancing.begin()  # an error may have ended a batch that is recorded
-        self._stage_states = self._per_microbatch = self._recovery = None
+        self._stage_states = self._per_microbatch = self._recovery = self._collect_again = None
         undo, self._undo, self._batch_norms = self._undo, [], {}
         pipeline, self._pipeline = self._pipeline, None
         model = self.lightning_module
@@ -1145,7 +1148,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     def _abandon(self) -> None:
         self._writer.settle()
-        self._stage_states = self._recovery = None
+        self._stage_states = self._recovery = self._collect_again = None
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.abandon()

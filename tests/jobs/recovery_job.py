@@ -289,6 +289,15 @@ def _killing(name: str) -> Any:
 for _name in ("batch_end", "epoch_end", "end"):
     setattr(Executioner, f"on_train_{_name}", _killing(f"on_train_{_name}"))
 Executioner.on_save_checkpoint = _killing("on_save_checkpoint")
+
+
+def _settling(self: Executioner, trainer: Any, model: Any, checkpoint: Any) -> None:
+    _on_save_checkpoint(self, trainer, model, checkpoint)
+    if trainer.fit_loop.epoch_loop.total_batch_idx == 8 and trainer.strategy._recovery is not None:
+        trainer.strategy.replace_lost_workers()  # between what is collected before and what is collected later
+
+
+_on_save_checkpoint, Executioner.on_save_checkpoint = Executioner.on_save_checkpoint, _settling
 for _name in ("start", "batch_start", "batch_end", "end"):
     setattr(Executioner, f"on_validation_{_name}", _killing(f"on_validation_{_name}"))
 
