@@ -395,6 +395,3 @@ def test_where_it_cannot_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MisconfigurationException, match="on the driver's host, but num_nodes=2"):
         plugin = RPCSequentialStrategy(max_restarts=1)
         Trainer(accelerator="cpu", devices=1, num_nodes=2, strategy=plugin, logger=False)
-    with pytest.raises(MisconfigurationException, match="have started the processes, but data_parallel_size=2"):
-        plugin = RPCSequentialStrategy(max_restarts=1, data_parallel_size=2)
-        Trainer(accelerator="cpu", devices=2, strategy=plugin, logger=False)
