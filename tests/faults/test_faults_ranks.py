@@ -168,7 +168,8 @@ def test_an_error_of_other_ranks_that_their_scripts_catch(fault: str, message: s
     (of_rank_0, *others), struck = run(caught, [], False, 3, fault, timeout_seconds=100)
     (found, ended), loss = of_rank_0
     assert re.match(message, found), found
-    assert ended - struck < SECONDS and [loss] == expected and others == [expected] * 2
+    # Rank 0 waits for 3 s, and has 2 s more to notice by itself; else it would wait for torch's time-out.
+    assert ended - struck < 2 * SECONDS and [loss] == expected and others == [expected] * 2
 
 
 @pytest.mark.slow

@@ -232,8 +232,8 @@ def seconds_until_an_abort_elsewhere(place: int) -> float:
 
 @pytest.mark.parametrize("place", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_failure_ends_the_waits_for_devices_of_a_worker_that_has_not_failed(place: int) -> None:
-    """A failure of stage 1, and of the driver."""
-    assert run(seconds_until_an_abort_elsewhere, place) < 2
+    """A failure of stage 1, and of the driver; otherwise the worker would be killed, 5 s after the error."""
+    assert run(seconds_until_an_abort_elsewhere, place) < 4
 
 
 class Misuses(Small):
