@@ -309,7 +309,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._snapshot_every_n_steps, self._spare_workers = snapshot_every_n_steps, spare_workers
         self._recovery: StepRecovery | None = None
         self._collect_again: Callable[[], None] | None = None
-        """Collects again, of new workers, what has been collected for a checkpoint that is not written yet."""
+        """Collects once more, from new workers, what has been collected for a checkpoint that is not written yet."""
         self._rebalancing: Rebalancing | None = None
         if rebalance is not None:
             gathers = gather_on_end is not False

@@ -96,9 +96,9 @@ class StageStates:
             _take_over_shelved(states, _states_elsewhere(optimizer, now))
 
     def collecting_again(self) -> Callable[[], None]:
-        """Return a function that collects again what has been collected so far, of stages that others have taken over.
+        """Return a function that collects once more what has been collected so far, when others have taken over stages.
 
-        Tensors that have been returned then stand for values of those.
+        The tensors that were returned before then stand for values of the processes that have taken over.
         """
         weights, states = self._weights, dict(self._states)
 

@@ -210,9 +210,8 @@ class RankMonitor:
         ended = [(process.poll(), rank) for rank, process in enumerate(self.processes, 1)]
         for status, rank in sorted((status, rank) for status, rank in ended if status is not None and failed(status)):
             doing = (noted(_path(self._notes[rank])) or "while it started") if self._notes else ""
-            process = f"process {self.processes[rank - 1].pid} on {socket.gethostname()}"
             more = "; see its output above" if status > 0 else ""
-            self._lost = f"rank {rank}, {process}, {ending(status)} {doing}".rstrip() + more
+            self._lost = f"{self._described(rank)}, {ending(status)} {doing}".rstrip() + more
             return True
         return False
 
@@ -225,11 +224,14 @@ class RankMonitor:
                 seen = self._left.setdefault(rank, time.monotonic())
                 if time.monotonic() - seen > _ABSENT_SECONDS:
                     self._lost = (
-                        f"rank {rank}, process {self.processes[rank - 1].pid} on {socket.gethostname()}, has raised "
-                        f"{kind} in call {self.calls} of the Trainer, in which rank 0 still waited for it"
+                        f"{self._described(rank)}, has raised {kind} in call {self.calls} of the Trainer, in which "
+                        "rank 0 still waited for it"
                     )
                     return True
         return False
+
+    def _described(self, rank: int) -> str:
+        return f"rank {rank}, process {self.processes[rank - 1].pid} on {socket.gethostname()}"
 
     def _say(self, more: str) -> None:
         with suppress(OSError, ValueError):  # the reader of standard error may have ended
@@ -274,7 +276,7 @@ class MonitoredRank:
             self.note.write(after_call(self.calls) + self._how)
 
     def await_end(self) -> None:
-        """Wait where rank 0 ends this process: after an error of this rank alone, or where a connection is lost.
+        """Wait if rank 0 is about to end this process: after an error of this rank alone, or a lost connection.
 
         Otherwise the collective operations of the next call would meet those of the call that rank 0 is still in; or
         the script might fail in its next call and end before rank 0 has looked, which then would report a rank that has

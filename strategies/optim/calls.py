@@ -234,7 +234,7 @@ def arguments_of_step(
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Return the groups of an optimizer without the parameters: learning rates, betas, weight decays and so on.
 
-    Tensors are copied to the CPU, by way of which they are sent; schedulers change them in place, possibly before that.
+    Tensors are copied to the CPU: RPC sends no others, and schedulers may change them in place before they are sent.
     """
     return [
         {name: _copied(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups

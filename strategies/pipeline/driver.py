@@ -1073,7 +1073,7 @@ def _abort(transport: "ref[Transport]", _: Any) -> None:
 
 
 def _abort_on_workers(remotes: Sequence["ref[RemoteStage]"], _: Any) -> None:
-    """End the waits of workers for devices after a failure, of which a worker that waits need not hear otherwise."""
+    """After a failure, end the waits of workers for devices: a waiting worker may learn of it in no other way."""
     for known in remotes:
         remote = known()
         if remote is not None and not remote.has_closed:

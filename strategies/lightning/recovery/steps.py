@@ -331,7 +331,7 @@ class StepRecovery:
     # Snapshots
 
     def _begin(self) -> None:
-        """Make the snapshot to which a loss in the sanity validation goes back."""
+        """Make the snapshot to which the run goes back if a worker is lost in the sanity validation."""
         self._moments.look_again()
         with as_misconfiguration():
             self._pipeline.snapshot(_BEFORE_STEPS, with_grads=True)
@@ -534,9 +534,8 @@ class StepRecovery:
             number = self._pipeline.recover(together)
         except Exception as error:  # also one that a layer raises when it is unpickled
             raise _Unrecoverable(f"{lost}\nNo new workers could take over: {type(error).__name__}: {error}") from error
-        places = [place for place, step in enumerate(self._steps) if step.snapshot == number]
         is_before_all = number == _BEFORE_STEPS
-        (place,) = [0] if is_before_all else places
+        place = 0 if is_before_all else [step.snapshot for step in self._steps].index(number)
         since, repeated = self._steps[place:], steps[place:]
         for step in since[0 if is_before_all else 1 :]:
             step.snapshot = None

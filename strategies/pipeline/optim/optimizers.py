@@ -297,7 +297,7 @@ class PipelineOptimizers:
             remote.call(StageCommands.load_optimizer_states, k, states)
 
     def _where_stored(self, tensor: Tensor) -> Any:
-        """Return where the values of a tensor are stored, or the tensor on the CPU, by way of which it is sent."""
+        """Return where the values of a tensor are stored, or else the tensor on the CPU: RPC sends no others."""
         return self.references.stored(tensor) or tensor.detach().cpu()
 
     def load_here(self, optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -70,7 +70,8 @@ _BACKEND_FLAGS = (
     *("mkldnn.fp32_precision", "mkldnn.matmul.fp32_precision", "mkldnn.conv.fp32_precision"),
     "mkldnn.rnn.fp32_precision",
 )
-"""Attributes of ``torch.backends`` that choose kernels. A precision comes after the one that it follows by default."""
+"""Attributes of ``torch.backends`` that choose kernels. Each precision comes after the one from
+which it is inherited by default."""
 _ATTENTION_KERNELS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 

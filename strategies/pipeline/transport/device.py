@@ -122,7 +122,7 @@ class Links:
                 self._start_abort(link)
 
     def abort_late(self, link: Link) -> None:
-        """Abort a link again that had perhaps nothing to abort yet when all links were aborted."""
+        """Abort a link once more, which may have had no communicator yet when all links were aborted."""
         with self._lock:
             self._start_abort(link)
 
@@ -272,7 +272,7 @@ class DeviceSender(Sender):
                 self._under_way[place] = replace(sent, transfer=None)
 
     def release(self, keep: int = 0) -> None:
-        """Drop values whose transfers have run, and at most all but the last ``keep``, without waiting for others.
+        """Drop values whose transfers have run, except the last ``keep`` values, and do not wait for the others.
 
         A later message shows that the headers have arrived; what the devices compute and transfer may still be queued.
         """

@@ -203,7 +203,7 @@ def _raising(fault: Fault) -> list[Ending]:
 
 _FULL = "File too large"
 _CHECKPOINT = "(step=|/begin).*"
-"""The name of one; the first one is that from which a run can be restarted."""
+"""Matches the name of a checkpoint; ``begin`` is the one that ``max_restarts`` writes first."""
 
 
 def judge(case: Case, outcome: Outcome, reference: Outcome) -> list[str]:

@@ -34,21 +34,17 @@ class Hungry(nn.Module):
         raise torch.OutOfMemoryError(TEXT)
 
 
-class HungryAtReceive(nn.Module):
-    """Lets its process have no memory for the next receive after that of the fourth micro-batch: of its gradient."""
+class HungryAtReceive(Hungry):
+    """From the third micro-batch on, its process has no memory for what it receives: first the gradient of the last."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.num_calls = 0
+        super().__init__(in_backward=False)
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
         if self.num_calls == 3:
             SimulatedLink.receive = self.fail
         return x
-
-    def fail(self, layouts: Any) -> Any:
-        raise torch.OutOfMemoryError(TEXT)
 
 
 class HungryOptimizer(torch.optim.SGD):

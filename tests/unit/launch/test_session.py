@@ -43,7 +43,8 @@ def test_the_watchdog_of_torch_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(process, "open_transport", open_transport)
     placement = SimpleNamespace(process_of=(0, 1), driver=1)
     payload: Any = SimpleNamespace(plane="nccl", index=0, device="cpu", placement=placement, ties=())
+    group: Any = None  # of the host plane, which the double does not use
     with pytest.raises(KeyError, match="enough"):
-        process._wire(payload, None, SESSION, Activity())  # type: ignore[arg-type]
+        process._wire(payload, group, SESSION, Activity())
     assert [found.get(name) for name in names] == ["0"] * len(names)
     assert not any(name in os.environ for name in names)

@@ -116,11 +116,15 @@ def test_a_value_waits_for_its_turn(ends: tuple[DeviceSender, DeviceReceiver]) -
         receiver.receive(0, 7)
 
 
-def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
-    sender, receiver = ends
-    for m in range(2):
+def post_ones(sender: DeviceSender, number: int) -> None:
+    for m in range(number):
         sender.send(torch.ones(1), 0, m)
         sender.post(0, m)
+
+
+def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+    sender, receiver = ends
+    post_ones(sender, 2)
     assert [sent.message.tensor.nbytes for sent in sender._under_way] == [48, 48]
     assert [len(sent.works) for sent in sender._under_way] == [2, 1]  # the layout follows the first header
     for m in range(2):
@@ -229,9 +233,7 @@ def test_owned_parameters_may_change_in_place_after_an_evaluation(transports: Tw
 
 def test_tensors_that_have_arrived_are_let_go_without_a_wait(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
-    for m in range(2):
-        sender.send(torch.ones(1), 0, m)
-        sender.post(0, m)
+    post_ones(sender, 2)
     receiver.begin(0, 0)
     receiver.receive(0, 0)
     deadline = time.monotonic() + 5
@@ -264,9 +266,7 @@ def test_close_waits_for_an_abort_whose_threads_are_still_starting(
 
 def test_release_does_not_wait_for_transfers(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
-    for m in range(3):
-        sender.send(torch.ones(1), 0, m)
-        sender.post(0, m)
+    post_ones(sender, 3)
     receiver.begin(0, 0)
     receiver.receive(0, 0)
     deadline = time.monotonic() + 5
