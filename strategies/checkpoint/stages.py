@@ -136,9 +136,8 @@ class StageStates:
 
     def _copy_shelved(self, checkpoint: Mapping[str, Any]) -> None:
         parts = {leaf.relay_wanted.part: None for leaf in tree_leaves(checkpoint) if is_shelved(leaf)}
-        replies = [(part.stage, part.stage.start(StageCommands.copy_shelved, part.number)) for part in parts]
-        for stage, reply in replies:
-            stage.result(reply)
+        for answer in [part.stage.ask(StageCommands.copy_shelved, part.number) for part in parts]:
+            answer.wait()
 
     # Sharded checkpoints
 
@@ -212,7 +211,7 @@ class StageStates:
         for reply in replies:
             reply.wait()
         for remote in self._pipeline.remotes:
-            remote.start(StageCommands.load_optimizer_states_read)
+            remote.send(StageCommands.load_optimizer_states_read)
         for k, optimizer in enumerate(optimizers.optimizers):
             optimizers.load_here(optimizer, {**states[k], **mine[k]})
         self._pipeline.wait()

@@ -4,7 +4,7 @@ class StageCommands(Protocol):
     @command(changes_values=False)
     def grads(self) -> dict[str, Tensor | None]: ...
 
-grads = remote.call(StageCommands.grads)           # the caller: mypy knows the arguments and the result
+grads = remote.ask(StageCommands.grads).wait()     # the caller: mypy knows the arguments and the result
 class HostedStage(StageCommands): ...              # the process that runs it
 """
 
@@ -29,24 +29,29 @@ class Declaration:
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
         collective: Whether the command runs once for all callers, when each of them has called it, with the arguments
             of the last one.
+        can_wait: Whether the command has no result and is sent with the next one that cannot wait.
     """
 
     changes_values: bool
     doing: str
     collective: bool
+    can_wait: bool
 
 
-def command(*, changes_values: bool = True, doing: str = "", collective: bool = False) -> Callable[[F], F]:
+def command(
+    *, changes_values: bool = True, doing: str = "", collective: bool = False, can_wait: bool = False
+) -> Callable[[F], F]:
     """Declare a method of a ``Protocol`` as a command. Classes that implement the ``Protocol`` must define it.
 
     Args:
         changes_values: Whether parameters, buffers or gradients may be others afterwards.
         doing: What the process reports as its activity while the command runs; empty if the command reports it itself.
         collective: Whether the command runs once for all callers, when each of them has called it.
+        can_wait: Whether the command has no result and is sent with the next one that cannot wait.
     """
 
     def declare(method: F) -> F:
-        vars(method)[_ATTRIBUTE] = Declaration(changes_values, doing, collective)
+        vars(method)[_ATTRIBUTE] = Declaration(changes_values, doing, collective, can_wait)
         vars(method)["__isabstractmethod__"] = True
         return method
 

@@ -2,11 +2,16 @@
 
 RPC threads      submit(calls, number) ──▶ queue ──┐          progress() ──▶ what the object does now
 compute thread                                     └──▶ object.command(...) ──▶ future of submit
+
+An only caller may also have a link to the object, over which orders arrive (:meth:`Host.follow`). The compute thread
+then waits for the next order: calls that have no result, or the number of a submission, whose turn has come.
 """
 
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -30,11 +35,32 @@ class Hosted(Protocol):
 
 T = TypeVar("T", bound=Hosted)
 
+Order = Sequence[Call] | int | None
+"""What an object gets over the link to its only caller: calls that have no result; or the number of a submission, which
+runs now, after all that have smaller numbers; or the end."""
+
+
+@dataclass(frozen=True)
+class Behind:
+    """The reply to a submission that ran after calls of an order had failed.
+
+    Attributes:
+        failure: How they failed.
+        reply: The result of the submission, or how it failed itself.
+    """
+
+    failure: Failure
+    reply: Any
+
 
 class _Job(NamedTuple):
     number: int | None
     calls: Sequence[Call]
     futures: Sequence[Future[Any]]
+
+
+class _Follow(NamedTuple):
+    ended: Future[Any]
 
 
 class Host(Generic[T]):
@@ -51,15 +77,23 @@ class Host(Generic[T]):
         name: The object in words until it exists.
         activity: Where the object records what it does.
         num_callers: The number of processes that call collective commands.
+        next_order: Waits for the next order on the link of the object, for :meth:`follow`.
     """
 
     def __init__(
-        self, create: Callable[[], T], commands: type, *, name: str, activity: Activity, num_callers: int = 1
+        self,
+        create: Callable[[], T],
+        commands: type,
+        *,
+        name: str,
+        activity: Activity,
+        num_callers: int = 1,
+        next_order: Callable[[T], Order] | None = None,
     ) -> None:
         self._declarations, self._activity, self._num_callers = declarations_of(commands), activity, num_callers
         self._collected: dict[str, tuple[list[Call], list[Future[Any]]]] = {}
         self._lock = threading.Lock()
-        self._compute = _Compute(create, commands, name, activity)
+        self._compute = _Compute(create, commands, name, activity, next_order)
         self._end = weakref.finalize(self, self._compute.queue.put, None)
 
     def start(self) -> "Host[T]":
@@ -93,6 +127,17 @@ class Host(Generic[T]):
         self._compute.queue.put(_Job(number, calls, futures))
         return future
 
+    def follow(self) -> Future[Any]:
+        """Follow the orders on the link of the object, once the submissions so far have run.
+
+        Returns:
+            Done when the orders end, or when calls of one fail. Then it is the
+            :class:`~strategies.commands.failure.Failure`, later orders are not read, and submissions run as they come.
+        """
+        ended: Future[Any] = Future()
+        self._compute.queue.put(_Follow(ended))
+        return ended
+
     @property
     def hosted(self) -> T:
         """The object, for what needs no order among the commands."""
@@ -111,56 +156,96 @@ class Host(Generic[T]):
 class _Compute(Generic[T]):
     """The state of the compute thread, which keeps no reference to the host."""
 
-    def __init__(self, create: Callable[[], T], commands: type, name: str, activity: Activity) -> None:
-        self._create, self._name, self._activity = create, name, activity
+    def __init__(
+        self,
+        create: Callable[[], T],
+        commands: type,
+        name: str,
+        activity: Activity,
+        next_order: Callable[[T], Order] | None,
+    ) -> None:
+        self._create, self._name, self._activity, self._next_order = create, name, activity, next_order
         self._declarations = declarations_of(commands)
-        self.queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self.queue: SimpleQueue[_Job | _Follow | None] = SimpleQueue()
         self.hosted: T | None = None
         self._early: dict[int, _Job] = {}
         """Jobs that have arrived ahead of earlier ones, by number."""
         self._next_number = 0
+        self._failed: Failure | None = None
+        """How calls of an order have failed."""
 
     def run(self) -> None:
         self._activity.begin()
         while self._run_next():
             pass
 
-    def _run_next(self) -> bool:
-        """Wait for a job and finish those whose turn it is; returns whether there may be more.
+    # The methods below keep no local variable that would hold arguments and results of a job during the next wait.
 
-        A method of its own, so that no local variable keeps the arguments and results of a job during the next wait.
-        """
-        job: _Job | None = self._activity.idle(self.queue.get)
+    def _run_next(self) -> bool:
+        """Wait for a job and finish those whose turn it is; returns whether there may be more."""
+        job = self._activity.idle(self.queue.get)
         if job is None:
             return False
-        if job.number is None:
+        if isinstance(job, _Follow):
+            self._follow(job.ended)
+        elif job.number is None:
             self._finish(job)
-            return True
-        self._early[job.number] = job
-        del job
-        while self._next_number in self._early:
-            self._finish(self._early.pop(self._next_number))
-            self._next_number += 1
+        else:
+            self._early[job.number] = job
+            del job
+            while self._next_number in self._early:
+                self._finish_next()
         return True
 
+    def _follow(self, ended: Future[Any]) -> None:
+        while (result := self._outcome(self._follow_next)) is True:
+            pass
+        if isinstance(result, Failure):
+            self._failed = result
+        self._tell([ended], result or None)
+
+    def _follow_next(self) -> bool:
+        """Wait for an order and obey it; returns whether there may be more."""
+        assert self.hosted is not None and self._next_order is not None
+        order = self._activity.idle(partial(self._next_order, self.hosted))
+        if isinstance(order, int):
+            while self._next_number <= order:
+                if self._next_number in self._early:
+                    self._finish_next()
+                elif isinstance(job := self._activity.idle(self.queue.get), _Job) and job.number is not None:
+                    self._early[job.number] = job
+                    del job
+        elif order is not None:
+            run_calls(self.hosted, order, self._declarations, self._activity)
+        return order is not None
+
+    def _finish_next(self) -> None:
+        self._finish(self._early.pop(self._next_number))
+        self._next_number += 1
+
     def _finish(self, job: _Job) -> None:
-        result = self._result(job.calls)
+        result = self._outcome(partial(self._run, job.calls))
+        self._tell(job.futures, result if self._failed is None else Behind(self._failed, result))
+
+    def _tell(self, futures: Sequence[Future[Any]], result: Any) -> None:
         try:
-            for future in job.futures:
+            for future in futures:
                 future.set_result(result)
         finally:  # after the caller has been told the cause, of which the failures of others are consequences
-            if isinstance(result, Failure) and self.hosted is not None:
+            if isinstance(result.reply if isinstance(result, Behind) else result, Failure) and self.hosted is not None:
                 self.hosted.announce_failure()
 
-    def _result(self, calls: Sequence[Call]) -> Any:
+    def _run(self, calls: Sequence[Call]) -> Any:
+        if self.hosted is None:
+            self.hosted = self._create()
+        return run_calls(self.hosted, calls, self._declarations, self._activity)
+
+    def _outcome(self, run: Callable[[], Any]) -> Any:
         try:
-            if self.hosted is None:
-                self.hosted = self._create()
-            result = run_calls(self.hosted, calls, self._declarations, self._activity)
+            return run()
         except BaseException as error:  # a layer may even call sys.exit(); the caller must hear of it
             what = self._name if self.hosted is None else self.hosted.describe()
             return Failure.of(error, what, self._activity.doing)
-        return result
 
 
 def run_calls(hosted: Any, calls: Sequence[Call], declarations: Mapping[str, Declaration], activity: Activity) -> Any:
@@ -177,6 +262,13 @@ def run_calls(hosted: Any, calls: Sequence[Call], declarations: Mapping[str, Dec
 def perform(host: Any, calls: Sequence[Call], number: int | None = None) -> Future[Any]:
     """Run commands on the host behind the ``RRef``; see :meth:`Host.submit`."""
     future: Future[Any] = host.local_value().submit(calls, number)
+    return future
+
+
+@rpc.functions.async_execution
+def follow(host: Any) -> Future[Any]:
+    """Have the host behind the ``RRef`` follow orders; see :meth:`Host.follow`."""
+    future: Future[Any] = host.local_value().follow()
     return future
 
 

@@ -91,7 +91,7 @@ class ProfiledStages:
         given = profile_arguments(self._profiler)
         for remote in self._pipeline.remotes:
             options = {name: given[name] for name in _OPTIONS if name in given}
-            remote.queue(StageCommands.start_trace, options)
+            remote.send(StageCommands.start_trace, options)
         self._records = True
 
     def _save(self) -> None:
@@ -100,9 +100,9 @@ class ProfiledStages:
         if not self._records or pipeline is None or pipeline.failures.any:
             return
         self._records = False
-        answers = [(remote, remote.start(StageCommands.stop_trace)) for remote in pipeline.remotes]
-        for i, (remote, answer) in enumerate(answers):
-            trace = remote.result(answer)
+        answers = [remote.ask(StageCommands.stop_trace) for remote in pipeline.remotes]
+        for i, answer in enumerate(answers):
+            trace = answer.wait()
             if trace is not None and profiler.dirpath is not None and exports_to_chrome(profiler):
                 name = profile_filename(profiler, self._action or None, f".stage-{i}")
                 path = Path(profiler.dirpath) / f"{name}.{time.time_ns()}.pt.trace.json"

@@ -11,7 +11,6 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Seq
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +39,8 @@ from strategies.optim.restricted import numbers_of, parameters_of, restricted, t
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.control.client import (
+    MOST_UNDER_WAY,
+    Answer,
     Failures,
     InterruptibleWait,
     NotCopyable,
@@ -71,7 +72,7 @@ from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.snapshots import OwnParts, Snapshots, Whole, check_snapshots
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
-from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
+from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.device import num_links, routes_of
 from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport, with_index
@@ -85,9 +86,6 @@ _END_SECONDS = 5.0
 
 _MOST_ATTEMPTS = 3
 """Maximum number of attempts to start new workers, one of which may be lost again."""
-
-_MAX_COMMANDS = 32
-"""How many commands without a result may be under way to a stage on the data plane."""
 
 
 @dataclass(frozen=True)
@@ -133,14 +131,14 @@ class _Workers:
     processes: Workers | Ranks | None = None
     wait: Wait = wait_here
     group: ProcessGroup | None = None
-    unpacked: Sequence[Future[int]] = ()
-    """For each worker, the result of a first command, which it runs when it has its stage."""
+    unpacked: Sequence[Answer[int]] = ()
+    """For each worker, the answer to a first command, which it runs when it has its stage."""
 
     def await_stage(self, i: int, remote: RemoteStage) -> None:
-        """Wait until a worker has its stage, and use the data plane for its commands."""
+        """Wait until a worker has its stage, which follows the driver's link from then on."""
         assert self.group is not None
-        remote.result(self.unpacked[i])
-        remote.connect(Sender(self.group, i, tag=COMMANDS_TAG, limit=_MAX_COMMANDS, wait=self.wait))
+        self.unpacked[i].wait()
+        remote.connect(Sender(self.group, i, tag=ORDERS_TAG, limit=MOST_UNDER_WAY))
 
 
 def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
@@ -373,13 +371,13 @@ class Pipeline(NotCopyable):
         remotes = running.executor.remotes
         if self._replicas is not None or any(remote.has_ended for remote in remotes):
             self.failures.raise_cause()
-        grads = [remote.rescue(StageCommands.grads) for remote in remotes]
+        grads = [remote.ask(StageCommands.grads).rescue() for remote in remotes]
         self._fetch(running)
         self.abandon()
         self.start()
         assert self._running is not None
         for remote, own in zip(self._running.executor.remotes, grads, strict=True):
-            remote.start(StageCommands.load_grads, own)
+            remote.send(StageCommands.load_grads, own)
         return self._running
 
     @property
@@ -456,7 +454,7 @@ class Pipeline(NotCopyable):
         assert self._running is not None
         self._running.executor.stage.recorder = self.optimizers.recorder = Recorder(self.device)
         for remote in self.remotes:
-            remote.queue(StageCommands.start_recording)
+            remote.send(StageCommands.start_recording)
 
     def stop_recording(self) -> Callable[[], list[Recorded]]:
         """Stop recording; called by the recording.
@@ -467,14 +465,14 @@ class Pipeline(NotCopyable):
         assert self._running is not None
         stage = self._running.executor.stage
         recorder, stage.recorder, self.optimizers.recorder = stage.recorder, None, None
-        answers = [(remote, remote.start(StageCommands.stop_recording)) for remote in self.remotes]
+        answers = [remote.ask(StageCommands.stop_recording) for remote in self.remotes]
         own = (recorder or Recorder(self.device)).recorded()
-        return lambda: [*(remote.result(answer) for remote, answer in answers), own]
+        return lambda: [*(answer.wait() for answer in answers), own]
 
     def wait(self) -> None:
         """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
-        for remote, answer in [(remote, remote.start(StageCommands.num_kept)) for remote in self.remotes]:
-            remote.result(answer)
+        for answer in [remote.ask(StageCommands.num_kept) for remote in self.remotes]:
+            answer.wait()
 
     def rebalance(self, balance: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
         """Move layers, with their optimizer states and gradients, so that chunks have other numbers of them.
@@ -493,7 +491,7 @@ class Pipeline(NotCopyable):
         running, before = self._usable(), self.balance
         remotes, recorder = running.executor.remotes, running.executor.stage.recorder
         with self.failures.explained():
-            kept = [remote.result(answer) for remote, answer in [(r, r.start(StageCommands.num_kept)) for r in remotes]]
+            kept = [answer.wait() for answer in [remote.ask(StageCommands.num_kept) for remote in remotes]]
         if any(kept) or running.executor.stage.num_kept:
             raise RuntimeError(
                 "layers can move between steps only, but a batch is on its way through the pipeline: call rebalance "
@@ -506,7 +504,7 @@ class Pipeline(NotCopyable):
                 recording.take()
         try:
             with self.failures.explained():
-                grads = [remote.result(remote.start(StageCommands.grads)) for remote in remotes]
+                grads = [remote.ask(StageCommands.grads).wait() for remote in remotes]
                 self._fetch(running)
         finally:
             self.abandon()
@@ -573,7 +571,7 @@ class Pipeline(NotCopyable):
         ordered = snapshots.order(number)
         executor.carry_changes()
         for remote, slot in zip(executor.remotes, snapshots.slots[ordered.place], strict=True):
-            remote.tell(StageCommands.snapshot, number, slot.address, with_grads)
+            remote.send(StageCommands.snapshot, number, slot.address, with_grads)
         with executor.side_outputs.removed_for_layers():
             snapshots.take_own(ordered, self._own_parts(running), with_grads=with_grads)
         if is_first:
@@ -600,7 +598,6 @@ class Pipeline(NotCopyable):
         running = self._running
         if running is None:
             raise RuntimeError("the pipeline has ended, and its snapshots with it")
-        running.executor.has_failed = True  # nothing is announced to a worker that is lost
         try:
             for remote in running.executor.remotes:
                 remote.process.kill()  # nothing that it holds is needed
@@ -715,7 +712,7 @@ class Pipeline(NotCopyable):
             raise
         for remote, own in zip(self.remotes, sent, strict=True):
             if any(grad is not None for grad in own.values()):
-                remote.start(StageCommands.load_grads, on_cpu(own))
+                remote.send(StageCommands.load_grads, on_cpu(own))
 
     # Start
 
@@ -851,7 +848,7 @@ class Pipeline(NotCopyable):
             )
         )
         whole_batch = WholeBatch(executor)
-        session.callback(whole_batch.close)
+        session.callback(executor.side_outputs.end)
         return (
             executor,
             whole_batch,
@@ -981,7 +978,9 @@ class Pipeline(NotCopyable):
         ending.callback(watch.end)
         wait = InterruptibleWait(self.failures)
         ending.callback(wait.end)
-        unpacked = [remote.start(StageCommands.num_kept) for remote in remotes]
+        for remote in remotes:
+            ending.callback(remote.disconnect)
+        unpacked = [remote.ask(StageCommands.num_kept) for remote in remotes]
         with self.failures.explained():
             group = join_data_plane(session, len(stages), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
@@ -1032,7 +1031,7 @@ class Pipeline(NotCopyable):
                 for number, (model, _, stages, optimizers) in enumerate(self._all()):
                     move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
                 executor.mirrors[i].take_back(remote)
-                if extra := remote.rescue(StageCommands.extra_state):
+                if extra := remote.ask(StageCommands.extra_state).rescue():
                     layers.load_state_dict(extra, strict=False)
                 self.optimizers.fetch(remote)
             except Exception as error:

@@ -91,7 +91,7 @@ def many_cases() -> dict[str, Any]:
             pipeline.wait()
             seen: dict[str, Any] = {}
             for remote in pipeline.remotes:
-                seen |= remote.call(StageCommands.grads)
+                seen |= remote.ask(StageCommands.grads).wait()
             seen |= {name: p.grad for name, p in layers.named_parameters() if not p.is_meta}
             for (name, _), grad in zip(layers.named_parameters(), grads, strict=True):
                 error = (seen[name] - grad).abs().max().item()

@@ -104,7 +104,9 @@ def gradients(model: Any) -> dict[str, Tensor | None]:
     found = {name: None if p.is_meta else p.grad for name, p in model.named_parameters()}
     pipeline = getattr(model.trainer.strategy, "_pipeline", None)  # one process has none
     for remote in [] if pipeline is None else pipeline.remotes:
-        found.update({f"sequential_module.{name}": grad for name, grad in remote.call(StageCommands.grads).items()})
+        found.update(
+            {f"sequential_module.{name}": grad for name, grad in remote.ask(StageCommands.grads).wait().items()}
+        )
     return {name: None if grad is None else grad.clone() for name, grad in found.items()}
 
 

@@ -1,8 +1,8 @@
 """The driver's calls to stages, and what ends its waits: the reply, the message, or a failure of any process.
 
-RemoteStage          sends numbered calls of commands ──▶ results
+RemoteStage          sends commands to a stage ──▶ Answer
                               │ what fails
-other threads ── add ──▶ Failures ──▶ ends RemoteStage.result and InterruptibleWait at once, with the cause
+other threads ── add ──▶ Failures ──▶ ends Answer.wait and InterruptibleWait at once, with the cause
 """
 
 import pickle
@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 from torch import futures
@@ -21,7 +22,7 @@ from torch.distributed import rpc
 
 from strategies.commands.declaration import Call, declarations_of
 from strategies.commands.failure import Failure
-from strategies.commands.host import perform, progress
+from strategies.commands.host import Behind, Order, follow, perform, progress
 from strategies.common.errors import PeerFailed, WorkerLost, is_consequence
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.transport.channel import Sender, unrecorded
@@ -31,15 +32,16 @@ R = TypeVar("R")
 StageCommand = Callable[Concatenate[StageCommands, P], R]
 """A method of :class:`StageCommands`, such as ``StageCommands.backward``."""
 
-_CHANGING = frozenset(name for name, declared in declarations_of(StageCommands).items() if declared.changes_values)
-"""Names of the commands after which parameters, buffers or gradients of a stage may be others."""
-
-_NUM_BEFORE_CHANNEL = 4
-"""The command with this number in a row of commands without a result, and those after it, go over the data plane. A
-step that asks stages for the norms of gradients has three in a row: to change between RPC and data plane costs more."""
+_DECLARATIONS = declarations_of(StageCommands)
 
 _MESSAGE_BYTES = 512
-"""Commands on the data plane take a multiple of this size."""
+"""Orders take a multiple of this size, so that few have different layouts."""
+
+MOST_UNDER_WAY = 32
+"""How many orders may be under way to a stage."""
+
+_END_SECONDS = 1.0
+"""How long to wait until a stage has seen the end of its orders."""
 
 _DIAGNOSIS_SECONDS = 2.0
 """How long to wait for the cause of a failure that is only the consequence of another one."""
@@ -259,24 +261,63 @@ class _InOrder:
                     self._is_handling = False
 
 
+class Answer(Generic[R]):
+    """The result of a command, which may be under way.
+
+    Args:
+        stage: The stage that runs the command.
+        result: Done when the result is here.
+    """
+
+    def __init__(self, stage: "RemoteStage", result: "Future[R]") -> None:
+        self._stage, self._result = stage, result
+
+    def wait(self) -> R:
+        """Wait for the result.
+
+        Raises:
+            Exception: The first failure of any stage, with the type that it had there. After that has been raised, only
+                a failure of this command, so that what a broken pipeline still holds can be fetched.
+        """
+        failures = self._stage.failures
+        if not failures.raised:
+            _wait_for_any(self._result, failures.first)
+            if failures.any:
+                failures.raise_cause()
+        return self.rescue()
+
+    def rescue(self) -> R:
+        """Wait for the result, even if another stage has failed.
+
+        Raises:
+            WorkerLost: If this stage has been given up.
+        """
+        return self._stage.result_or_loss(self._result)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the result, or a failure, has arrived."""
+        return self._result.done()
+
+
 class RemoteStage(NotCopyable):
     """Sends commands to a stage on a worker.
 
     A command is a method of :class:`~strategies.pipeline.control.commands.StageCommands`, followed by its arguments:
 
-        remote.tell(StageCommands.backward, number)      send it; it has no result
-        remote.start(StageCommands.num_kept)             send it, do not wait for the result
-        remote.queue(StageCommands.discard, number)      send it with the next call
-        remote.call(StageCommands.grads)                 send it and wait for the result
-        remote.read(StageCommands.value, "0.weight")     the same for user code; refused while a pass runs
-        remote.rescue(StageCommands.attributes)          the same, even if another stage has failed
+        remote.send(StageCommands.run, this, row)            it has no result
+        remote.ask(StageCommands.grad_norms, 0, 2.0).wait()  it has one
+        remote.beside(progress)                              out of band: no command, but a function on a thread of RPC
 
-    Each call is one RPC, whatever the number of commands it carries, and has no time limit: how long a stage computes
-    depends on the model. :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs. When several
-    commands without a result follow one another, the next ones go over the data plane, which costs less:
+    What :meth:`send` sends goes over the link of the stage, in one message each, and what can wait goes with the next
+    command. RPC brings results and failures; the order is that of the link:
 
-        driver  ── RPC take_commands ──▶ ── message ──▶ ── message ──▶ ... ── end ──▶ ── RPC of another command ──▶
-                ◀── reply, after the end or as soon as a command fails ──
+        driver  ── send ─▶ link: calls                 ──▶ stage
+                ── ask ──▶ RPC: calls, link: a number  ──▶ stage ── RPC: the result ──▶ driver
+                           RPC: follow                 ──▶ stage ── RPC: how calls on the link failed, or the end ──▶
+
+    No call has a time limit: how long a stage computes depends on the model.
+    :class:`~strategies.pipeline.control.watch.Watch` finds a stage that hangs.
 
     Args:
         name: The RPC name of the worker.
@@ -292,10 +333,9 @@ class RemoteStage(NotCopyable):
         self._number, self._replies = 0, _InOrder()
         self._lost: Future[None] = Future()
         self._queued: deque[Call] = deque()  # the garbage collector may append from any thread
-        self._end: Callable[[], None] | None = None
-        self._channel: Sender | None = None
-        self._takes_commands = False
-        self._num_told = self._num_taking = 0
+        self._link: Sender | None = None
+        self._followed: Future[Any] = Future()
+        """Done when the stage follows its link no more."""
         self.version = 0
         """Changes whenever the stage may have changed a parameter, a buffer or a gradient."""
         self.in_pass = False
@@ -313,7 +353,7 @@ class RemoteStage(NotCopyable):
         collector does not free a cycle that contains a tensor to which autograd refers.
         """
         self.has_closed, self.failures = True, Failures()
-        self._channel = self._end = None
+        self._link = None
 
     def renew(self, name: str, host: Any, process: StageProcess, failures: Failures) -> None:
         """Send commands to another process from now on, which has taken over the stage of the one before.
@@ -329,8 +369,7 @@ class RemoteStage(NotCopyable):
         self._name, self._host, self.process, self.failures = name, host, process, failures
         self._number, self._replies, self._lost = 0, _InOrder(), Future()
         self._queued.clear()
-        self._end = self._channel = None
-        self._takes_commands, self._num_told, self._num_taking = False, 0, 0
+        self._link, self._followed = None, Future()
         self.version += 1
         self.in_pass = False
 
@@ -355,73 +394,58 @@ class RemoteStage(NotCopyable):
         """Return what the stage does or did last, in words, without asking its process."""
         return self.process.doing()
 
-    @property
-    def has_queued(self) -> bool:
-        """Whether commands wait for the next call."""
-        return bool(self._queued)
+    def connect(self, link: Sender) -> None:
+        """Have the stage follow orders on a link from now on."""
+        self._link = link
+        called = _Called(self.process, self._lost, self.failures, self._replies)
+        reply: Any = unrecorded(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
+        reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
 
-    def queue(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Queue a command, to be run just before that of the next call. Its result is dropped."""
-        self.version += command.__name__ in _CHANGING
-        self._queued.append((command.__name__, args, kwargs))
+    def disconnect(self) -> None:
+        """Have the stage follow its link no more, if it still does."""
+        if self._link is not None and not self._followed.done() and not self.failures.any:
+            self._order(None, self._link)
+            wait([self._followed], _END_SECONDS)
+        self._link = None
 
-    def queue_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
-        """Queue the clearing of a parameter's gradient; consecutive ones become one command."""
+    def send(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Send a command that has no result. Failures are recorded as soon as they are known."""
+        declared, call = _DECLARATIONS[command.__name__], (command.__name__, args, kwargs)
+        self.version += declared.changes_values
+        if declared.can_wait:
+            self._queued.append(call)
+        elif self._link is None:
+            self._call(call)
+        elif not self._followed.done():  # else it has failed
+            self._order([*self._taken_from_queue(), call], self._link)
+
+    def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
+        """Send :meth:`StageCommands.zero_grads` for a parameter; consecutive ones become one command."""
         command, arguments, _ = self._queued[-1] if self._queued else ("", (), {})
         if command == StageCommands.zero_grads.__name__ and arguments[1:] == (set_to_none, module):
             self.version += 1
             arguments[0].append(name)
         else:
-            self.queue(StageCommands.zero_grads, [name], set_to_none, module)
+            self.send(StageCommands.zero_grads, [name], set_to_none, module)
 
-    def connect(self, channel: Sender) -> None:
-        """Use a channel of the data plane for commands without a result."""
-        self._channel = channel
+    def ask(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> Answer[R]:
+        """Send a command that has a result, without waiting for it."""
+        self.version += _DECLARATIONS[command.__name__].changes_values
+        return Answer(self, self._call((command.__name__, args, kwargs)))
 
-    def tell(self, command: StageCommand[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Send a command that has no result, with the queued ones ahead of it.
-
-        Failures are recorded as soon as they are known.
-        """
-        channel, told = self._channel, self._num_told + 1
-        if channel is None or not (self._takes_commands or told == _NUM_BEFORE_CHANNEL):
-            self.start(command, *args, **kwargs)
-            self._num_told = told
-            return
-        if not self._takes_commands:
-            self._num_taking += 1
-            self.start_until(self._end_commands, StageCommands.take_commands, self._num_taking)
-            self._takes_commands = True
-        self.version += command.__name__ in _CHANGING
-        self._send([*self._taken_from_queue(), (command.__name__, args, kwargs)], channel)
-
-    def _send(self, calls: list[Call] | None, channel: Sender) -> None:
-        message = pickle.dumps((self._num_taking, calls))
-        padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")  # few different layouts
-        with suppress(RuntimeError):  # the process of the stage has ended, which the reply to take_commands reports
-            channel.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0)
-
-    def _end_commands(self) -> None:
-        if self._takes_commands and self._channel is not None:
-            self._send(None, self._channel)
-        self._takes_commands = False  # last: where Ctrl-C interrupts this, the next command does it again
+    def _order(self, order: Order, link: Sender) -> None:
+        message = pickle.dumps(order)
+        padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")
+        with suppress(RuntimeError):  # the process of the stage has ended, which the reply to follow reports
+            link.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0)
 
     def _taken_from_queue(self) -> list[Call]:
         return [self._queued.popleft() for _ in range(len(self._queued))]
 
-    def start(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> "Future[R]":
-        """Send a command, with the queued ones ahead of it, without waiting for it.
-
-        Failures are recorded as soon as they are known; see :meth:`result`.
-        """
-        self.version += command.__name__ in _CHANGING
-        self._num_told = 0
-        if self._end is not None:
-            self._end()  # if Ctrl-C interrupts this, the next command does it again
-            self._end = None
-        done: Future[R] = Future()
-        calls = [*self._taken_from_queue(), (command.__name__, args, kwargs)]
-        arguments = (self._host, calls, self._number)
+    def _call(self, call: Call) -> "Future[Any]":
+        """Call RPC with the queued commands and another one; returns the result of that."""
+        number, done = self._number, Future[Any]()
+        arguments = (self._host, [*self._taken_from_queue(), call], number)
         reply: Any
         try:
             reply = unrecorded(rpc.rpc_async, self._name, perform, args=arguments, timeout=0)
@@ -430,19 +454,14 @@ class RemoteStage(NotCopyable):
                 raise  # else RPC knows already that the process has ended
             reply = futures.Future()
             reply.set_exception(error)
-        number = self._number
         self._number += 1
         # Those of now: who leads the stages may have others by the time of the reply, and the stage another process.
         called = _Called(self.process, self._lost, self.failures, self._replies)
-        reply.add_done_callback(lambda reply: called.replies.arrived(number, lambda: self._settle(reply, done, called)))
+        settle = partial(self._settle, done=done, called=called)
+        reply.add_done_callback(lambda reply: called.replies.arrived(number, partial(settle, reply)))
+        if self._link is not None and not self._followed.done():  # last: if interrupted, the next one does it
+            self._order(number, self._link)
         return done
-
-    def start_until(
-        self, end: Callable[[], None], command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs
-    ) -> None:
-        """Run a command that goes on until ``end`` is called; the next command calls it before it is sent."""
-        self.start(command, *args, **kwargs)
-        self._end = end
 
     def beside(
         self, function: Callable[Concatenate[Any, P], R], *args: P.args, **kwargs: P.kwargs
@@ -469,25 +488,8 @@ class RemoteStage(NotCopyable):
         """Ask what the stage does; the answer is a :class:`~strategies.common.activity.Progress`."""
         return self.beside(progress)
 
-    def result(self, started: "Future[R]") -> R:
-        """Wait for the result of a command that :meth:`start` has sent.
-
-        Raises:
-            Exception: The first failure of any stage, with the type that it had there. After that has been raised, only
-                a failure of this command, so that what a broken pipeline still holds can be fetched.
-        """
-        if not self.failures.raised:
-            _wait_for_any(started, self.failures.first)
-            if self.failures.any:
-                self.failures.raise_cause()
-        return self._rescued(started)
-
-    def call(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a command and wait for its result; see :meth:`result`."""
-        return self.result(self.start(command, *args, **kwargs))
-
-    def read(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a command that only reads, on behalf of user code, which may ask at any time.
+    def readable(self) -> "RemoteStage":
+        """Return the stage if user code, which may ask at any time, can read its values now.
 
         Raises:
             RuntimeError: If the stage cannot answer now.
@@ -506,7 +508,7 @@ class RemoteStage(NotCopyable):
                 "layer's weight (a tied head), register the weight outside of the pipelined module as well, in "
                 "__init__: self.tied = self.sequential_module[0].weight; this process then holds it"
             )
-        return self.call(command, *args, **kwargs)
+        return self
 
     def check_gathered(self) -> None:
         """Check that the values of the stage can still be read, or have been brought back.
@@ -522,26 +524,21 @@ class RemoteStage(NotCopyable):
                 "RPCSequentialStrategy(gather_on_end=True) if the model fits into this process"
             )
 
-    def rescue(self, command: StageCommand[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run a command and wait for its result, even if another stage has failed.
-
-        Raises:
-            WorkerLost: If this stage has been given up.
-        """
-        return self._rescued(self.start(command, *args, **kwargs))
-
-    def _rescued(self, started: "Future[R]") -> R:
-        _wait_for_any(started, self._lost)
-        if self.is_lost and not started.done():
+    def result_or_loss(self, result: "Future[R]") -> R:
+        """Wait for the result of a command; see :meth:`Answer.rescue`."""
+        _wait_for_any(result, self._lost)
+        if self.is_lost and not result.done():
             raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
-        return started.result()
+        return result.result()
 
-    def _settle(self, reply: Any, done: "Future[Any]", called: "_Called") -> None:
+    def _settle(self, reply: Any, *, done: "Future[Any]", called: "_Called") -> None:
         """Pass on the reply to a call; runs on a thread of RPC."""
         process, failures = called.process, called.failures
         try:
             value = reply.value()
         except Exception as error:
+            if self._link is None and done is self._followed:
+                return  # the pipeline has ended, and the stage with it
             ended = _how_it_ended(process)
             if ended is None and _RPC_TRANSPORT in str(error):
                 process.kill()  # nothing reaches it any more, and others would wait for it until the time-out
@@ -551,14 +548,22 @@ class RemoteStage(NotCopyable):
             failures.add(lost, consequence=killed_by_us)
             done.set_exception(lost)
             return
+        if isinstance(value, Behind):
+            _add(value.failure, failures)
+            value = value.reply
         if isinstance(value, Failure):
-            failed = value.exception()
-            if isinstance(failed, StopIteration):
-                failed, failed.__cause__ = _not_ending_loops(failed), failed
-            failures.add(failed, consequence=value.consequence)
-            done.set_exception(failed)
+            done.set_exception(_add(value, failures))
         else:
             done.set_result(value)
+
+
+def _add(failure: Failure, failures: Failures) -> BaseException:
+    """Record how a command has failed, and return its exception."""
+    failed = failure.exception()
+    if isinstance(failed, StopIteration):
+        failed, failed.__cause__ = _not_ending_loops(failed), failed
+    failures.add(failed, consequence=failure.consequence)
+    return failed
 
 
 def cause_of(error: Exception, stage: str, process: StageProcess) -> Exception:

@@ -50,32 +50,15 @@ class StageCommands(Protocol):
     def interleave(self, this: Pass, actions: Sequence[Posted]) -> None:
         """Run all actions of a pass. Its gradients stay apart from ``.grad`` until :meth:`release`."""
 
-    @command()
+    @command(can_wait=True)
     def release(self, number: int, factor: float, kept: float) -> None:
         """Add the gradients of an interleaved pass, times ``factor``, to those of the parameters, times ``kept``."""
-
-    @command()
-    def evaluate(self, context: PassContext) -> None:
-        """Run passes without a backward part as the data plane announces them, until it announces the end.
-
-        One command for each of these passes would cost more than a small model computes.
-        """
-
-    @command(changes_values=False)
-    def take_commands(self, number: int) -> None:
-        """Run commands without a result that the data plane brings, until it brings the end of these.
-
-        A message over the data plane costs less than a call over RPC.
-
-        Args:
-            number: Number of this command among those of its kind; commands for an earlier one are skipped.
-        """
 
     @command()
     def share_values(self, number: int) -> None:
         """Send or receive the values of tied parameters ahead of a pass."""
 
-    @command(changes_values=False)
+    @command(changes_values=False, can_wait=True)
     def discard(self, number: int) -> None:
         """Forget a pass that will have no backward part."""
 
@@ -85,7 +68,7 @@ class StageCommands(Protocol):
 
     # Modules
 
-    @command(changes_values=False)
+    @command(changes_values=False, can_wait=True)
     def set_attributes(self, attributes: Attributes) -> None:
         """Set plain attributes of modules, such as ``training``."""
 
@@ -97,11 +80,11 @@ class StageCommands(Protocol):
     def objects(self) -> tuple[bytes, dict[tuple[int, str], Tensor]]:
         """Return other attributes of each module, pickled together, and tensors in attributes that are no buffers."""
 
-    @command(changes_values=False)
+    @command(changes_values=False, can_wait=True)
     def set_requires_grad(self, flags: Sequence[bool]) -> None:
         """Set ``requires_grad`` of each parameter, in the order of ``parameters()``."""
 
-    @command()
+    @command(can_wait=True)
     def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Replace buffers, by name."""
 
@@ -123,11 +106,11 @@ class StageCommands(Protocol):
     def gradient(self, name: str, module: int = 0) -> Tensor | None:
         """Return the gradient of a parameter."""
 
-    @command()
+    @command(can_wait=True)
     def add_gradient(self, name: str, grad: Tensor, module: int = 0) -> None:
         """Add to the gradient of a parameter, for its use on the driver."""
 
-    @command()
+    @command(can_wait=True)
     def compute(self, operation: Operation, dtype: torch.dtype) -> None:
         """Run an operation on values of this stage, with the default dtype of the driver."""
 
@@ -135,13 +118,13 @@ class StageCommands(Protocol):
     def held_value(self, reference: Reference) -> Tensor:
         """Return a tensor of this stage."""
 
-    @command(changes_values=False)
+    @command(changes_values=False, can_wait=True)
     def free_value(self, number: int) -> None:
         """Free the result of an operation."""
 
     # Gradients of all parameters
 
-    @command()
+    @command(can_wait=True)
     def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
         """Clear the gradients of parameters, as ``zero_grad`` of a module that holds them."""
 
@@ -204,7 +187,7 @@ class StageCommands(Protocol):
             What the method returns; ``None`` in place of the optimizer itself.
         """
 
-    @command()
+    @command(can_wait=True)
     def zero_grad(self, optimizer: int, set_to_none: bool) -> None:
         """Clear the gradients of the parameters of an optimizer."""
 
@@ -216,11 +199,11 @@ class StageCommands(Protocol):
             Zero if all of them are finite.
         """
 
-    @command()
+    @command(can_wait=True)
     def scale_grads(self, optimizer: int, factor: Tensor) -> None:
         """Multiply the gradients of the parameters of an optimizer by ``factor``, a scalar."""
 
-    @command()
+    @command(can_wait=True)
     def clip_grad_values(self, optimizer: int, limit: float) -> None:
         """Clamp every element of the gradients of an optimizer's parameters to ``[-limit, limit]``."""
 
@@ -252,7 +235,7 @@ class StageCommands(Protocol):
     def copy_shelved(self, number: int) -> None:
         """Replace the tensors on the shelf by copies, which later commands do not change."""
 
-    @command(changes_values=False)
+    @command(changes_values=False, can_wait=True)
     def drop_shelved(self, number: int) -> None:
         """Take a part off the shelf."""
 
@@ -270,7 +253,7 @@ class StageCommands(Protocol):
 
     # Profiling
 
-    @command(changes_values=False)
+    @command(changes_values=False, can_wait=True)
     def start_recording(self) -> None:
         """Record from now on when the stage waits, computes and sends."""
 
@@ -278,7 +261,7 @@ class StageCommands(Protocol):
     def stop_recording(self) -> Recorded:
         """Stop that and return what has been recorded; nothing if the recording has not been started."""
 
-    @command(changes_values=False, doing="starting the profiler")
+    @command(changes_values=False, doing="starting the profiler", can_wait=True)
     def start_trace(self, options: Mapping[str, Any]) -> None:
         """Start to record what the compute thread does.
 

@@ -32,17 +32,17 @@ Fetch = Callable[[RemoteStage, int, Sequence[Piece]], Tensor]
 
 def in_turn(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
     """Fetch in order with the other commands of the stage."""
-    return stage.call(StageCommands.shelved, number, pieces)
+    return stage.ask(StageCommands.shelved, number, pieces).wait()
 
 
 def for_user(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
     """Fetch on behalf of user code, which may ask at any time."""
-    return stage.read(StageCommands.shelved, number, pieces)
+    return stage.readable().ask(StageCommands.shelved, number, pieces).wait()
 
 
 def in_rescue(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
     """Fetch even if another stage has failed."""
-    return stage.rescue(StageCommands.shelved, number, pieces)
+    return stage.ask(StageCommands.shelved, number, pieces).rescue()
 
 
 def beside(stage: RemoteStage, number: int, pieces: Sequence[Piece]) -> Tensor:
@@ -83,12 +83,12 @@ class ShelvedPart:
     @classmethod
     def of(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
         """Have a stage put a part of its state on its shelf."""
-        return cls(stage, *stage.call(StageCommands.shelve, part))
+        return cls(stage, *stage.ask(StageCommands.shelve, part).wait())
 
     @classmethod
     def rescued(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
         """Put a part on the shelf even if another stage has failed."""
-        return cls(stage, *stage.rescue(StageCommands.shelve, part))
+        return cls(stage, *stage.ask(StageCommands.shelve, part).rescue())
 
     @property
     def number(self) -> int:
@@ -106,7 +106,7 @@ class ShelvedPart:
 
     def __del__(self) -> None:
         if self.stage.process is self._process:
-            self.stage.queue(StageCommands.drop_shelved, self._number)
+            self.stage.send(StageCommands.drop_shelved, self._number)
 
     def mapped(self, make: Callable[[str, ShelvedLayout], Any]) -> Any:
         """Return the part with ``make(path, layout)`` in place of each layout."""

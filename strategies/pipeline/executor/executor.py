@@ -49,7 +49,6 @@ class Connections:
         outputs: Outputs of the last chunk.
         output_grads: Gradients of those outputs.
         posting: Posts sends and receives in the order of a row; ``None`` if those of an action run with it.
-        starts_of_passes: Channels on which passes without a backward part can be announced to workers.
         senders: Channels that carry values of every pass.
     """
 
@@ -60,7 +59,7 @@ class Connections:
         assert isinstance(code.values, Mailbox | Sender)
         assert isinstance(last.values, Mailbox) and isinstance(last.grads, Mailbox)
         self.feed, self.fed_back, self.outputs, self.output_grads = code.values, code.grads, last.values, last.grads
-        self.ports, self.senders, self.starts_of_passes = edges.ports(), edges.senders, edges.starts_of_passes()
+        self.ports, self.senders = edges.ports(), edges.senders
 
     @classmethod
     def of_one_process(cls, num_chunks: int) -> "Connections":
@@ -142,8 +141,6 @@ class Executor(NotCopyable):
         """For each worker, what it was last told about modes, flags and attributes of its layers."""
         self.side_outputs = Placeholders(parts.stages)
         """What stands in place of tensors that layers leave in their attributes."""
-        self.has_failed = False
-        """Whether this process has told its neighbours that it sends nothing more."""
         self._children = list(parts.module._modules.values())
         self._num_passes = self._num_backward = self._num_averaged = 0
         self._shared = self._state_of_ties()
@@ -252,10 +249,7 @@ class Executor(NotCopyable):
         before, self._shared = self._shared, self._state_of_ties()
         if self._shared != before:
             for remote in self.remotes:
-                if self.connections.posting is None:
-                    remote.queue(StageCommands.share_values, number)
-                else:  # at once: sends to it may wait for their receives
-                    remote.tell(StageCommands.share_values, number)
+                remote.send(StageCommands.share_values, number)
             self.connections.ties.share_values(number)
 
     def forget_shared_values(self) -> None:
@@ -279,7 +273,7 @@ class Executor(NotCopyable):
             return
         self._num_averaged = self._num_backward
         for remote in self.remotes:
-            remote.tell(StageCommands.average_grads, share)
+            remote.send(StageCommands.average_grads, share)
         with self.explained():
             self._parts.averaging.average(share)
 
@@ -292,14 +286,13 @@ class Executor(NotCopyable):
         """Make every stage forget a pass whose backward part can no longer come."""
         self.stage.discard(number)
         for remote in self.remotes:
-            remote.queue(StageCommands.discard, number)
+            remote.send(StageCommands.discard, number)
 
     def explained(self) -> AbstractContextManager[None]:
         """Raise the cause of a failure rather than its consequences, and let no neighbour wait for this process."""
         return leading(self._parts.failures, self.remotes, self._fail)
 
     def _fail(self) -> None:
-        self.has_failed = True
         if self.connections.transport is not None:
             self.connections.transport.fail()
 

@@ -100,7 +100,7 @@ class PerMicrobatch:
             this = executor.begin(len(codes), grad=True, context=context, limit=timetable.limit)
             run = Run(this, executor)
             for remote, row in zip(executor.remotes, timetable.operations, strict=False):
-                remote.tell(StageCommands.interleave, this, row)
+                remote.send(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
             pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
             with gathered.gathering(), preserved_random_state(executor.stage.device):
@@ -132,9 +132,7 @@ def _release(
     factor = 0.0 if grads[0] is None else grads[0].item() / scale * share.added
     with executor.explained():
         for remote in executor.remotes:
-            # Without work to do, a message of its own would cost more than waiting for that of the step.
-            send = remote.queue if factor == share.kept == 1.0 else remote.tell
-            send(StageCommands.release, run.this.number, factor, share.kept)
+            remote.send(StageCommands.release, run.this.number, factor, share.kept)
         gathered.release(factor, share.kept)
     return []
 

@@ -24,7 +24,6 @@ from strategies.pipeline.schedule.operations import Operation
 from strategies.pipeline.schedule.simulator import UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
-from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import (
     NoChunk,
     has_rows,
@@ -37,7 +36,7 @@ from strategies.pipeline.stage.microbatch.split import (
 )
 from strategies.pipeline.stage.side_outputs import with_graph
 from strategies.pipeline.stage.stage import Pass, tensors_of
-from strategies.pipeline.transport.channel import Announcement, Sender
+from strategies.pipeline.transport.channel import Sender
 
 
 @dataclass(frozen=True)
@@ -64,10 +63,6 @@ class WholeBatch:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._evaluates = False
-        """Whether the last pass had no backward part."""
-        self._announcing: PassContext | None = None
-        """Settings of passes that are announced on the data plane; ``None`` if stages wait for commands."""
 
     def __call__(self, input: Any, microbatches: int | None = None) -> Any:
         """Take and return what the module's own forward function does.
@@ -106,7 +101,9 @@ class WholeBatch:
     def _forward(self, parts: Sequence[Any], this: Pass, timetable: Timetable, requires_grad: list[bool]) -> list[Any]:
         """Run the forward part of a pass, and return the output of each micro-batch."""
         executor = self._executor
-        self._tell(this, timetable)
+        later = executor.timetables.backward[this.microbatches].operations if this.grad else timetable.operations
+        for remote, forward, backward in zip(executor.remotes, timetable.operations, later, strict=False):
+            remote.send(StageCommands.forward, this, forward, backward)
         if executor.side_outputs.known:
             executor.side_outputs.restore()
         results: list[Any] = []
@@ -134,38 +131,6 @@ class WholeBatch:
         if executor.side_outputs.known:
             executor.side_outputs.insert(partial(_is_of_whole_batch, this))
         return results
-
-    def _tell(self, this: Pass, timetable: Timetable) -> None:
-        """Tell the stages on workers to run the forward part of a pass.
-
-        Normally by one command per stage, over the control plane. Where passes without a backward part follow each
-        other, one command makes the stages take such passes from the data plane, each announced ahead of its inputs,
-        until there is another command for any of them.
-        """
-        remotes = self._executor.remotes
-        follows_another, self._evaluates = self._evaluates, not this.grad
-        if this.grad or not follows_another or not remotes:
-            rows = timetable.operations
-            later = self._executor.timetables.backward[this.microbatches].operations if this.grad else rows
-            for remote, forward, backward in zip(remotes, rows, later, strict=False):
-                remote.tell(StageCommands.forward, this, forward, backward)
-            return
-        if self._announcing != this.context or any(remote.has_queued for remote in remotes):
-            for remote in remotes:
-                remote.start_until(self.end_announcements, StageCommands.evaluate, this.context)
-            self._announcing = this.context
-        for remote in remotes:
-            remote.version += 1
-        for channel in self._executor.connections.starts_of_passes:
-            channel.announce(Announcement(this.number, this.microbatches, this.seed))
-
-    def end_announcements(self) -> None:
-        """Make the stages on workers take commands again."""
-        if self._announcing is not None:
-            if not self._executor.has_failed:  # or stages take no more passes anyway
-                for channel in self._executor.connections.starts_of_passes:
-                    channel.end_passes()
-            self._announcing = None  # last: where Ctrl-C interrupts this, the next command does it again
 
     def backward(
         self, this: Pass, gradients: _Gradients, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
@@ -195,7 +160,7 @@ class WholeBatch:
                 connections.output_grads.send(parts, this.number, m)
             executor.carry_changes()  # autograd computes no gradient for what requires none by now
             for remote in executor.remotes:
-                remote.tell(StageCommands.backward, this.number)
+                remote.send(StageCommands.backward, this.number)
             timetable = executor.timetables.backward[this.microbatches]
             executor.run([step for step in timetable.operations[-1] if not isinstance(step, UserCode)], this)
             order = [step.microbatch for step in timetable.driver if isinstance(step, UserCode)] if inputs else []
@@ -209,11 +174,6 @@ class WholeBatch:
     def forget(self, number: int) -> None:
         """Make every stage forget a pass whose backward part can no longer come."""
         self._executor.forget(number)
-
-    def close(self) -> None:
-        """Make the stages take commands again, and remove the placeholders of side outputs."""
-        self.end_announcements()
-        self._executor.side_outputs.end()
 
 
 def _backward(

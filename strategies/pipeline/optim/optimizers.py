@@ -146,7 +146,7 @@ class PipelineOptimizers:
         scaling = {name: value.cpu() for name, value in set_by_scaler.items() if value is not None}
         self.num_steps += 1
         for remote in self._remotes:
-            remote.tell(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
+            remote.send(StageCommands.step, k, values, scaling, torch.get_default_dtype(), arguments)
         if self.recorder is not None:
             self.recorder.begin()
         if self._shared_steps is not None:
@@ -179,12 +179,12 @@ class PipelineOptimizers:
                 self._shared_steps.after_step(optimizer)
         if result is None or result is optimizer:
             for remote in self._remotes:
-                remote.queue(StageCommands.call_method, k, *sent)
+                remote.send(StageCommands.call_method, k, *sent)
             return result
 
         def ask() -> dict[str, Any]:
-            replies = [(remote, remote.start(StageCommands.call_method, k, *sent)) for remote in self._remotes]
-            return {remote.description: remote.result(reply) for remote, reply in replies}
+            answers = {remote.description: remote.ask(StageCommands.call_method, k, *sent) for remote in self._remotes}
+            return {description: answer.wait() for description, answer in answers.items()}
 
         return same_result(optimizer, call, result, ask)
 
@@ -205,15 +205,12 @@ class PipelineOptimizers:
         """
         k = self._number_of(optimizer)
         self._complete()
-        replies = [
-            (remote, remote.start(StageCommands.unscale_grads, k, inv_scale, allow_fp16)) for remote in self._remotes
-        ]
-        return [partial(remote.result, reply) for remote, reply in replies]
+        return [remote.ask(StageCommands.unscale_grads, k, inv_scale, allow_fp16).wait for remote in self._remotes]
 
     def zero_grad_remotes(self, optimizer: Optimizer, set_to_none: bool) -> None:
         """Clear the workers' gradients before the next command of each stage."""
         for remote in self._remotes:
-            remote.queue(StageCommands.zero_grad, self._number_of(optimizer), set_to_none)
+            remote.send(StageCommands.zero_grad, self._number_of(optimizer), set_to_none)
 
     def clip_grad_norm(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of all stages so that their common norm is at most ``max_norm``.
@@ -225,11 +222,10 @@ class PipelineOptimizers:
         """
         k, own = self._number_of(optimizer), parameters_of(optimizer)
         self._complete()
-        replies = [remote.start(StageCommands.grad_norms, k, norm_type) for remote in self._remotes]
+        answers = [remote.ask(StageCommands.grad_norms, k, norm_type) for remote in self._remotes]
         norms = {number: n for number, n in enumerate(norms_of_gradients(own, norm_type)) if n is not None}
-        for remote, reply in zip(self._remotes, replies, strict=True):
-            found = remote.result(reply)
-            norms.update(found)
+        for answer in answers:
+            norms.update(answer.wait())
         if not norms:
             return torch.zeros(())
         device = next((p.device for p in own if not p.is_meta), torch.device("cpu"))
@@ -239,7 +235,7 @@ class PipelineOptimizers:
         factor = clipping_factor(total, max_norm)
         scale_gradients(own, factor)
         for remote in self._remotes:
-            remote.queue(StageCommands.scale_grads, k, factor.cpu())
+            remote.send(StageCommands.scale_grads, k, factor.cpu())
         return total
 
     def _warn(self, total: Tensor, culprits: list[Tensor]) -> None:
@@ -255,7 +251,7 @@ class PipelineOptimizers:
         self._complete()
         torch.nn.utils.clip_grad_value_([p for p in parameters_of(optimizer) if not p.is_meta], limit)
         for remote in self._remotes:
-            remote.queue(StageCommands.clip_grad_values, self._number_of(optimizer), limit)
+            remote.send(StageCommands.clip_grad_values, self._number_of(optimizer), limit)
 
     def state_dict(
         self, optimizer: Optimizer, taken: Callable[[ShelvedPart], Any] = ShelvedPart.values
@@ -294,7 +290,7 @@ class PipelineOptimizers:
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
             own = part_of(state["state"], numbers[k])
             states = tree_map_only(Tensor, self._where_stored, own)
-            remote.call(StageCommands.load_optimizer_states, k, states)
+            remote.ask(StageCommands.load_optimizer_states, k, states).wait()
 
     def _where_stored(self, tensor: Tensor) -> Any:
         """Return where the values of a tensor are stored, or else the tensor on the CPU: RPC sends no others."""

@@ -95,7 +95,7 @@ class RemoteEngine(NotCopyable):
             watch = Watch(list(self.remotes.values()), timeout_seconds)
             weakref.finalize(self, watch.end)
         for remote in self.remotes.values():
-            remote.call(StageCommands.num_kept)  # raises the error if unpacking has failed
+            remote.ask(StageCommands.num_kept).wait()  # raises the error if unpacking has failed
         for i in self.remotes:
             move_to_meta(partitions[i].layers, module, [], stage=self.remotes[i])
         self.followed = FollowedOptimizers([partitions[i].layers for i in self.remotes], list(self.remotes.values()))
@@ -130,7 +130,7 @@ class RemoteEngine(NotCopyable):
             self._carry_changes(i)
             forward = [Action("F", m, i) for m in range(num)]
             backward = [Action("B", m, i) for m in reversed(range(num))]
-            remote.start(StageCommands.forward, this, forward, backward)
+            remote.send(StageCommands.forward, this, forward, backward)
         for m, part in enumerate(parts):
             flags = [this.grad and tensor.requires_grad for tensor in tensors_in(part)]
             own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), part)  # a layer may change it in place
@@ -165,16 +165,16 @@ class RemoteEngine(NotCopyable):
                 if any(flags):
                     part = [next(ahead) for flag in flags if flag]
                     self._post.send(self._last, MessageKey("B", this.number, m, None), part)
-            started = []
+            answers = []
             for i, remote in self.remotes.items():
                 self._carry_changes(i)  # autograd skips parameters that have been frozen since
-                started.append((remote, remote.start(StageCommands.backward, this.number)))
+                answers.append(remote.ask(StageCommands.backward, this.number))
             for m, i in reversed(list(clock_cycles(this.microbatches, len(self._inboxes)))):
                 if i in self._stages:
                     self._stages[i].run([Action("B", m, i)], this)
             self._settle()
-            for remote, answer in started:
-                remote.result(answer)
+            for answer in answers:
+                answer.wait()
             if not inputs:
                 return []
             return [
@@ -190,7 +190,7 @@ class RemoteEngine(NotCopyable):
             self._routers[i].forget(number)
         self._own_inbox.forget(number)
         for remote in self.remotes.values():
-            remote.queue(StageCommands.discard, number)
+            remote.send(StageCommands.discard, number)
 
     def _settle(self) -> None:
         self._post.flush()
@@ -293,7 +293,7 @@ class FollowedOptimizers:
         check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
         parts = [_part(optimizer, layers) for layers in self._elsewhere]
         for remote, (blob, numbers) in zip(self._remotes, parts, strict=True):
-            remote.call(StageCommands.adopt, blob, numbers)
+            remote.ask(StageCommands.adopt, blob, numbers).wait()
         self.optimizers.add(optimizer, [numbers for _, numbers in parts])
         follow_optimizer(optimizer, self.optimizers)
         for parameter in parameters_of(optimizer):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.stage import Input, Mailbox, Output, Ports
-from strategies.pipeline.transport.channel import EDGE_TAG, Inputs, Receiver, Sender
+from strategies.pipeline.transport.channel import EDGE_TAG, Inputs, Sender
 from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender
 from strategies.pipeline.transport.interface import Transport
 
@@ -113,20 +113,3 @@ class Edges:
         """All channels that bring values or gradients to other processes."""
         ends = [*(source.values for source in self.sources.values()), *(t.grads for t in self.targets.values())]
         return [end for end in ends if isinstance(end, Sender)]
-
-    def starts_of_passes(self) -> list[Sender]:
-        """Return the channels to the first chunk of a worker, which announce passes to it."""
-        driver = self.rank_of[-1]
-        first: dict[int, int] = {}
-        for chunk, rank in enumerate(self.rank_of):
-            first.setdefault(rank, chunk)
-        chunks = [chunk for rank, chunk in first.items() if rank != driver]
-        ends = [self.sources[chunk].values for chunk in chunks if chunk in self.sources]
-        return [end for end in ends if isinstance(end, Sender)]
-
-    def first_receiver(self) -> Receiver:
-        """Return the channel to the first chunk of this process, which is a worker."""
-        values = self.targets[self.rank_of.index(self.rank)].values
-        received = values.receiver if isinstance(values, Inputs) else values
-        assert isinstance(received, Receiver)
-        return received

@@ -82,9 +82,9 @@ class Mirror:
         self.carry_buffers(remote)
         attributes, trained = self.changes()
         if attributes:
-            remote.queue(StageCommands.set_attributes, attributes)
+            remote.send(StageCommands.set_attributes, attributes)
         if trained is not None:
-            remote.queue(StageCommands.set_requires_grad, trained)
+            remote.send(StageCommands.set_requires_grad, trained)
 
     def carry_buffers(self, remote: RemoteStage) -> None:
         """Send tensors that have been assigned to buffers, and restore the stand-ins of these buffers."""
@@ -96,12 +96,12 @@ class Mirror:
             if (value.shape, value.dtype) == (stand_in.shape, stand_in.dtype):
                 assigned[path], buffers[name] = value.detach().cpu().clone(), stand_in
         if assigned:
-            remote.queue(StageCommands.set_buffers, assigned)
+            remote.send(StageCommands.set_buffers, assigned)
 
     def take_back(self, remote: RemoteStage) -> None:
         """Copy the worker's attributes to the driver's layers, except those that have changed here meanwhile."""
-        attributes = remote.rescue(StageCommands.attributes)
-        self._objects.take(*remote.rescue(StageCommands.objects))
+        attributes = remote.ask(StageCommands.attributes).rescue()
+        self._objects.take(*remote.ask(StageCommands.objects).rescue())
         for module, sent, now in zip(self._layers.modules(), self._sent, attributes, strict=True):
             own = vars(module)
             own.update({name: value for name, value in now.items() if name in sent and own.get(name) == sent[name]})

@@ -45,7 +45,7 @@ class RemoteValue:
     def __del__(self) -> None:
         if isinstance(self.key, int):
             self.holder.referenced.discard(self.key)
-            self.holder.stage.queue(StageCommands.free_value, self.key)
+            self.holder.stage.send(StageCommands.free_value, self.key)
 
     def reference(self, tensor: Tensor) -> Reference:
         """Return how an operation names ``tensor``, which shares the storage of this value."""
@@ -84,7 +84,7 @@ class Holder:
     def free_others(self, known: Iterable[int]) -> None:
         """Free those of some computed values, by number, to which nothing refers any more."""
         for number in sorted(set(known) - self.referenced):
-            self.stage.queue(StageCommands.free_value, number)
+            self.stage.send(StageCommands.free_value, number)
 
     def end(self) -> None:
         """Refuse all further operations, because the stage has ended."""
@@ -94,12 +94,12 @@ class Holder:
         """Run an operation before the next command of the stage."""
         self._check()
         self.num_writes += writes
-        self.stage.queue(StageCommands.compute, operation, torch.get_default_dtype())
+        self.stage.send(StageCommands.compute, operation, torch.get_default_dtype())
 
     def fetch(self, reference: Reference) -> Tensor:
         """Return a tensor of the stage, on the CPU."""
         self._check()
-        return self.stage.read(StageCommands.held_value, reference)
+        return self.stage.readable().ask(StageCommands.held_value, reference).wait()
 
     def _check(self) -> None:
         if self._has_ended:

@@ -83,7 +83,7 @@ class Source:
         Raises:
             RuntimeError: If there are no values, or if they are a result of the forward pass that requires a gradient.
         """
-        value, requires_grad = self.stage.read(StageCommands.value, self.name, self.module)
+        value, requires_grad = self.stage.readable().ask(StageCommands.value, self.name, self.module).wait()
         if value is None:
             raise RuntimeError(f"{described} on {self.stage.description} has no values: its layer has dropped it.")
         if requires_grad:
@@ -95,18 +95,18 @@ class Source:
 
     def add_gradient(self, grad: Tensor) -> None:
         """Add to the gradient on the stage, before its next command."""
-        self.stage.queue(StageCommands.add_gradient, self.name, grad.detach().cpu(), self.module)
+        self.stage.send(StageCommands.add_gradient, self.name, grad.detach().cpu(), self.module)
 
     def gradient(self) -> Tensor | None:
         """Return the current gradient; it is fetched once as long as the stage does not change it."""
         if self._gradient[0] != self.stage.version:
-            grad = self.stage.read(StageCommands.gradient, self.name, self.module)
+            grad = self.stage.readable().ask(StageCommands.gradient, self.name, self.module).wait()
             self._gradient = self.stage.version, None if grad is None else grad.to(self.device)
         return self._gradient[1]
 
     def clear_gradient(self, set_to_none: bool) -> None:
         """Clear the gradient on the stage, as ``zero_grad`` of a module does."""
-        self.stage.queue_zero_grad(self.name, set_to_none, self.module)
+        self.stage.send_zero_grad(self.name, set_to_none, self.module)
 
 
 class _Remote:

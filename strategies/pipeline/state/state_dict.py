@@ -73,8 +73,8 @@ class StateOfStages:
             memo.update({id(buffer): buffer for buffer in layers.buffers()})  # shared until they are replaced
             own_copy = nn.Sequential(OrderedDict((n, deepcopy(layer, memo)) for n, layer in layers._modules.items()))
             replace_buffers(own_copy, tensors)
-            set_attributes(own_copy, dict(enumerate(remote.call(StageCommands.attributes))))
-            if extra := remote.call(StageCommands.extra_state):
+            set_attributes(own_copy, dict(enumerate(remote.ask(StageCommands.attributes).wait())))
+            if extra := remote.ask(StageCommands.extra_state).wait():
                 own_copy.load_state_dict(extra, strict=False)
             whole._modules.update(own_copy._modules)
         whole._modules.update(last._modules)
@@ -156,7 +156,7 @@ class StateOfStages:
                 continue
             own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
             given = on_cpu({name: state[prefix + name] for name in own})
-            remote.call(StageCommands.load_module_state, given, self._number)
+            remote.ask(StageCommands.load_module_state, given, self._number).wait()
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:
                     state[prefix + name] = state[prefix + name].to("meta")

@@ -2,8 +2,7 @@
 
 A value is a tensor, or tuples, lists and dicts of tensors and other objects. The sender sends it as
 
-    header   int64[6]: kind of the message, pass, micro-batch, size of the layout in bytes; if the value announces a
-             pass (:class:`Announcement`), also that pass's number of micro-batches and its seed, otherwise zeros
+    header   int64[4]: kind of the message, pass, micro-batch, size of the layout in bytes
     tensors  in the same message as the header if they are small together, otherwise one message each after the
              layout; an empty tensor is not sent
     layout   uint8[size]: nesting, shapes, dtypes, objects that are not tensors; only if the receiver lacks it
@@ -52,20 +51,20 @@ from strategies.common.waiting import Wait, wait_here
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-COMMANDS_TAG = 10
-"""Tag of the channels from the driver to each worker for commands without a result."""
+ORDERS_TAG = 10
+"""Tag of the channels from the driver to each worker for its orders."""
 
 EDGE_TAG = 16
 """The channels of edge e have this tag plus 2e."""
 
-_FAILED, _END = -1, -2
-"""Kinds of headers without a value: the sender's process has failed and sends nothing more; the sender announces no
-more passes. Any other kind is the number of a layout."""
+_FAILED = -1
+"""Kind of a header without a value: the sender's process has failed and sends nothing more. Any other kind is the
+number of a layout."""
 
-_NOTHING = -3
+_NOTHING = -2
 """In place of the kind of a header: nothing has arrived in this buffer yet."""
 
-_HEADER, _KIND = struct.Struct("=6q"), struct.Struct("=q")
+_HEADER, _KIND = struct.Struct("=4q"), struct.Struct("=q")
 
 SMALL_BYTES = 2**18
 """Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
@@ -93,9 +92,7 @@ MAX_UNDER_WAY = 64
 """Maximum number of values under way whose tensors have been copied, and for whose arrival nobody has to wait."""
 
 NO_LIMIT = timedelta(days=365)
-"""Time-out of a stage that waits for its next pass or for its values; gloo cannot wait without a time-out."""
-
-NOTHING_ANNOUNCED = 0, 0
+"""Time-out of a stage that waits for its next order or for its values; gloo cannot wait without a time-out."""
 
 _MAX_LAYOUTS = 1024
 
@@ -103,18 +100,6 @@ _MAX_VIEWED = 16
 """Maximum number of layouts for which the memory of a message keeps views."""
 
 _let_others_run: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """A pass without a backward part, announced over the data plane instead of by a command.
-
-    For the attributes see :class:`~strategies.pipeline.stage.stage.Pass`.
-    """
-
-    number: int
-    microbatches: int
-    seed: int
 
 
 _VALUES = frozenset([type(None), bool, int, str, bytes])
@@ -336,7 +321,6 @@ class Sender:
         self._known: dict[Any, _Numbered] = {}
         self._free_bytes = self._bytes_under_way = self._num_not_copied = 0
         self._under_way: deque[Sent] = deque()
-        self._announced = NOTHING_ANNOUNCED
         self._has_failed = False
 
     def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
@@ -352,8 +336,7 @@ class Sender:
         known, tensors, description = self._look_up(value, requires_grad)
         layout, post, peer, tag = known.layout, self._post, self._peer, self._tag
         message = self._message(known)
-        message.write_header(known.number, pass_number, microbatch, len(description), *self._announced)
-        self._announced = NOTHING_ANNOUNCED
+        message.write_header(known.number, pass_number, microbatch, len(description))
         for place, tensor in zip(message.places(layout), tensors, strict=layout.is_small):
             place.copy_(tensor.detach() if tensor.requires_grad else tensor)
         works = [unrecorded(post, [message.tensor], peer, tag)]
@@ -390,22 +373,11 @@ class Sender:
         self.send(list(inputs[:number]), pass_number, first, requires_grad=requires_grad * number)
         return number
 
-    def announce(self, this: Announcement) -> None:
-        """Announce a pass to the receiver in the header of the next value, which must be the first one of that pass."""
-        self._announced = this.microbatches, this.seed
-
-    def end_passes(self) -> None:
-        """Tell the receiver, if its process still runs, that no more passes will be announced."""
-        self._send_last(_END)
-
     def fail(self) -> None:
         """Tell the receiver, if its process still runs, that this process has failed, so that it stops waiting."""
         self._has_failed = True
-        self._send_last(_FAILED)
-
-    def _send_last(self, kind: int) -> None:
         message = _Message(_HEADER.size)
-        message.write_header(kind, 0, 0, 0, 0, 0)
+        message.write_header(_FAILED, 0, 0, 0)
         with suppress(RuntimeError):
             self._under_way.append(Sent([unrecorded(self._post, [message.tensor], self._peer, self._tag)], message))
 
@@ -558,8 +530,7 @@ class Receiver:
 
     def _next_layout(self, pass_number: int, microbatch: int) -> Layout:
         """Wait for the header of the next value, and return the value's layout. For the errors see :meth:`receive`."""
-        kind, *place, size_bytes, _, _ = self._next_header(self._header_timeout, self._wait)
-        assert kind != _END, "expected a value, but got the header that ends the announcements of passes"
+        kind, *place, size_bytes = self._next_header()
         assert place == [pass_number, microbatch], (
             f"expected pass and micro-batch {pass_number, microbatch}, got {place}"
         )
@@ -572,32 +543,16 @@ class Receiver:
         """Whether the sender has failed, as far as is known without waiting."""
         return any(message.has_begun and message.header()[0] == _FAILED for message, _ in list(self._posted))
 
-    def announcement(self) -> Announcement | None:
-        """Wait for the next announced pass, on the calling thread and without a time-out.
-
-        Returns:
-            The pass; ``None`` if the sender announces no more.
-
-        Raises:
-            PeerFailed: If the sender has failed.
-            RuntimeError: If the sender's process has ended.
-        """
-        kind, number, _, _, *announced = self._next_header(NO_LIMIT, wait_here)
-        if kind == _END:
-            self._end_message()
-            return None
-        return Announcement(number, *announced)
-
-    def _next_header(self, timeout: timedelta, wait: Wait) -> tuple[int, ...]:
+    def _next_header(self) -> tuple[int, ...]:
         """Return the next header, which stays the next one until the caller has received the value that follows it."""
         if self._header is None:
             self.post()
             message, work = self._posted[0]
             try:
                 if message.has_begun or self._begins_soon(message):
-                    work.wait(timeout)  # returns at once, for gloo is writing the rest
+                    work.wait(self._header_timeout)  # returns at once, for gloo is writing the rest
                 else:
-                    wait(partial(work.wait, timeout))
+                    self._wait(partial(work.wait, self._header_timeout))
             except RuntimeError as error:
                 if "imed out" not in str(error):
                     raise

@@ -32,7 +32,6 @@ from strategies.common.waiting import Wait
 from strategies.pipeline.transport.channel import (
     EDGE_TAG,
     MAX_UNDER_WAY,
-    NOTHING_ANNOUNCED,
     Layout,
     Receiver,
     Sender,
@@ -225,8 +224,7 @@ class DeviceSender(Sender):
         known, tensors, description = self._look_up(value, requires_grad)
         payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
         message = self._message(known)
-        message.write_header(known.number, pass_number, microbatch, len(description), *self._announced)
-        self._announced = NOTHING_ANNOUNCED
+        message.write_header(known.number, pass_number, microbatch, len(description))
         works = [unrecorded(self._post, [message.tensor], self._peer, self._tag)]
         others = [as_message(description)] if description else []
         works += [unrecorded(self._post, [tensor], self._peer, self._tag + 1) for tensor in others]

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from strategies.commands.declaration import Call, declarations_of
-from strategies.commands.host import run_calls
+from strategies.commands.host import Order
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
 from strategies.common.stage_layers import StageLayers, describe
@@ -36,8 +35,6 @@ from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, o
 from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps
 from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.operations import Operation as Posted
-from strategies.pipeline.schedule.posting import posting_order
-from strategies.pipeline.schedule.timetable import forward_timetable
 from strategies.pipeline.stage.layers import PassContext, ProcessRandomState
 from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.recorder import Recorder
@@ -59,9 +56,6 @@ _SHELVING = {
     PartKind.WHOLE_OPTIMIZER: "save, handing over optimizer states",
 }
 """What a stage does while it puts a part of its state on the shelf."""
-
-
-_DECLARATIONS = declarations_of(StageCommands)
 
 
 class HostedStage(StageCommands):
@@ -87,8 +81,6 @@ class HostedStage(StageCommands):
             self._copies = [_moved(copy, device) for copy in payload.copies]
         self._modules: list[nn.Sequential] = [self._layers, *self._copies]
         self._values = HeldValues(self._modules)
-        self._placement = payload.placement
-        self._order = None if wiring.posting is None else posting_order
         self._stage = Stage(
             chunks_of(
                 self._layers,
@@ -153,6 +145,12 @@ class HostedStage(StageCommands):
         if self._wiring.transport is not None:
             self._wiring.transport.abort()
 
+    def next_order(self) -> Order:
+        """Wait for the driver's next order; see :meth:`~strategies.commands.host.Host.follow`."""
+        assert self._wiring.orders is not None
+        order: Order = pickle.loads(self._wiring.orders.receive(0, 0).numpy())
+        return order
+
     # Passes
 
     def forward(self, this: Pass, actions: Sequence[Posted], later: Sequence[Posted]) -> None:
@@ -193,44 +191,12 @@ class HostedStage(StageCommands):
     def release(self, number: int, factor: float, kept: float) -> None:
         self._gathered.pop(number).release(factor, kept)
 
-    def evaluate(self, context: PassContext) -> None:
-        next_pass, pass_on = self._wiring.next_pass, self._wiring.pass_on
-        assert next_pass is not None and pass_on is not None
-        context.apply()
-        while (announced := self._activity.idle(next_pass)) is not None:
-            pass_on(announced)
-            timetable = forward_timetable(self._placement, announced.microbatches, self._order)
-            self._set_limit(timetable.limit)
-            this = Pass(
-                number=announced.number,
-                microbatches=announced.microbatches,
-                grad=False,
-                recomputed=0,
-                at_once=False,
-                seed=announced.seed,
-                context=context,
-            )
-            self._stage.run(timetable.operations[self._index], this)
-            if self._ties is not None:
-                self._ties.flush()
-        pass_on(None)
-
     def _set_limit(self, limit: int | None) -> None:
         """Bound what is under way. The driver receives gradients of inputs after its own backward part only."""
         for sender in (*self._wiring.outputs, *self._wiring.input_grads):
             sender.limit = limit
         if self._wiring.fed_back is not None:
             self._wiring.fed_back.limit = None
-
-    def take_commands(self, number: int) -> None:
-        assert self._wiring.commands is not None
-        calls: list[Call] | None = []
-        while calls is not None:
-            given, calls = pickle.loads(self._wiring.commands.receive(0, 0).numpy())
-            if given == number and calls is not None:
-                run_calls(self, calls, _DECLARATIONS, self._activity)
-            elif given != number:  # a second end of earlier ones, sent because Ctrl-C interrupted the first
-                calls = []
 
     def share_values(self, number: int) -> None:
         assert self._ties is not None

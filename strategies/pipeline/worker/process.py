@@ -4,6 +4,7 @@ The process executes nothing of the user's script.
 """
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
     wire = partial(_wire, group=group, session=session, activity=activity)
     receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
     create = partial(unpack, blob, wire, activity, receive)
-    return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
+    return _started(create, rank, activity)
 
 
 def host_snapshot(
@@ -58,8 +59,12 @@ def host_snapshot(
     activity = Activity(session.note(rank))
     group = join_data_plane(session, rank)
     wire = partial(_wire, group=group, session=session, activity=activity)
-    create = partial(take_over, address, number, replicas, wire, activity)
-    return Host(create, StageCommands, name=f"stage {rank}", activity=activity).start()
+    return _started(partial(take_over, address, number, replicas, wire, activity), rank, activity)
+
+
+def _started(create: Callable[[], HostedStage], rank: int, activity: Activity) -> Host[HostedStage]:
+    name, next_order = f"stage {rank}", HostedStage.next_order
+    return Host(create, StageCommands, name=name, activity=activity, next_order=next_order).start()
 
 
 def abort_transfers(host: Any) -> None:
@@ -85,7 +90,7 @@ def _wire(payload: Payload, group: ProcessGroup, session: Session, activity: Act
             activity.wait,
             partial(store_at, f"{session.rendezvous}/devices", session.size),
         )
-    return to_neighbours(payload, group, transport, activity.idle)
+    return to_neighbours(payload, group, transport)
 
 
 def join(directory: str, rank: int) -> None:

@@ -7,11 +7,10 @@ from typing import Protocol
 import torch
 from torch.distributed import ProcessGroup
 
-from strategies.common.waiting import Wait
 from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.stage import Output, Ports, Posting
-from strategies.pipeline.transport.channel import COMMANDS_TAG, NO_LIMIT, Announcement, Receiver, Sender
+from strategies.pipeline.transport.channel import NO_LIMIT, ORDERS_TAG, Receiver, Sender
 from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.worker.payload import Payload
 
@@ -38,9 +37,7 @@ class Wiring:
         transport: What carries the values; ``None`` if these are calls of RPC.
         settle: Waits at the end of each part of a pass until all values sent have arrived, where that is needed.
         forget: Drops messages of a pass by its number.
-        commands: Brings commands without a result from the driver; ``None`` if all come over RPC.
-        next_pass: Waits for the next pass that the preceding process announces; returns ``None`` at the end of passes.
-        pass_on: Announces a pass, or the end of passes, to other workers.
+        orders: Brings the driver's orders; ``None`` if all commands come over RPC.
     """
 
     ports: Mapping[int, Ports]
@@ -51,32 +48,21 @@ class Wiring:
     transport: Transport | None = None
     posting: Posting | None = None
     fed_back: Flushed | None = None
-    commands: Receiver | None = None
-    next_pass: Callable[[], Announcement | None] | None = None
-    pass_on: Callable[[Announcement | None], None] | None = None
+    orders: Receiver | None = None
 
 
-def to_neighbours(payload: Payload, group: ProcessGroup, transport: Transport, idle: Wait) -> Wiring:
+def to_neighbours(payload: Payload, group: ProcessGroup, transport: Transport) -> Wiring:
     """Connect the chunks of a stage to those before and after them, and to the driver's code before chunk 0.
 
     Args:
         payload: The stage.
         group: The data plane; ranks are numbers of stages, and the last one is the driver's.
         transport: What carries the values.
-        idle: Calls a function that waits for a command.
     """
     driver = group.size() - 1
     edges = Edges(payload.index, ranks_of(payload.placement), transport)
     fed_back = edges.targets[0].grads if 0 in edges.targets else None
     assert fed_back is None or isinstance(fed_back, Sender)
-
-    def pass_on(this: Announcement | None) -> None:
-        for channel in edges.starts_of_passes():
-            if this is None:
-                channel.end_passes()
-            else:
-                channel.announce(this)
-
     return Wiring(
         ports=edges.ports(),
         outputs=[source.values for source in edges.sources.values() if isinstance(source.values, Sender)],
@@ -86,7 +72,5 @@ def to_neighbours(payload: Payload, group: ProcessGroup, transport: Transport, i
         posting=edges if transport.is_ordered else None,
         settle=lambda: None,  # a neighbour that fails announces it on the data plane
         forget=lambda number: None,
-        commands=Receiver(group, driver, device=torch.device("cpu"), tag=COMMANDS_TAG, wait=idle, timeout=NO_LIMIT),
-        next_pass=edges.first_receiver().announcement,
-        pass_on=pass_on,
+        orders=Receiver(group, driver, device=torch.device("cpu"), tag=ORDERS_TAG, timeout=NO_LIMIT),
     )

@@ -50,7 +50,7 @@ class LooksAtWorkers(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         remotes = trainer.strategy._pipeline.remotes
         self.num_gradients = [
-            sum(g is not None for g in remote.rescue(StageCommands.grads).values()) for remote in remotes
+            sum(g is not None for g in remote.ask(StageCommands.grads).rescue().values()) for remote in remotes
         ]
 
 

@@ -81,14 +81,14 @@ def compare(module: nn.Sequential, plain: nn.Sequential, pipeline: Pipeline, x: 
         assert ours is None
     else:
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-    grads = {name: grad for remote in pipeline.remotes for name, grad in remote.call(StageCommands.grads).items()}
+    grads = {name: grad for remote in pipeline.remotes for name, grad in remote.ask(StageCommands.grads).wait().items()}
     grads |= {name: p.grad for name, p in module.named_parameters() if not p.is_meta}
     for name, p in plain.named_parameters():
         if p.grad is None:
             assert grads[name] is None, name
         else:
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-9)
-    assert [remote.call(StageCommands.num_kept) for remote in pipeline.remotes] == [0, 0]
+    assert [remote.ask(StageCommands.num_kept).wait() for remote in pipeline.remotes] == [0, 0]
 
 
 def what_passes_between_stages() -> None:
@@ -106,7 +106,7 @@ def what_passes_between_stages() -> None:
         with three_stages(cut, checkpoint=checkpoint) as (module, plain, pipeline):
             compare(module, plain, pipeline, torch.randn(5, 4, dtype=torch.float64))
             module(torch.randn(5, 4, dtype=torch.float64))  # its backward pass never comes
-            assert [remote.call(StageCommands.num_kept) for remote in pipeline.remotes] == [0, 0]
+            assert [remote.ask(StageCommands.num_kept).wait() for remote in pipeline.remotes] == [0, 0]
 
 
 def test_what_passes_between_stages() -> None:
@@ -148,11 +148,13 @@ def most_suspended(graphs: frozenset[int]) -> int:
             torch.testing.assert_close(loss, expected)
             if graphs:
                 torch.testing.assert_close(scales[0].grad, scales[1].grad)
-        grads = {name: grad for remote in pipeline.remotes for name, grad in remote.call(StageCommands.grads).items()}
+        grads = {
+            name: grad for remote in pipeline.remotes for name, grad in remote.ask(StageCommands.grads).wait().items()
+        }
         grads |= {name: p.grad for name, p in module.named_parameters() if not p.is_meta}
         for name, p in plain.named_parameters():
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-9)
-        assert [remote.call(StageCommands.num_kept) for remote in pipeline.remotes] == [0, 0]
+        assert [remote.ask(StageCommands.num_kept).wait() for remote in pipeline.remotes] == [0, 0]
     return interleaved
 
 

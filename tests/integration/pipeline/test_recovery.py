@@ -175,7 +175,7 @@ class Training:
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "computed": values_of(computed),
-            "calls": [pickle.loads(remote.call(StageCommands.objects)[0]) for remote in pipeline.remotes],
+            "calls": [pickle.loads(remote.ask(StageCommands.objects).wait()[0]) for remote in pipeline.remotes],
             "random": torch.get_rng_state(),
         }
         pipeline.finish()
@@ -397,7 +397,7 @@ def gradients_and_evaluation() -> None:
 
     def grads() -> dict[str, Any]:
         here = {name: p.grad.clone() for name, p in module.named_parameters() if not p.is_meta and p.grad is not None}
-        return here | pipeline.remotes[0].call(StageCommands.grads)
+        return here | pipeline.remotes[0].ask(StageCommands.grads).wait()
 
     module(x).sum().backward()
     pipeline.snapshot(0, with_grads=True)

@@ -12,18 +12,18 @@ from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 
 def right(remote: RemoteStage) -> int:
-    remote.queue(StageCommands.discard, 3)
-    remote.queue(StageCommands.zero_grads, ["0.weight"], set_to_none=True)
-    return remote.call(StageCommands.num_kept)
+    remote.send(StageCommands.discard, 3)
+    remote.send(StageCommands.zero_grads, ["0.weight"], set_to_none=True)
+    return remote.ask(StageCommands.num_kept).wait()
 
 def wrong(remote: RemoteStage) -> None:
-    remote.start(StageCommands.discard, "three")
-    remote.start(StageCommands.discard)
-    remote.call(StageCommands.grads, 1)
-    remote.read(StageCommands.valve, "0.weight")
-    remote.start("discard", 3)
-    kept: str = remote.rescue(StageCommands.num_kept)
-    remote.queue(StageCommands.clip_grad_values, 0, maximum=1.0)
+    remote.send(StageCommands.discard, "three")
+    remote.send(StageCommands.discard)
+    remote.ask(StageCommands.grads, 1).wait()
+    remote.ask(StageCommands.valve, "0.weight")
+    remote.send("discard", 3)
+    kept: str = remote.ask(StageCommands.num_kept).rescue()
+    remote.send(StageCommands.clip_grad_values, 0, maximum=1.0)
 """
 
 CONFIG = """

@@ -5,7 +5,6 @@ The stage of a worker is in this process, behind a remote stage that calls it at
 
 import gc
 import itertools
-from concurrent.futures import Future
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from answered import Answered
 from parity_trainers import alike
 from torch import nn
 from torch.optim import AdamW, Optimizer
@@ -52,20 +52,15 @@ class Remote:
         self.has_ended = False
         self.fetched: list[list[Piece]] = []
 
-    def start(self, command: Any, *arguments: Any) -> Future[Any]:
-        done: Future[Any] = Future()
+    def ask(self, command: Any, *arguments: Any) -> Answered:
         if command is StageCommands.shelved:
             self.fetched.append(arguments[1])
-        done.set_result(getattr(self.stage, command.__name__)(*arguments))
-        return done
+        return Answered(getattr(self.stage, command.__name__)(*arguments))
 
-    def result(self, started: Future[Any]) -> Any:
-        return started.result()
+    send = ask
 
-    def call(self, command: Any, *arguments: Any) -> Any:
-        return self.start(command, *arguments).result()
-
-    read = rescue = queue = call
+    def readable(self) -> "Remote":
+        return self
 
     def cause_of(self, error: Exception) -> Exception:
         return WorkerLost("stage 0 was killed") if self.has_ended else error

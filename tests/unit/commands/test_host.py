@@ -5,13 +5,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import pytest
 
 from strategies.commands.declaration import Call, command
 from strategies.commands.failure import Failure
-from strategies.commands.host import Host
+from strategies.commands.host import Behind, Host, Order
 from strategies.common.activity import Activity
 
 
@@ -93,6 +94,35 @@ def test_a_failure_is_the_result_and_the_host_goes_on() -> None:
             isinstance(failure, Failure) and failure.where.startswith("numbers [1") and "in appending" in failure.where
         )
     assert own.submit([call_of(Commands.append, 2)]).wait() == [1, 1, 2] and own.hosted.num_announced == 2
+    own.close()
+
+
+def test_a_host_that_follows_a_link_runs_orders_and_submissions_in_the_order_of_the_link() -> None:
+    orders: SimpleQueue[Order] = SimpleQueue()
+    own = Host(Numbers, Commands, name="", activity=Activity(), next_order=lambda _: orders.get()).start()
+    own.submit([call_of(Commands.append, 0)], 0).wait()
+    ended, second, first = own.follow(), own.submit([call_of(Commands.append, 4)], 2), None
+    orders.put([call_of(Commands.append, 1), call_of(Commands.append, 2)])
+    orders.put(2)  # submission 1 is on its way
+    orders.put([call_of(Commands.append, 5)])
+    first = own.submit([call_of(Commands.append, 3)], 1)
+    assert (first.wait(), second.wait()) == ([0, 1, 2, 3], [0, 1, 2, 3, 4])
+    orders.put(None)
+    assert ended.wait() is None
+    assert own.submit([call_of(Commands.append, 6)], 3).wait() == list(range(7))
+    own.close()
+
+
+def test_after_an_order_has_failed_no_more_orders_run_and_results_tell_the_failure() -> None:
+    orders: SimpleQueue[Order] = SimpleQueue()
+    own = Host(Numbers, Commands, name="", activity=Activity(), next_order=lambda _: orders.get()).start()
+    own.submit([call_of(Commands.append, 0)], 0).wait()
+    for number in (1, 2):
+        orders.put([call_of(Commands.append, number), call_of(Commands.fail, KeyError("there"))])
+    failed = own.follow().wait()
+    assert isinstance(failed, Failure) and isinstance(failed.exception(), KeyError) and own.hosted.num_announced == 1
+    behind = own.submit([call_of(Commands.append, 3)], 1).wait()
+    assert isinstance(behind, Behind) and behind.failure is failed and behind.reply == [0, 1, 3]
     own.close()
 
 

@@ -70,7 +70,7 @@ class CountActivations(Callback):
         if pipeline is None:
             layers = [m for m in model.modules() if isinstance(m, Remembers)]
             return [sum(layer.get_extra_state() for layer in layers)]
-        workers = [sum(remote.call(StageCommands.extra_state).values()) for remote in pipeline.remotes]
+        workers = [sum(remote.ask(StageCommands.extra_state).wait().values()) for remote in pipeline.remotes]
         return [*workers, sum(layer.get_extra_state() for layer in pipeline.stages[-1])]
 
 

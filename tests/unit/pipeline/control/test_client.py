@@ -14,11 +14,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from strategies.commands.failure import Failure
+from strategies.commands.host import Behind
 from strategies.common.errors import PeerFailed, WorkerLost
 from strategies.pipeline.control import client
 from strategies.pipeline.control.client import Failures, InterruptibleWait, RemoteStage, StageProcess, leading
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.transport.channel import COMMANDS_TAG, Receiver, Sender
+from strategies.pipeline.transport.channel import ORDERS_TAG, Receiver, Sender
 
 STAGE = "stage 0 (layers 0 to 1: Linear, ReLU)"
 CLOSED = "EOF: end of file (this error originated at tensorpipe/transport/uv/connection_impl.cc:132)"
@@ -56,99 +57,96 @@ def remote_stage(ended: str | None = None) -> RemoteStage:
     return RemoteStage("worker", None, STAGE, process, Failures())
 
 
-def test_queued_commands_travel_ahead_of_the_next_call(wire: Wire) -> None:
+def test_commands_that_can_wait_travel_ahead_of_the_next_one(wire: Wire) -> None:
     remote = remote_stage()
-    remote.queue(StageCommands.discard, 3)
+    remote.send(StageCommands.discard, 3)
     for name in ("0.weight", "0.bias"):
-        remote.queue_zero_grad(name, True)
-    remote.queue_zero_grad("0.weight", False)
-    assert remote.has_queued and not wire.sent
-    remote.start(StageCommands.backward, 4)
-    remote.start(StageCommands.gradient, "0.weight", module=1)
+        remote.send_zero_grad(name, True)
+    remote.send_zero_grad("0.weight", False)
+    assert not wire.sent
+    remote.ask(StageCommands.num_kept)
+    remote.ask(StageCommands.gradient, "0.weight", module=1)
     cleared = ["zero_grads", (["0.weight", "0.bias"], True, 0), {}], ["zero_grads", (["0.weight"], False, 0), {}]
-    first = [("discard", (3,), {}), *map(tuple, cleared), ("backward", (4,), {})]
-    assert wire.sent == [(first, 0), ([("gradient", ("0.weight",), {"module": 1})], 1)] and not remote.has_queued
+    first = [("discard", (3,), {}), *map(tuple, cleared), ("num_kept", (), {})]
+    assert wire.sent == [(first, 0), ([("gradient", ("0.weight",), {"module": 1})], 1)]
 
 
-def test_a_command_without_an_end_is_ended_before_the_next_one(wire: Wire) -> None:
-    remote, ended = remote_stage(), []
-    remote.start_until(lambda: ended.append(len(wire.sent)), StageCommands.num_kept)
-    assert not ended
-    remote.start(StageCommands.num_kept)
-    remote.start(StageCommands.num_kept)
-    assert ended == [1]
-
-
-def test_commands_without_a_result_go_over_the_data_plane_when_they_follow_one_another(
+def test_commands_without_a_result_go_over_the_link_and_calls_of_rpc_have_their_place_there(
     wire: Wire, groups: tuple[ProcessGroup, ProcessGroup]
 ) -> None:
-    remote, receiver = remote_stage(), Receiver(groups[1], 0, device=torch.device("cpu"), tag=COMMANDS_TAG)
-    remote.connect(Sender(groups[0], 1, tag=COMMANDS_TAG))
+    remote, receiver = remote_stage(), Receiver(groups[1], 0, device=torch.device("cpu"), tag=ORDERS_TAG)
 
-    def sent() -> list[list[str]]:
-        """The names of the commands of each call over RPC so far."""
-        return [[name for name, *_ in calls] for calls, _ in wire.sent]
+    def orders(number: int) -> list[Any]:
+        return [pickle.loads(receiver.receive(0, 0).numpy()) for _ in range(number)]
 
-    def message() -> tuple[int, Any]:
-        return pickle.loads(receiver.receive(0, 0).numpy())
+    step = ("average_grads", (None,), {})
+    remote.send(StageCommands.average_grads, None)
+    assert wire.sent == [([step], 0)]  # there is no link yet
+    remote.connect(link := Sender(groups[0], 1, tag=ORDERS_TAG))
+    assert wire.sent[1:] == [()]  # follow
+    remote.send(StageCommands.discard, 5)
+    remote.send(StageCommands.average_grads, None)
+    remote.send(StageCommands.discard, 6)
+    remote.ask(StageCommands.num_kept)
+    remote.send(StageCommands.average_grads, None)
+    remote.disconnect()
+    assert wire.sent[2:] == [([("discard", (6,), {}), ("num_kept", (), {})], 1)]
+    assert orders(4) == [[("discard", (5,), {}), step], 1, [step], None]
+    link.flush()
 
-    for number in range(3):
-        remote.tell(StageCommands.backward, number)
-    remote.start(StageCommands.num_kept)
-    for number in range(3):
-        remote.tell(StageCommands.backward, number)
-    assert sent() == [["backward"]] * 3 + [["num_kept"]] + [["backward"]] * 3  # such a change would not pay
 
-    remote.queue(StageCommands.discard, 5)
-    remote.tell(StageCommands.backward, 3)
-    remote.queue(StageCommands.discard, 6)
-    remote.tell(StageCommands.backward, 4)
-    assert sent()[7:] == [["discard", "take_commands"]] and wire.sent[-1][0][-1][1] == (1,)
-    assert message() == (1, [("backward", (3,), {})])
-    assert message() == (1, [("discard", (6,), {}), ("backward", (4,), {})])
-
-    remote.start(StageCommands.num_kept)
-    assert message() == (1, None) and sent()[8:] == [["num_kept"]]
-    for number in range(4):
-        remote.tell(StageCommands.backward, number)
-    assert sent()[-1] == ["take_commands"] and wire.sent[-1][0][-1][1] == (2,)
-    assert message() == (2, [("backward", (3,), {})])
-    assert remote.version == 12
+def test_what_fails_on_the_link_is_a_failure_and_later_results_are_behind_it(
+    wire: Wire, groups: tuple[ProcessGroup, ProcessGroup]
+) -> None:
+    """Threads of RPC may bring the result of a later call first."""
+    remote = remote_stage()
+    remote.connect(Sender(groups[0], 1, tag=ORDERS_TAG))
+    failure = Failure.of(KeyError("there"), STAGE, "B2")
+    remote.send(StageCommands.average_grads, None)
+    answer = remote.ask(StageCommands.num_kept)
+    wire.replies[1].set_result(Behind(failure, 3))
+    with pytest.raises(KeyError, match="there"):
+        answer.wait()
+    assert answer.rescue() == 3
+    wire.replies[0].set_result(failure)
+    remote.send(StageCommands.average_grads, None)  # nobody follows the link any more
+    remote.ask(StageCommands.num_kept)
+    assert [args for args in wire.sent if args] == [([("num_kept", (), {})], number) for number in range(2)]
 
 
 def test_the_version_changes_with_commands_that_may_change_values(wire: Wire) -> None:
     remote = remote_stage()
-    remote.queue(StageCommands.free_value, 1)
-    remote.start(StageCommands.grads)
+    remote.send(StageCommands.free_value, 1)
+    remote.ask(StageCommands.grads)
     assert remote.version == 0
-    remote.queue(StageCommands.zero_grad, 0, True)
-    remote.start(StageCommands.backward, 0)
+    remote.send(StageCommands.zero_grad, 0, True)
+    remote.ask(StageCommands.backward, 0)
     assert remote.version == 2
 
 
 def test_results_and_failures_come_back(wire: Wire) -> None:
     remote = remote_stage()
-    started = remote.start(StageCommands.num_kept)
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[0].set_result(2)
-    assert remote.result(started) == 2
-    started = remote.start(StageCommands.num_kept)
+    assert started.wait() == 2
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[1].set_result(Failure.of(KeyError("there"), STAGE, "B2"))
     with pytest.raises(KeyError, match="there"):
-        remote.result(started)
+        started.wait()
     assert remote.failures.raised
 
 
 def test_who_has_a_result_knows_of_failures_before_it(wire: Wire) -> None:
     """Threads of RPC may bring replies in another order than that in which the stage has sent them."""
     remote = remote_stage()
-    remote.tell(StageCommands.backward, 0)
-    later = remote.start(StageCommands.num_kept)
+    remote.ask(StageCommands.num_kept)
+    later = remote.ask(StageCommands.num_kept)
     wire.replies[1].set_result(2)
-    assert not later.done()
+    assert not later.is_here
     wire.replies[0].set_result(Failure.of(KeyError("there"), STAGE, "B0"))
-    assert later.done()
+    assert later.is_here
     with pytest.raises(KeyError, match="there"):
-        remote.result(later)
+        later.wait()
 
 
 def test_a_process_that_has_ended_before_it_is_called(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,22 +162,22 @@ def test_a_process_that_has_ended_before_it_is_called(wire: Wire, monkeypatch: p
     monkeypatch.setattr(client.rpc, "rpc_async", refuse)
     remote = remote_stage("was killed by signal 9")
     with pytest.raises(WorkerLost, match=r"stage 0 .*, process 7 on here, was killed by signal 9"):
-        remote.call(StageCommands.num_kept)
+        remote.ask(StageCommands.num_kept).wait()
     with pytest.raises(WorkerLost, match=r"stage 0 .*, process 7 on here, did not answer: .*ECONNREFUSED"):
-        remote_stage(None).call(StageCommands.num_kept)  # a busy machine tells later how a process has ended
+        remote_stage(None).ask(StageCommands.num_kept).wait()  # a busy machine tells later how a process has ended
     refused = "RPC has not been initialised"
     with pytest.raises(RuntimeError, match=rf"^{refused}$"):
-        remote_stage(None).call(StageCommands.num_kept)
+        remote_stage(None).ask(StageCommands.num_kept).wait()
 
 
 @pytest.mark.parametrize("ended", [None, "was killed by signal 9"])
 def test_a_stage_that_does_not_answer(wire: Wire, ended: str | None) -> None:
     remote = remote_stage(ended)
-    started = remote.start(StageCommands.num_kept)
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[0].set_exception(RuntimeError("broken pipe"))
     why = ended or "did not answer: .*broken pipe"
     with pytest.raises(WorkerLost, match=rf"^stage 0 \(.*\), process 7 on here, {why}"):
-        remote.result(started)
+        started.wait()
 
 
 @pytest.mark.parametrize(("error", "is_killed"), [(CLOSED, True), ("an answer that cannot be unpickled", False)])
@@ -188,20 +186,20 @@ def test_a_process_that_cannot_be_reached_is_killed(wire: Wire, error: str, is_k
     killed: list[bool] = []
     process = StageProcess("process 7", ended=lambda: None, doing=lambda: "", kill=lambda: killed.append(True))
     remote = RemoteStage("worker", None, STAGE, process, Failures())
-    started = remote.start(StageCommands.num_kept)
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[0].set_exception(RuntimeError(error))
     with pytest.raises(WorkerLost, match="did not answer"):
-        started.result()
+        started.rescue()
     assert killed == [True] * is_killed
 
 
 def test_an_exception_of_a_stage_at_which_a_loop_would_end(wire: Wire) -> None:
     remote = remote_stage()
     remote.failures.add(KeyError("elsewhere"), consequence=False)
-    started = remote.start(StageCommands.num_kept)
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[0].set_result(Failure.of(StopIteration("of a layer"), STAGE, "teardown"))
     with pytest.raises(RuntimeError, match=r"raised StopIteration\('of a layer'\)") as raised:
-        started.result()
+        started.rescue()
     assert isinstance(raised.value.__cause__, StopIteration)
 
 
@@ -209,15 +207,15 @@ def test_after_a_failure_was_raised_other_stages_can_be_rescued(wire: Wire) -> N
     remote = remote_stage()
     remote.failures.add(KeyError("elsewhere"), consequence=False)
     with pytest.raises(KeyError, match="elsewhere"):
-        remote.call(StageCommands.num_kept)
-    started = remote.start(StageCommands.num_kept)
+        remote.ask(StageCommands.num_kept).wait()
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[0].set_result(0)
     wire.replies[1].set_result(1)
-    assert remote.result(started) == 1
-    started = remote.start(StageCommands.num_kept)
+    assert started.wait() == 1
+    started = remote.ask(StageCommands.num_kept)
     remote.give_up("hangs")
     with pytest.raises(WorkerLost, match="process 7 on here, was declared lost"):
-        remote.result(started)
+        started.wait()
 
 
 def test_reading_is_refused_within_a_pass_and_after_the_end(wire: Wire) -> None:
@@ -225,11 +223,11 @@ def test_reading_is_refused_within_a_pass_and_after_the_end(wire: Wire) -> None:
     with leading(Failures(), [remote], list), leading(Failures(), [remote], list):
         assert remote.in_pass
         with pytest.raises(RuntimeError, match=r"values of stage 0 .* cannot be read while micro-batches go through"):
-            remote.read(StageCommands.value, "0.weight")
+            remote.readable()
     assert not remote.in_pass
     remote.close()
     with pytest.raises(RuntimeError, match="the pipeline has ended, and stage 0"):
-        remote.read(StageCommands.value, "0.weight")
+        remote.readable()
     assert not wire.sent
 
 
@@ -272,7 +270,7 @@ def test_a_consequence_alone_is_raised_after_a_while(monkeypatch: pytest.MonkeyP
 def test_a_killed_worker_whose_exit_status_comes_late_is_lost(wire: Wire, short_diagnosis: None) -> None:
     """The driver's own connection with it fails first, in a wait for a message."""
     remote = remote_stage(ended=None)
-    remote.tell(StageCommands.discard, 1)
+    remote.ask(StageCommands.num_kept)
     lost = pytest.raises(WorkerLost, match=r"^stage 0 \(.*\), process 7 on here, did not answer: ")
     with lost, remote.failures.explained():
         wire.replies[0].set_exception(RuntimeError("ECONNRESET: connection reset by peer"))
@@ -312,10 +310,10 @@ def test_a_process_whose_end_is_known_late(wire: Wire) -> None:
     answers = iter([None, None, "was killed by signal 9"])
     process = StageProcess("process 7 on here", ended=lambda: next(answers), doing=lambda: "", kill=lambda: None)
     remote = RemoteStage("worker", None, STAGE, process, Failures())
-    started = remote.start(StageCommands.num_kept)
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[-1].set_exception(RuntimeError("EOF: end of file"))
     with pytest.raises(WorkerLost, match="was killed by signal 9"):
-        started.result()
+        started.rescue()
 
 
 def test_a_process_that_cannot_be_reached() -> None:
@@ -378,22 +376,20 @@ def test_a_stage_in_another_process_starts_anew_and_late_replies_are_those_of_th
 ) -> None:
     remote = remote_stage()
     before = remote.failures
-    for number in range(3):
-        remote.tell(StageCommands.discard, number)
-    remote.start_until(lambda: pytest.fail("the process before has ended"), StageCommands.num_kept)
-    remote.queue(StageCommands.discard, 9)
+    remote.ask(StageCommands.num_kept)
+    remote.send(StageCommands.discard, 9)
     version = remote.version
     process = StageProcess("process 8 on here", ended=lambda: None, doing=lambda: "idle", kill=lambda: None)
     remote.renew("next", None, process, Failures())
-    assert remote.version > version and not remote.has_queued and not remote.has_ended
-    answer = remote.start(StageCommands.num_kept)
-    assert wire.sent[-1] == ([("num_kept", (), {})], 0)  # numbers begin again, and nothing is ended or queued
+    assert remote.version > version and not remote.has_ended
+    answer = remote.ask(StageCommands.num_kept)
+    assert wire.sent[-1] == ([("num_kept", (), {})], 0)  # numbers begin again, and nothing waits
     wire.replies[0].set_exception(RuntimeError("ECONNRESET: connection reset by peer"))
     assert before.any and not remote.failures.any
     with pytest.raises(WorkerLost, match="process 7 on here, did not answer"):
         before.raise_cause()
     wire.replies[-1].set_result(3)
-    assert remote.result(answer) == 3
+    assert answer.wait() == 3
 
 
 def test_a_process_that_has_been_given_up_does_not_count_against_the_next_one(wire: Wire) -> None:
@@ -403,7 +399,7 @@ def test_a_process_that_has_been_given_up_does_not_count_against_the_next_one(wi
     process = StageProcess("process 8 on here", ended=lambda: "was killed", doing=lambda: "", kill=lambda: None)
     remote.renew("next", None, process, Failures())
     assert not remote.is_lost and remote.has_ended
-    started = remote.start(StageCommands.num_kept)
+    started = remote.ask(StageCommands.num_kept)
     wire.replies[-1].set_exception(RuntimeError("EOF"))
     with pytest.raises(WorkerLost, match="process 8 on here, was killed"):
-        remote.result(started)
+        started.wait()

@@ -46,7 +46,7 @@ class Answers:
         with pytest.raises(RuntimeError) as raised:
             self.failures.raise_cause()
         with pytest.raises(RuntimeError, match="process 7 on here, was declared lost"):
-            self.remote._rescued(Future())
+            self.remote.result_or_loss(Future())
         return str(raised.value)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from answered import Answered
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
@@ -22,13 +23,16 @@ class Worker:
         self.description, self.held = description, HeldValues(modules)
         self.commands: list[bytes] = []
 
-    def queue(self, command: Callable[..., Any], *arguments: Any) -> None:
+    def send(self, command: Callable[..., Any], *arguments: Any) -> None:
         self.commands.append(pickle.dumps((command.__name__, arguments, {})))
 
-    def read(self, command: Callable[..., Any], *arguments: Any) -> Any:
+    def readable(self) -> "Worker":
+        return self
+
+    def ask(self, command: Callable[..., Any], *arguments: Any) -> Answered:
         assert command is StageCommands.held_value
         self.work()
-        return self.held.tensor(*arguments).clone()
+        return Answered(self.held.tensor(*arguments).clone())
 
     def work(self) -> int:
         """Returns how many commands there were."""

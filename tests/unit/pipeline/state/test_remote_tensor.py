@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from answered import Answered
 from pytorch_lightning.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
@@ -31,19 +32,22 @@ class Stage:
         self.layers(torch.rand(4, 2, dtype=torch.float64)).pow(2).sum().backward()
         self.version, self.num_reads = 0, 0
 
-    def read(self, command: Callable[..., Any], name: str, module: int = 0) -> Any:
+    def readable(self) -> "Stage":
+        return self
+
+    def ask(self, command: Callable[..., Any], name: str, module: int = 0) -> Answered:
         self.num_reads += 1
         tensor = dict([*self.layers.named_parameters(), *self.layers.named_buffers()])[name]
         if command is StageCommands.gradient:
-            return None if tensor.grad is None else tensor.grad.clone()
-        return tensor.detach().clone(), tensor.requires_grad and name.startswith("1.running")
+            return Answered(None if tensor.grad is None else tensor.grad.clone())
+        return Answered((tensor.detach().clone(), tensor.requires_grad and name.startswith("1.running")))
 
-    def queue_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
+    def send_zero_grad(self, name: str, set_to_none: bool, module: int = 0) -> None:
         if module:  # a copy of the layers, which has no gradients
             return
         nn.ParameterList([dict(self.layers.named_parameters())[name]]).zero_grad(set_to_none)
 
-    def queue(self, command: Callable[..., Any], name: str, grad: Tensor, module: int = 0) -> None:
+    def send(self, command: Callable[..., Any], name: str, grad: Tensor, module: int = 0) -> None:
         assert command is StageCommands.add_gradient
         self.layers.get_parameter(name).grad += grad
 

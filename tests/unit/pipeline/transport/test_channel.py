@@ -16,7 +16,7 @@ from strategies.common.errors import PeerFailed, PeerSilent, is_consequence
 from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, join_data_plane, join_group
 from strategies.pipeline.transport import channel
-from strategies.pipeline.transport.channel import Announcement, Receiver, Sender
+from strategies.pipeline.transport.channel import Receiver, Sender
 
 CPU = torch.device("cpu")
 
@@ -198,24 +198,6 @@ def test_small_and_large_values_take_turns(ends: tuple[Sender, Receiver]) -> Non
         assert_equal(receiver.receive(0, m), value)
     sender.release()
     assert not sender._under_way
-
-
-def test_passes_are_announced_along_with_their_first_value(ends: tuple[Sender, Receiver]) -> None:
-    sender, receiver = ends
-    for number in (3, 4):
-        sender.announce(Announcement(number, 2, 2**62 + number))
-        for m in range(2):
-            sender.send(torch.tensor([number, m]), number, m)
-    sender.end_passes()
-    sender.send(torch.tensor([7]), 5, 0)
-    for number in (3, 4):
-        assert receiver.announcement() == Announcement(number, 2, 2**62 + number)
-        assert [receiver.receive(number, m).tolist() for m in range(2)] == [[number, 0], [number, 1]]
-    assert receiver.announcement() is None
-    assert receiver.receive(5, 0).tolist() == [7]
-    sender.fail()
-    with pytest.raises(PeerFailed):
-        receiver.announcement()
 
 
 def test_no_more_than_the_limit_is_under_way(groups: tuple[ProcessGroup, ProcessGroup]) -> None:

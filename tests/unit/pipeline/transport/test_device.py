@@ -14,7 +14,7 @@ from strategies.common.errors import PeerFailed
 from strategies.common.waiting import wait_here
 from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.transport.channel import EDGE_TAG, Announcement, Sender
+from strategies.pipeline.transport.channel import EDGE_TAG, Sender
 from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender, DeviceTransport, Route, routes_of
 from strategies.pipeline.transport.simulated import SimulatedLinks
 from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, TiedParameters
@@ -125,7 +125,7 @@ def post_ones(sender: DeviceSender, number: int) -> None:
 def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
     post_ones(sender, 2)
-    assert [sent.message.tensor.nbytes for sent in sender._under_way] == [48, 48]
+    assert [sent.message.tensor.nbytes for sent in sender._under_way] == [32, 32]
     assert [len(sent.works) for sent in sender._under_way] == [2, 1]  # the layout follows the first header
     for m in range(2):
         receiver.begin(0, m)
@@ -143,16 +143,12 @@ def test_the_limit_bounds_what_is_posted(ends: tuple[DeviceSender, DeviceReceive
         assert len(sender._under_way) <= 2
 
 
-def test_announcements_and_failures_are_headers(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
+def test_failures_are_headers(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
-    sender.announce(Announcement(3, 4, 5))
     sender.send(torch.ones(1), 3, 0)
     sender.post(3, 0)
-    assert receiver.announcement() == Announcement(3, 4, 5)
     receiver.begin(3, 0)
     assert receiver.receive(3, 0).tolist() == [1]
-    sender.end_passes()
-    assert receiver.announcement() is None
     sender.fail()
     with pytest.raises(PeerFailed):
         receiver.begin(3, 1)

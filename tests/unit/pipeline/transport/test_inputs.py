@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from strategies.pipeline.transport.channel import SMALL_BYTES, Announcement, Inputs, Receiver, Sender
+from strategies.pipeline.transport.channel import SMALL_BYTES, Inputs, Receiver, Sender
 
 CPU = torch.device("cpu")
 Ends = tuple[Sender, Receiver, Inputs]
@@ -52,11 +52,3 @@ def test_another_micro_batch_than_the_next_one_is_an_error(ends: Ends) -> None:
     port.receive(3, 0)
     with pytest.raises(AssertionError, match=r"expected \(3, 2\), got \(3, 1\)"):
         port.receive(3, 2)
-
-
-def test_a_pass_is_announced_with_its_first_inputs(ends: Ends) -> None:
-    sender, receiver, port = ends
-    sender.announce(Announcement(4, 2, 7))
-    assert sender.send_inputs([torch.ones(1), torch.zeros(1)], 4, 0, [False]) == 2
-    assert receiver.announcement() == Announcement(4, 2, 7)
-    assert [port.receive(4, m)[0].item() for m in range(2)] == [1.0, 0.0]

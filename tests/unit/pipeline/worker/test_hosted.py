@@ -1,10 +1,8 @@
 """A stage on a worker: its commands, called without a driver in this process."""
 
 import pickle
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -15,7 +13,7 @@ from strategies.optim.calls import hyperparameters
 from strategies.optim.restricted import numbers_of, taken_apart
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import loop
-from strategies.pipeline.transport.channel import COMMANDS_TAG, Sender
+from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.payload import Payload
@@ -29,7 +27,7 @@ def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: Proce
     parts = [taken_apart(optimizer)]
     payload = Payload(0, own, "cpu", False, optimizers=parts, numbers=numbers, placement=loop(2))
     transport = HostTransport(group, torch.device("cpu"), wait_here)
-    return HostedStage(payload, to_neighbours(payload, group, transport, wait_here), Activity())
+    return HostedStage(payload, to_neighbours(payload, group, transport), Activity())
 
 
 def test_what_a_gradient_scaler_sets_applies_to_one_step(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
@@ -50,35 +48,11 @@ def test_what_a_gradient_scaler_sets_applies_to_one_step(groups: tuple[ProcessGr
     torch.testing.assert_close(change({}), torch.full_like(before, 8.0))
 
 
-def test_commands_over_the_data_plane(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    """They run in order until the end of their number; what an earlier number has left, of a failure or Ctrl-C, not."""
+def test_orders_come_over_the_link(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
     layer = nn.Linear(2, 2)
     stage = hosted(nn.Sequential(layer), torch.optim.SGD(layer.parameters(), lr=1.0), groups[0])
-    channel = Sender(groups[1], 0, tag=COMMANDS_TAG)
-
-    def send(number: int, calls: Any) -> None:
-        channel.send(torch.frombuffer(bytearray(pickle.dumps((number, calls))), dtype=torch.uint8), 0, 0)
-
-    def flags(*values: bool) -> Any:
-        return [("set_requires_grad", (values,), {})]
-
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stage.take_commands, 1)
-        send(1, flags(False, False) + flags(True, False))
-        send(1, None)
-        running.result(10)
-        assert [p.requires_grad for p in layer.parameters()] == [True, False]
-        running = pool.submit(stage.take_commands, 2)
-        send(1, None)
-        send(1, flags(False, False))
-        send(2, flags(True, True))
-        send(2, [("load_grads", ({},), {})])  # lacks the gradients of both parameters
-        with pytest.raises(KeyError):
-            running.result(10)
-        assert [p.requires_grad for p in layer.parameters()] == [True, True]
-        send(2, flags(False, False))
-        send(2, None)
-        running = pool.submit(stage.take_commands, 3)
-        send(3, None)
-        running.result(10)
-    assert [p.requires_grad for p in layer.parameters()] == [True, True]
+    channel = Sender(groups[1], 0, tag=ORDERS_TAG)
+    sent: list[Any] = [[("set_requires_grad", ((False, True),), {})], 3, None]
+    for order in sent:
+        channel.send(torch.frombuffer(bytearray(pickle.dumps(order)), dtype=torch.uint8), 0, 0)
+    assert [stage.next_order() for _ in sent] == sent

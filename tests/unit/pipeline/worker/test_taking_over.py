@@ -53,9 +53,7 @@ def stage_of(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: Pro
     (own,), (average,) = cut(layers, [len(layers)]), cut(nn.Sequential(nn.Linear(3, 3), Noted()), [2])
     parts = [taken_apart(optimizer)]
     payload = Payload(0, own, "cpu", False, optimizers=parts, numbers=numbers, copies=[average], placement=loop(2))
-    return HostedStage(
-        payload, to_neighbours(payload, group, HostTransport(group, CPU, wait_here), wait_here), Activity()
-    )
+    return HostedStage(payload, to_neighbours(payload, group, HostTransport(group, CPU, wait_here)), Activity())
 
 
 def step(stage: HostedStage, optimizer: torch.optim.Optimizer, values: Tensor) -> None:
@@ -88,7 +86,7 @@ def test_a_stage_goes_on_where_the_first_one_was(groups: tuple[ProcessGroup, Pro
     expected = {name: value.clone() for name, value in values_of(first).items()}
     drawn = torch.rand(3), random.random()
     step(first, optimizer, torch.ones(1))
-    wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here), idle=wait_here)
+    wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here))
     second = take_over(slot.address, 2, None, wire, Activity())
     ours = values_of(second)
     assert list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in expected)
@@ -111,7 +109,7 @@ def test_gradients(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> Non
     grads = {name: torch.randn_like(p) if name != "0.bias" else None for name, p in layers.named_parameters()}
     first.load_grads(grads)
     first.snapshot(0, slot.address, True)
-    wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here), idle=wait_here)
+    wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here))
     ours = take_over(slot.address, 0, None, wire, Activity()).grads()
     assert list(ours) == list(grads) and ours["0.bias"] is None
     assert all(torch.equal(ours[name], grad) for name, grad in grads.items() if grad is not None)
