@@ -27,8 +27,7 @@ from strategies.common.autograd import GatheredGradients, with_backward
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
-from strategies.pipeline.schedule.operations import Operation
-from strategies.pipeline.schedule.simulator import UserCode
+from strategies.pipeline.schedule.operations import Operation, UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state

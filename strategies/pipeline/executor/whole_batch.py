@@ -20,8 +20,7 @@ from torch import Tensor
 from strategies.common.autograd import with_backward
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
-from strategies.pipeline.schedule.operations import Operation
-from strategies.pipeline.schedule.simulator import UserCode
+from strategies.pipeline.schedule.operations import Operation, UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.microbatch.split import (

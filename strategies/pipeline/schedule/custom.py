@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-from strategies.pipeline.schedule.simulator import simulate
+from strategies.pipeline.schedule.running_order import check_complete, running_order
 from strategies.pipeline.schedule.tables import Action, Schedule, shortened
 
 CustomTable: TypeAlias = Sequence[Sequence[Action | str | None]]
@@ -72,7 +72,7 @@ def custom_table(source: str | Path | Callable[[int, int], CustomTable], process
     if num < microbatches or (callable(source) and num > microbatches):
         raise ValueError(f"{name} has {num} micro-batches instead of {microbatches}")
     try:
-        simulate(table)
+        running_order(table, check_complete(table).num_stages)
     except ValueError as error:
         raise ValueError(f"{name} cannot run: {error}") from None
     return shortened(table, microbatches)

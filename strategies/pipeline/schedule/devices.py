@@ -24,8 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from strategies.pipeline.schedule.operations import Group, Meeting, Operation, Post, edge_from, edge_to
-from strategies.pipeline.schedule.simulator import Step
+from strategies.pipeline.schedule.operations import Computation, Group, Meeting, Operation, Post, edge_from, edge_to
 
 Communicator: TypeAlias = Callable[[int, Post], Hashable]
 """Returns the name of the communicator of a send or receive that a process posts."""
@@ -59,7 +58,7 @@ class Deadlock(ValueError):
         super().__init__(f"deadlock: {' waits for '.join([*chain, chain[0]])}")
 
 
-def _no_time(step: Step) -> float:
+def _no_time(computation: Computation) -> float:
     return 0.0
 
 
@@ -68,8 +67,8 @@ def check_runs(
     *,
     communicator: Communicator = per_edge,
     independent_streams: bool = False,
-    seconds: Callable[[Step], float] = _no_time,
-    posting_seconds: Callable[[Step], float] = _no_time,
+    seconds: Callable[[Computation], float] = _no_time,
+    posting_seconds: Callable[[Computation], float] = _no_time,
 ) -> float:
     """Check that all operations run.
 
@@ -127,8 +126,8 @@ class _Devices:
         self,
         communicator: Communicator,
         independent_streams: bool,
-        seconds: Callable[[Step], float],
-        posting_seconds: Callable[[Step], float],
+        seconds: Callable[[Computation], float],
+        posting_seconds: Callable[[Computation], float],
     ) -> None:
         self._communicator, self._independent = communicator, independent_streams
         self._seconds, self._posting_seconds = seconds, posting_seconds
@@ -162,9 +161,9 @@ class _Devices:
                     if _value(post) not in unsent:
                         raise ValueError(f"process {r} posts {_named(post)} before the action whose result it sends")
                     needs.append(unsent.pop(_value(post)))
-            step = None if isinstance(operation, Post | Group | Meeting) else operation
-            if step is not None and (edge := edge_to(step)) is not None:
-                received = unused.pop((*edge, step.microbatch), None)
+            computation = None if isinstance(operation, Post | Group | Meeting) else operation
+            if computation is not None and (edge := edge_to(computation)) is not None:
+                received = unused.pop((*edge, computation.microbatch), None)
                 needs += [] if received is None else [received.nodes.ended]
             started = self._node(r, operation, needs, self._seconds)
             ended = self._node(r, operation, [started])
@@ -179,8 +178,8 @@ class _Devices:
                 members = self._meetings.setdefault(operation, {})
                 assert r not in members, "each meeting has a name of its own"
                 members[r] = nodes
-            elif step is not None and (edge := edge_from(step)) is not None:
-                unsent[(*edge, step.microbatch)] = ended
+            elif computation is not None and (edge := edge_from(computation)) is not None:
+                unsent[(*edge, computation.microbatch)] = ended
             last |= dict.fromkeys(streams, ended)
         for end in unused.values():
             raise ValueError(f"process {r} posts {_named(end.post)}, but no action after it that needs the value")
@@ -271,7 +270,7 @@ class _Devices:
         return [owner for owner, before in zip(owners, [owners[-1], *owners], strict=False) if owner != before]
 
     def _node(
-        self, r: int, operation: Operation, waits_for: Iterable[int], seconds: Callable[[Step], float] = _no_time
+        self, r: int, operation: Operation, waits_for: Iterable[int], seconds: Callable[[Computation], float] = _no_time
     ) -> int:
         self._waits_for.append(list(waits_for))
         self._seconds_of.append(0.0 if isinstance(operation, Post | Group | Meeting) else seconds(operation))

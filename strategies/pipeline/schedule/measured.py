@@ -15,12 +15,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from strategies.pipeline.schedule.operations import Computation, UserCode
 from strategies.pipeline.schedule.simulator import (
     Costs,
     DriverCosts,
     Simulation,
-    Step,
-    UserCode,
     simulate,
     with_driver_between,
 )
@@ -132,15 +131,15 @@ def measured_timetable(rows: Sequence[Sequence[Record]]) -> Simulation | None:
     """
     if (number := last_pass(rows)) is None:
         return None
-    start: dict[Step, float] = {}
-    end: dict[Step, float] = {}
-    steps: list[list[Step]] = [[] for _ in rows]
+    start: dict[Computation, float] = {}
+    end: dict[Computation, float] = {}
+    steps: list[list[Computation]] = [[] for _ in rows]
     process_of: dict[int, int] = {}
     for r, row in enumerate(rows):
         for kind, m, i, own, _, received, _, ended in row:
             if own != number:
                 continue
-            step: Step
+            step: Computation
             if kind == "loss":
                 end[Action("F", m, i)] = ended
                 continue
@@ -195,7 +194,9 @@ def from_first_forward(timetable: Simulation) -> Simulation:
     return replace(timetable, rows=rows, start=start, end=end, total_time=total, bubble_fraction=idle)
 
 
-def _total_and_idle(rows: list[list[Step]], start: dict[Step, float], end: dict[Step, float]) -> tuple[float, float]:
+def _total_and_idle(
+    rows: list[list[Computation]], start: dict[Computation, float], end: dict[Computation, float]
+) -> tuple[float, float]:
     """Return the total time, and the idle share of the time of all processes."""
     total = max(end.values())
     busy = sum(end[step] - start[step] for step in end)

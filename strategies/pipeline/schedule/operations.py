@@ -1,4 +1,4 @@
-"""What a process gives to its device: actions, and the sends, receives and collectives between processes.
+"""What a process does in a pass: actions, the user's code, and the sends, receives and collectives between processes.
 
 Legend: m micro-batch, i stage of a table (a chunk of layers), e edge, r rank.
 """
@@ -7,8 +7,26 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from strategies.pipeline.schedule.simulator import Step, UserCode
 from strategies.pipeline.schedule.tables import Action
+
+
+class UserCode(NamedTuple):
+    """What the driver runs of the model outside the stages, for one micro-batch. Prints as ``b0`` or ``a0``.
+
+    Attributes:
+        part: ``"b"`` for the code before the call of the pipelined module (embeddings), ``"a"`` for its backward pass.
+        microbatch: The micro-batch.
+    """
+
+    part: Literal["b", "a"]
+    microbatch: int
+
+    def __repr__(self) -> str:
+        return f"{self.part}{self.microbatch}"
+
+
+Computation: TypeAlias = Action | UserCode
+"""What a process computes, as opposed to what it sends and receives."""
 
 
 class Post(NamedTuple):
@@ -59,26 +77,26 @@ class Group(NamedTuple):
         return f"({' '.join(map(repr, self.posts))})"
 
 
-Operation: TypeAlias = Action | UserCode | Post | Meeting | Group
+Operation: TypeAlias = Computation | Post | Meeting | Group
 
 
 Edge: TypeAlias = tuple[Literal["F", "B"], int]
 """The kind of what travels over an edge, and the number of the edge."""
 
 
-def edge_to(step: Step) -> Edge | None:
-    """Return the edge over which a step gets what it needs."""
-    if step[0] in "bW":
+def edge_to(computation: Computation) -> Edge | None:
+    """Return the edge over which a computation gets its input."""
+    if computation[0] in "bW":
         return None
-    if isinstance(step, UserCode):
+    if isinstance(computation, UserCode):
         return "B", 0
-    return ("F", step.stage) if step.kind == "F" else ("B", step.stage + 1)
+    return ("F", computation.stage) if computation.kind == "F" else ("B", computation.stage + 1)
 
 
-def edge_from(step: Step) -> Edge | None:
-    """Return the edge over which the result of a step leaves."""
-    if step[0] in "aW":
+def edge_from(computation: Computation) -> Edge | None:
+    """Return the edge over which the result of a computation leaves."""
+    if computation[0] in "aW":
         return None
-    if isinstance(step, UserCode):
+    if isinstance(computation, UserCode):
         return "F", 0
-    return ("F", step.stage + 1) if step.kind == "F" else ("B", step.stage)
+    return ("F", computation.stage + 1) if computation.kind == "F" else ("B", computation.stage)

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from strategies.pipeline.schedule.simulator import Simulation, Step, UserCode
+from strategies.pipeline.schedule.operations import Computation, UserCode
+from strategies.pipeline.schedule.simulator import Simulation
 
 COLOURS = {"F": "#9ecae9", "B": "#f7b6a2", "I": "#fbd38d", "W": "#b7e4c7", "code": "#d5d5d5"}
 WORDS = {
@@ -107,7 +108,7 @@ def _height(num_processes: int) -> float:
     return _TOP + _ROW * num_processes + 40.0
 
 
-def _boxes(simulation: Simulation, total: float) -> Iterator[tuple[Step, float, float, float]]:
+def _boxes(simulation: Simulation, total: float) -> Iterator[tuple[Computation, float, float, float]]:
     """Return every step, with the left and upper edge of its box, and its width."""
     scale = _scale(total)
     for r, row in enumerate(simulation.rows):
@@ -116,11 +117,11 @@ def _boxes(simulation: Simulation, total: float) -> Iterator[tuple[Step, float, 
             yield step, _LEFT + scale * simulation.start[step], _TOP + _ROW * r, width
 
 
-def _kind(step: Step) -> str:
+def _kind(step: Computation) -> str:
     return "code" if isinstance(step, UserCode) else step.kind
 
 
-def _box(step: Step, left: float, top: float, width: float) -> str:
+def _box(step: Computation, left: float, top: float, width: float) -> str:
     box = (
         f'<rect x="{left:.2f}" y="{top:.1f}" width="{width:.2f}" height="{_ROW - 6:.0f}" '
         f'fill="{COLOURS[_kind(step)]}" stroke="#555" stroke-width="0.5"/>'

@@ -1,4 +1,4 @@
-"""Simulates schedules: proves that a table of actions can run, computes its times and memory, and draws it.
+"""Simulates schedules: computes times and memory of a table of actions with given costs, and draws it.
 
 Legend: m micro-batch, i stage, r process (the number of a row).
 """
@@ -6,33 +6,17 @@ Legend: m micro-batch, i stage, r process (the number of a row).
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from strategies.pipeline.schedule.tables import KINDS, Action, Placement, Schedule, loop, needs_of
+from strategies.pipeline.schedule.operations import Computation, UserCode
+from strategies.pipeline.schedule.running_order import Running, check_complete, running_order
+from strategies.pipeline.schedule.tables import KINDS, Action, Placement, Schedule, loop
+from strategies.pipeline.schedule.timetable import driver_row
 
 PerStage: TypeAlias = float | Sequence[float]
 """One number for all stages, or one per stage."""
-
-
-class UserCode(NamedTuple):
-    """What the driver runs of the model outside the stages, for one micro-batch. Prints as ``b0`` or ``a0``.
-
-    Attributes:
-        part: ``"b"`` for the code before the call of the pipelined module (embeddings), ``"a"`` for its backward pass.
-        microbatch: The micro-batch.
-    """
-
-    part: Literal["b", "a"]
-    microbatch: int
-
-    def __repr__(self) -> str:
-        return f"{self.part}{self.microbatch}"
-
-
-Step: TypeAlias = Action | UserCode
 
 
 @dataclass(frozen=True)
@@ -107,10 +91,10 @@ class Simulation:
         peak_bytes: For each process, the maximum of what its stages hold for such micro-batches.
     """
 
-    rows: list[list[Step]]
+    rows: list[list[Computation]]
     placement: Placement
-    start: dict[Step, float]
-    end: dict[Step, float]
+    start: dict[Computation, float]
+    end: dict[Computation, float]
     total_time: float
     bubble_fraction: float
     peak_activations: list[int]
@@ -118,7 +102,7 @@ class Simulation:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, *, placement: Placement | None = None) -> Simulation:
-    """Simulate a schedule, which proves that it runs without a deadlock.
+    """Simulate a schedule.
 
     An action starts when its process has ended the action before it in the row, and when its inputs have arrived: a
     forward pass needs the forward pass of the stage before; a backward pass or input gradients need the forward pass of
@@ -154,14 +138,13 @@ class Program:
 
     def __init__(self, schedule: Schedule, *, placement: Placement | None = None, with_user_code: bool = False) -> None:
         self.schedule = schedule
-        self.placement = _checked_placement(schedule, placement)
+        self.placement = check_complete(schedule, placement)
         self.num_microbatches = 1 + max(action.microbatch for row in schedule for action in row)
-        _check_complete(schedule, self.placement, self.num_microbatches)
-        self.rows: list[list[Step]] = [list(row) for row in schedule]
+        self.rows: list[list[Computation]] = [list(row) for row in schedule]
         self._has_user_code = with_user_code
         if with_user_code:
             self.rows[self.placement.driver] = driver_row(schedule)
-        self._order = _order(self.rows, self.placement)
+        self._order = running_order(self.rows, self.placement.num_stages)
         number = {step: k for k, (_, step, _) in enumerate(self._order)}
         self._steps = [
             (row, self._cost_index(step), -1 if need is None else number[need]) for row, step, need in self._order
@@ -225,7 +208,7 @@ class Program:
             last[row] = end
         return last
 
-    def critical_path(self, costs: Costs) -> list[Step]:
+    def critical_path(self, costs: Costs) -> list[Computation]:
         """Return a chain of steps, each of which starts when the one before it has ended or its result has arrived.
 
         The last one ends last of all, so only a change of the chain can make the total time shorter.
@@ -280,10 +263,10 @@ class Program:
             peaks.append(peak)
         return peaks
 
-    def _numbered(self) -> enumerate[tuple[tuple[int, Step, Step | None], tuple[int, int, int]]]:
+    def _numbered(self) -> enumerate[tuple[Running, tuple[int, int, int]]]:
         return enumerate(zip(self._order, self._steps, strict=True))
 
-    def _cost_index(self, step: Step) -> int:
+    def _cost_index(self, step: Computation) -> int:
         num = self.placement.num_stages
         if isinstance(step, UserCode):
             return len(KINDS) * num + ("b", "a").index(step.part)
@@ -301,7 +284,7 @@ def with_driver_between(simulation: Simulation, driver: DriverCosts) -> Simulati
     """
     before, after, last = driver.before, driver.after, driver.before_backward
 
-    def later(step: Step) -> float:
+    def later(step: Computation) -> float:
         return before if step[0] == "F" else before + after
 
     start = {step: time + later(step) for step, time in simulation.start.items()}
@@ -364,46 +347,6 @@ def on_cores(simulation: Simulation, cores: float, last: Sequence[float]) -> tup
     return shared, max(later[time] for _, time in after)
 
 
-def driver_row(schedule: Schedule) -> list[Step]:
-    """Return the driver's row with the user's code before the call of the module (``b``) and its backward pass (``a``).
-
-    Where the driver has stage 0, ``b`` directly precedes the stage's forward pass, and ``a`` follows its backward pass.
-    Elsewhere ``b`` runs early, so that stage 0 need not wait for it: before actions of the driver that start less than
-    the time of one micro-batch before the forward pass of stage 0. ``a`` runs as long after the backward pass of stage
-    0, so that the driver need not wait either (three stages, ``B`` twice as long as the others)::
-
-        stage 0  .  F0 F1 F2 .  .  .  .  B0 == F3 .  B1 == .  B2 == .  .  B3 == .
-        stage 1  .  .  F0 F1 .  .  B0 == F2 .  B1 == F3 B2 == .  .  B3 == .  .  .
-        stage 2  b0 b1 b2 F0 B0 == F1 b3 B1 == F2 B2 == F3 a0 B3 == a1 a2 .  .  a3
-
-    The places follow from a simulation in which ``F``, ``I`` and ``W`` take one unit of time and ``B`` takes two, so
-    they cannot cause a deadlock.
-    """
-    simulation = simulate(schedule, Costs(backward=2.0))
-    placement = simulation.placement
-    driver, num = placement.driver, 1 + max(action.microbatch for row in schedule for action in row)
-    row: list[Step] = []
-    gradients = {m: Action("B", m, 0) if Action("B", m, 0) in simulation.end else Action("I", m, 0) for m in range(num)}
-    if placement.process_of[0] == driver:
-        for action in schedule[driver]:
-            if action.stage == 0 and action.kind == "F":
-                row.append(UserCode("b", action.microbatch))
-            row.append(action)
-            if gradients[action.microbatch] == action:
-                row.append(UserCode("a", action.microbatch))
-        return row
-    lead = 3.0 * len(placement.stages_of(driver))
-    starts = [simulation.start[action] for action in schedule[driver]]
-    before: list[list[Step]] = [[] for _ in range(len(starts) + 1)]
-    for m in range(num):
-        before[bisect_left(starts, simulation.start[Action("F", m, 0)] - lead)].append(UserCode("b", m))
-    for m in range(num):
-        before[bisect_left(starts, simulation.end[gradients[m]] + lead)].append(UserCode("a", m))
-    for action, code in zip(schedule[driver], before, strict=False):
-        row += [*code, action]
-    return [*row, *before[-1]]
-
-
 def render(schedule: Schedule | Simulation, *, time_per_column: float | None = None) -> str:
     """Draw the grid of processes and time: one row per process, ``.`` for idle time, ``=`` where an action continues.
 
@@ -428,7 +371,7 @@ def render(schedule: Schedule | Simulation, *, time_per_column: float | None = N
     def column(time: float) -> int:
         return math.floor(time / time_per_column + 0.5)
 
-    def text(step: Step) -> str:
+    def text(step: Computation) -> str:
         return f"{step.kind}{step.microbatch}" if is_line and isinstance(step, Action) else repr(step)
 
     width = max(len(text(action)) for action in simulation.end)
@@ -443,103 +386,6 @@ def render(schedule: Schedule | Simulation, *, time_per_column: float | None = N
     return "\n".join(lines)
 
 
-def _checked_placement(schedule: Schedule, given: Placement | None) -> Placement:
-    if given is None:
-        return Placement.of(schedule)
-    num_processes = 1 + max(given.process_of)
-    if len(schedule) != num_processes:
-        raise ValueError(f"the table has {len(schedule)} rows for {num_processes} processes\n{_table(schedule)}")
-    for process, row in enumerate(schedule):
-        for action in row:
-            if action.stage >= given.num_stages:
-                raise ValueError(f"process {process} has {action}, but there are {given.num_stages} stages")
-            if given.process_of[action.stage] != process:
-                raise ValueError(
-                    f"process {process} has {action}, but stage {action.stage} is on process "
-                    f"{given.process_of[action.stage]}\n{_table(schedule)}"
-                )
-    return given
-
-
-def _check_complete(schedule: Schedule, placement: Placement, num_microbatches: int) -> None:
-    """Check that each stage runs each micro-batch forward once, and backward once: whole or in two parts."""
-    seen: set[Action] = set()
-    for process, row in enumerate(schedule):
-        for action in row:
-            if action in seen:
-                raise ValueError(f"process {process} has {action} more than once\n{_table(schedule)}")
-            seen.add(action)
-    for i, process in enumerate(placement.process_of):
-        for m in range(num_microbatches):
-            whole, parts = Action("B", m, i), [Action("I", m, i), Action("W", m, i)]
-            excess = next((part for part in parts if part in seen), None)
-            if whole in seen and excess is not None:
-                raise ValueError(
-                    f"process {process} has {whole} and {excess}; a backward pass is either whole (B) or in two parts "
-                    f"(I, then W)\n{_table(schedule)}"
-                )
-            needed = [Action("F", m, i), *(parts if excess else [whole])]
-            lacking = next((action for action in needed if action not in seen), None)
-            if lacking is not None:
-                raise ValueError(f"process {process} lacks {lacking}\n{_table(schedule)}")
-
-
-def _order(rows: Sequence[Sequence[Step]], placement: Placement) -> list[tuple[int, Step, Step | None]]:
-    """Return an order in which all steps can run: their row, the step, and what it takes from another process.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    row_of = {step: r for r, row in enumerate(rows) for step in row}
-    num_stages = placement.num_stages
-    ended: set[Step] = set()
-    order: list[tuple[int, Step, Step | None]] = []
-    position = [0] * len(rows)
-    waiting: dict[Step, list[int]] = {}  # step that has not ended -> rows that wait for it
-    runnable = list(range(len(rows)))
-    while runnable:
-        r = runnable.pop()
-        for place in range(position[r], len(rows[r])):
-            step = rows[r][place]
-            from_elsewhere = missing = None
-            for need in _needs(step, row_of, num_stages):
-                if need not in ended:
-                    missing = need
-                    break
-                if row_of[need] != r:
-                    from_elsewhere = need
-            if missing is not None:
-                waiting.setdefault(missing, []).append(r)
-                break
-            order.append((r, step, from_elsewhere))
-            ended.add(step)
-            position[r] += 1
-            if step in waiting:
-                runnable += waiting.pop(step)
-    waits = []
-    for r, row in enumerate(rows):
-        if position[r] < len(row):
-            step = row[position[r]]
-            missing = next(need for need in _needs(step, row_of, num_stages) if need not in ended)
-            waits.append(f"process {r} is at {step} and waits for {missing} of process {row_of[missing]}")
-    if waits:
-        raise ValueError(f"deadlock: {'; '.join(waits)}\n{_table(rows)}")
-    return order
-
-
-def _needs(step: Step, row_of: Mapping[Step, int], num_stages: int) -> tuple[Step, ...]:
-    m = step.microbatch
-    if isinstance(step, UserCode):
-        if step.part == "b":
-            return ()
-        gradients = Action("B", m, 0)
-        return (gradients if gradients in row_of else Action("I", m, 0),)
-    if step.kind == "F" and step.stage == 0:
-        code = UserCode("b", m)
-        return (code,) if code in row_of else ()
-    return needs_of(step, num_stages, split=step.kind in "BI" and Action("I", m, step.stage + 1) in row_of)
-
-
 def _per_stage(name: str, cost: PerStage, num_stages: int) -> list[float]:
     costs = list(cost) if isinstance(cost, Sequence) else [cost] * num_stages
     if len(costs) != num_stages:
@@ -547,7 +393,3 @@ def _per_stage(name: str, cost: PerStage, num_stages: int) -> list[float]:
     if any(value < 0 for value in costs):
         raise ValueError(f"{name} must not be negative, got {cost}")
     return costs
-
-
-def _table(rows: Sequence[Sequence[Step]]) -> str:
-    return "\n".join(f"process {r}: {' '.join(map(repr, row))}" for r, row in enumerate(rows))

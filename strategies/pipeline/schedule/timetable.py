@@ -6,14 +6,15 @@ stages, the process with the first and the last stage is row 0 of the table and 
 Legend: m micro-batch, i stage of a table (a chunk of layers), r rank.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from strategies.pipeline.schedule.operations import Operation
-from strategies.pipeline.schedule.simulator import Step, UserCode, driver_row
-from strategies.pipeline.schedule.tables import Action, Placement, Schedule, needs_of
+from strategies.pipeline.schedule.operations import Computation, Operation, UserCode
+from strategies.pipeline.schedule.running_order import assumed_times, check_complete, running_order, sources_of
+from strategies.pipeline.schedule.tables import Action, Placement, Schedule
 
 MIN_UNDER_WAY = 2
 """At least this many more values than there are stages may be under way on a channel."""
@@ -35,7 +36,7 @@ class Timetable:
     """
 
     rows: list[list[Action]]
-    driver: list[Step]
+    driver: list[Computation]
     limit: int
     splits: bool
     operations: Sequence[Sequence[Operation]]
@@ -91,7 +92,7 @@ class Timetables:
                 f"the layers were divided for {self.placement.process_of}; a stage must have one process in all tables"
             )
         splits = any(action.kind == "W" for row in table for action in row)
-        with_code: list[list[Step]] = [list(row) for row in table]
+        with_code: list[list[Computation]] = [list(row) for row in table]
         with_code[driver] = driver_row(table)
         limit = _limit(with_code, self.placement)
         return _timetable(table, with_code[driver], limit, self.placement, self._order, splits=splits)
@@ -109,6 +110,49 @@ def ranks_of(placement: Placement) -> tuple[int, ...]:
     """Return the rank of the process of each stage: the driver's is the last, the others keep their order."""
     num = 1 + max(placement.process_of)
     return tuple((process - placement.driver - 1) % num for process in placement.process_of)
+
+
+def driver_row(schedule: Schedule) -> list[Computation]:
+    """Return the driver's row with the user's code before the call of the module (``b``) and its backward pass (``a``).
+
+    Where the driver has stage 0, ``b`` directly precedes the stage's forward pass, and ``a`` follows its backward pass.
+    Elsewhere ``b`` runs early, so that stage 0 need not wait for it: before actions of the driver that start less than
+    the time of one micro-batch before the forward pass of stage 0. ``a`` runs as long after the backward pass of stage
+    0, so that the driver need not wait either (three stages, ``B`` twice as long as the others)::
+
+        stage 0  .  F0 F1 F2 .  .  .  .  B0 == F3 .  B1 == .  B2 == .  .  B3 == .
+        stage 1  .  .  F0 F1 .  .  B0 == F2 .  B1 == F3 B2 == .  .  B3 == .  .  .
+        stage 2  b0 b1 b2 F0 B0 == F1 b3 B1 == F2 B2 == F3 a0 B3 == a1 a2 .  .  a3
+
+    The places follow from the times of :func:`~strategies.pipeline.schedule.running_order.assumed_times`, so they
+    cannot cause a deadlock.
+
+    Raises:
+        ValueError: If the table is incomplete or deadlocks.
+    """
+    placement = check_complete(schedule)
+    start, end = assumed_times(running_order(schedule, placement.num_stages))
+    driver, num = placement.driver, 1 + max(action.microbatch for row in schedule for action in row)
+    row: list[Computation] = []
+    gradients = {m: Action("B", m, 0) if Action("B", m, 0) in end else Action("I", m, 0) for m in range(num)}
+    if placement.process_of[0] == driver:
+        for action in schedule[driver]:
+            if action.stage == 0 and action.kind == "F":
+                row.append(UserCode("b", action.microbatch))
+            row.append(action)
+            if gradients[action.microbatch] == action:
+                row.append(UserCode("a", action.microbatch))
+        return row
+    lead = 3.0 * len(placement.stages_of(driver))
+    starts = [start[action] for action in schedule[driver]]
+    before: list[list[Computation]] = [[] for _ in range(len(starts) + 1)]
+    for m in range(num):
+        before[bisect_left(starts, start[Action("F", m, 0)] - lead)].append(UserCode("b", m))
+    for m in range(num):
+        before[bisect_left(starts, end[gradients[m]] + lead)].append(UserCode("a", m))
+    for action, code in zip(schedule[driver], before, strict=False):
+        row += [*code, action]
+    return [*row, *before[-1]]
 
 
 @lru_cache(maxsize=256)
@@ -136,7 +180,7 @@ def forward_timetable(placement: Placement, microbatches: int, order: Order | No
                 next_of[row[-1].stage] += 1
     driver = placement.driver
     ahead = 1 if placement.process_of[0] == driver else 2 * processes
-    with_code: list[Step] = []
+    with_code: list[Computation] = []
     num_fed = 0
     for action in table[driver]:
         for m in range(num_fed, min(action.microbatch + ahead, microbatches)):
@@ -148,7 +192,7 @@ def forward_timetable(placement: Placement, microbatches: int, order: Order | No
 
 def _timetable(
     table: Schedule,
-    driver: list[Step],
+    driver: list[Computation],
     limit: int,
     placement: Placement,
     order: Order | None,
@@ -191,58 +235,49 @@ def check_order(table: Schedule) -> None:
         order, first = gradients, i
 
 
-def can_run(rows: Sequence[Sequence[Step]], placement: Placement, limit: int) -> bool:
-    """Whether all steps run if a process waits after each send until at most ``limit`` values are under way.
+def can_run(rows: Sequence[Sequence[Computation]], placement: Placement, limit: int) -> bool:
+    """Whether all computations run if a process waits after each send until at most ``limit`` values are under way.
 
-    A value is under way on its channel until the step that needs it starts.
+    A value is under way on its channel until the computation that needs it starts.
     """
     num = placement.num_stages
-    row_of = {step: r for r, row in enumerate(rows) for step in row}
-    targets: dict[Step, list[tuple[str, int]]] = {}
-    """For each step that sends, its channels. A channel is named after the kind and the stage of what takes values."""
-    sources: dict[Step, list[Step]] = {}
-    channel_of: dict[Step, tuple[str, int]] = {}
+    row_of = {computation: r for r, row in enumerate(rows) for computation in row}
+    targets: dict[Computation, list[tuple[str, int]]] = {}
+    """For each computation that sends, its channels: the kind and the stage of what takes the values."""
+    sources: dict[Computation, list[Computation]] = {}
+    channel_of: dict[Computation, tuple[str, int]] = {}
     for r, row in enumerate(rows):
-        for step in row:
-            sources[step] = [need for need in sources_of(step, num) if need in row_of]
-            for need in sources[step]:
+        for computation in row:
+            sources[computation] = [need for need in sources_of(computation, num) if need in row_of]
+            for need in sources[computation]:
                 if row_of[need] != r:
-                    channel_of[step] = ("F" if step[0] == "F" else "B", step.stage if isinstance(step, Action) else -1)
-                    targets.setdefault(need, []).append(channel_of[step])
+                    stage = computation.stage if isinstance(computation, Action) else -1
+                    channel_of[computation] = ("F" if computation[0] == "F" else "B", stage)
+                    targets.setdefault(need, []).append(channel_of[computation])
     under_way: Counter[tuple[str, int]] = Counter()
     place, sent, progress = [0] * len(rows), [False] * len(rows), True
-    ended: set[Step] = set()
+    ended: set[Computation] = set()
     while progress:
         progress = False
         for r, row in enumerate(rows):
             while place[r] < len(row):
-                step = row[place[r]]
+                computation = row[place[r]]
                 if not sent[r]:
-                    if any(need not in ended for need in sources[step]):
+                    if any(need not in ended for need in sources[computation]):
                         break
-                    if step in channel_of:
-                        under_way[channel_of[step]] -= 1
-                    under_way.update(targets.get(step, ()))
-                    ended.add(step)
+                    if computation in channel_of:
+                        under_way[channel_of[computation]] -= 1
+                    under_way.update(targets.get(computation, ()))
+                    ended.add(computation)
                     sent[r] = progress = True
-                if any(under_way[channel] > limit for channel in targets.get(step, ())):
+                if any(under_way[channel] > limit for channel in targets.get(computation, ())):
                     break
                 place[r], sent[r], progress = place[r] + 1, False, True
     return all(place[r] == len(row) for r, row in enumerate(rows))
 
 
-def _limit(rows: Sequence[Sequence[Step]], placement: Placement) -> int:
+def _limit(rows: Sequence[Sequence[Computation]], placement: Placement) -> int:
     limit = placement.num_stages + MIN_UNDER_WAY
     while not can_run(rows, placement, limit):
         limit += 1 + limit // 2
     return limit
-
-
-def sources_of(step: Step, num_stages: int) -> tuple[Step, ...]:
-    """Return the steps that a step needs, with those of both ways to run a backward pass."""
-    m = step.microbatch
-    if isinstance(step, UserCode):
-        return () if step.part == "b" else (Action("B", m, 0), Action("I", m, 0))
-    if step.kind == "F" and step.stage == 0:
-        return (UserCode("b", m),)
-    return tuple({*needs_of(step, num_stages, split=True), *needs_of(step, num_stages, split=False)})

@@ -10,6 +10,7 @@ import pytest
 from strategies.pipeline.schedule.devices import Deadlock, check_runs, for_all, per_edge, per_pair
 from strategies.pipeline.schedule.operations import Group, Meeting, Operation, Post, edge_to
 from strategies.pipeline.schedule.posting import posting_order
+from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import (
     Action,
@@ -22,7 +23,7 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
-from strategies.pipeline.schedule.timetable import Timetables, sources_of
+from strategies.pipeline.schedule.timetable import Timetables
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 

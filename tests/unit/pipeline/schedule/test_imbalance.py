@@ -6,7 +6,8 @@ import pytest
 
 from strategies.pipeline.schedule.imbalance import Imbalance, StepCosts, assess, step_costs
 from strategies.pipeline.schedule.measured import LayerRecord, Record, Recorded
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, UserCode, simulate
+from strategies.pipeline.schedule.operations import UserCode
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES, Schedule
 
 MICROBATCHES = 4

@@ -13,7 +13,8 @@ from strategies.pipeline.schedule.measured import (
     trace_of,
     uses_of,
 )
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Simulation, UserCode, simulate
+from strategies.pipeline.schedule.operations import UserCode
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Simulation, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, Schedule
 
 LOSS = 0.25

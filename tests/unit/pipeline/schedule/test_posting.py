@@ -13,12 +13,21 @@ from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.devices import check_runs, for_all, per_pair
-from strategies.pipeline.schedule.operations import Meeting, Operation, Post, edge_from, edge_to
+from strategies.pipeline.schedule.operations import (
+    Computation,
+    Meeting,
+    Operation,
+    Post,
+    UserCode,
+    edge_from,
+    edge_to,
+)
 from strategies.pipeline.schedule.posting import posting_order, with_meetings
+from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.search import LayerCosts, ModelCosts, search
-from strategies.pipeline.schedule.simulator import Costs, Step, UserCode, simulate
+from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, Placement, Schedule, loop, needs_of
-from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order, sources_of
+from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order
 
 Value: TypeAlias = tuple[str, int, int]
 """Kind, edge and micro-batch of what is sent."""
@@ -40,7 +49,7 @@ def num_chunks(name: str) -> int:
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
 
 
-def seconds(step: Step) -> float:
+def seconds(step: Computation) -> float:
     return SECONDS[step[0]]
 
 
@@ -51,7 +60,7 @@ def passes(tables: Timetables, m: int) -> Iterator[Timetable]:
     yield tables.backward[m]
 
 
-def steps_of(row: Sequence[Operation]) -> list[Step]:
+def steps_of(row: Sequence[Operation]) -> list[Computation]:
     return [operation for operation in row if isinstance(operation, Action | UserCode)]
 
 
@@ -62,7 +71,7 @@ def check_complete(rows: Sequence[Sequence[Operation]], timetable: Timetable, nu
     row_of = {step: r for r, row in enumerate(expected) for step in row}
     for r, row in enumerate(rows):
         received: set[tuple[str, int, int, int]] = set()
-        last: Step | None = None
+        last: Computation | None = None
         for operation in row:
             if isinstance(operation, Post):
                 if operation.way == "RECV":

@@ -5,14 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from strategies.pipeline.schedule import simulator
+from strategies.pipeline.schedule.operations import UserCode
 from strategies.pipeline.schedule.simulator import (
     Costs,
     DriverCosts,
-    Program,
     Simulation,
-    UserCode,
-    driver_row,
     on_cores,
     render,
     simulate,
@@ -22,9 +19,7 @@ from strategies.pipeline.schedule.tables import (
     Action,
     gpipe,
     interleaved,
-    loop,
     one_f_one_b,
-    v,
     v_half,
     zb_h1,
     zbv,
@@ -70,39 +65,6 @@ def test_simulated_times_respect_every_dependency():
                     assert start["B", m, i - 1] >= end["B", m, i] + transfer
         for row in simulation.rows:
             assert all(start[after] >= end[before] for before, after in pairwise(row))
-
-
-def test_deadlock_names_who_waits_for_what():
-    backward_before_forward = [[Action("B", 0, 0), Action("F", 0, 0)]]
-    with pytest.raises(
-        ValueError, match=r"deadlock: process 0 is at 0B0 and waits for 0F0 of process 0\nprocess 0: 0B0 0F0"
-    ):
-        simulate(backward_before_forward)
-    # Stage 0 wants the first gradient before it sends the second input, which stage 1 wants before it goes back.
-    table = [
-        [Action("F", 0, 0), Action("B", 0, 0), Action("F", 1, 0), Action("B", 1, 0)],
-        [Action("F", 0, 1), Action("F", 1, 1), Action("B", 0, 1), Action("B", 1, 1)],
-    ]
-    with pytest.raises(
-        ValueError,
-        match="deadlock: process 0 is at 0B0 and waits for 1B0 of process 1; process 1 is at 1F1 and waits for 0F1 of ",
-    ):
-        simulate(table)
-
-
-def test_incomplete_tables():
-    with pytest.raises(ValueError, match="the schedule has no actions"):
-        simulate([[], []])
-    table = gpipe(2, 3)
-    table[1].remove(Action("B", 2, 1))
-    with pytest.raises(
-        ValueError, match=r"process 1 lacks 1B2\nprocess 0: 0F0 0F1 0F2 0B2 .*\nprocess 1: 1F0 1F1 1F2 1B1 1B0"
-    ):
-        simulate(table)
-    table = gpipe(2, 3)
-    table[0].append(Action("F", 1, 0))
-    with pytest.raises(ValueError, match="process 0 has 0F1 more than once"):
-        simulate(table)
 
 
 def test_bad_costs():
@@ -193,12 +155,6 @@ def test_memory_of_schedules():
     assert simulate(v_half(p, m), half).peak_bytes == [3, 3, 3, 3]
 
 
-def test_picture_of_the_driver_row():
-    simulation = simulate(one_f_one_b(3, 4), Costs(backward=2, driver=DriverCosts(before=1, before_backward=1)))
-    assert all(line in driver_row.__doc__ for line in render(simulation).splitlines())
-    assert simulation.rows[2] == driver_row(one_f_one_b(3, 4))
-
-
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, zb_h1, *TWO_STAGES_EACH], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("processes", "num"), [(1, 3), (2, 5), (4, 3), (4, 8), (5, 13)])
 def test_user_code_of_the_driver(make, processes, num):
@@ -225,62 +181,6 @@ def test_memory_of_user_code():
     simulation = simulate(one_f_one_b(1, 2), Costs(driver=driver, activation_bytes=4.0))
     assert simulation.peak_bytes == [16 + 4 + 100]  # while the loss of a micro-batch is computed
     assert simulate(one_f_one_b(2, 2), Costs(driver=driver, activation_bytes=4.0)).peak_bytes[0] == 8
-
-
-def test_wrong_placement():
-    with pytest.raises(ValueError, match=r"process 0 has 2F0, but stage 2 is on process 1\nprocess 0: 0F0"):
-        simulate(interleaved(2, 2), placement=v(2))
-    with pytest.raises(ValueError, match="the table has 2 rows for 3 processes"):
-        simulate(interleaved(2, 2), placement=loop(3))
-    with pytest.raises(ValueError, match="process 0 has 2F0, but there are 2 stages"):
-        simulate(interleaved(2, 2), placement=loop(2))
-    table = gpipe(2, 2)
-    table[0].append(table[1].pop())
-    with pytest.raises(ValueError, match="process 1 has 1F0, but process 0 has other actions of stage 1; all actions"):
-        simulate(table)
-    with pytest.raises(ValueError, match="no process has actions of stage 1, but there is a stage 2"):
-        simulate([row for i, row in enumerate(gpipe(3, 2)) if i != 1])
-
-
-def test_parts_of_a_backward_pass():
-    table = zb_h1(2, 2)
-    table[0].remove(Action("W", 1, 0))
-    with pytest.raises(ValueError, match="process 0 lacks 0W1"):
-        simulate(table)
-    table = zb_h1(2, 2)
-    table[0].append(Action("B", 1, 0))
-    with pytest.raises(ValueError, match=r"process 0 has 0B1 and 0I1; a backward pass is either whole \(B\) or in two"):
-        simulate(table)
-    table = [[Action("F", 0, 0), Action("W", 0, 0), Action("I", 0, 0)]]
-    with pytest.raises(ValueError, match="process 0 is at 0W0 and waits for 0I0 of process 0"):
-        simulate(table)
-
-
-def test_deadlock_of_several_stages():
-    table = zbv(2, 3)
-    first, second = table[1].index(Action("F", 0, 1)), table[1].index(Action("F", 0, 2))
-    table[1][first], table[1][second] = table[1][second], table[1][first]
-    with pytest.raises(
-        ValueError,
-        match="process 0 is at 3F0 and waits for 2F0 of process 1; process 1 is at 2F0 and waits for 1F0 of process 1",
-    ):
-        simulate(table)
-
-
-def test_preparation_is_linear_in_the_actions(monkeypatch):
-    """Rows are not searched again for each action that waits."""
-    calls = 0
-    needs = simulator._needs
-
-    def counted(*arguments):
-        nonlocal calls
-        calls += 1
-        return needs(*arguments)
-
-    monkeypatch.setattr(simulator, "_needs", counted)
-    table = zbv(4, 200)
-    Program(table)
-    assert calls < 3 * sum(map(len, table))
 
 
 def test_processes_that_share_cores() -> None:

@@ -7,13 +7,15 @@ import pytest
 from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.simulator import UserCode
+from strategies.pipeline.schedule.operations import UserCode
+from strategies.pipeline.schedule.simulator import Costs, DriverCosts, render, simulate
 from strategies.pipeline.schedule.tables import Action, Placement, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
 from strategies.pipeline.schedule.timetable import (
     MIN_UNDER_WAY,
     Timetables,
     can_run,
     check_order,
+    driver_row,
     forward_timetable,
     ranks_of,
 )
@@ -122,3 +124,9 @@ def test_tables_of_other_numbers_of_micro_batches() -> None:
         ValueError, match=r"the table for 3 micro-batches has stages 0, 1, ... on processes \(0, 1, 1, 0"
     ):
         moved.training[3]
+
+
+def test_picture_of_the_driver_row() -> None:
+    simulation = simulate(one_f_one_b(3, 4), Costs(backward=2, driver=DriverCosts(before=1, before_backward=1)))
+    assert all(line in (driver_row.__doc__ or "") for line in render(simulation).splitlines())
+    assert simulation.rows[2] == driver_row(one_f_one_b(3, 4))
