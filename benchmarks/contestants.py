@@ -24,12 +24,12 @@ from benchmarks.models import VOCABULARY, gpt_balance, gpt_layers
 from benchmarks.timeline import RecordingLayer, Span, spans_of
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.action_costs import ByAction, model_costs
 from strategies.pipeline.partition.model_costs import Example, costs_of
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.custom import custom_table
 from strategies.pipeline.schedule.tables import SCHEDULES, Schedule
 from strategies.pipeline.stage.layers import PassContext
+from strategies.planning.action_costs import ByAction, model_costs
 
 PROCESSES = 2
 LEARNING_RATE = 1e-4
@@ -154,7 +154,7 @@ class Relay:
         return f"{self.settings.microbatches} micro-batches, balance {self.balance}"
 
     def found(self, microbatches: int) -> tuple[Settings, list[int]]:
-        from strategies.lightning.planning import automatic  # imports Lightning, which takes other contestants a second
+        from strategies.planning import automatic  # imports Lightning, which takes other contestants a second
 
         model: Any = WithLoss(self.shape)
         planned = automatic.find_schedule(

@@ -16,8 +16,8 @@ from benchmarks.report import Effort, Section, Table, quartiles
 from benchmarks.stage_memory import step
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES
+from strategies.planning.simulator import Costs, simulate
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.02, 0.04
 STAGES, MICROBATCHES = (2, 8, 32, 128, 1024), (8, 64, 512, 4096)

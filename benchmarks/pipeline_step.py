@@ -34,8 +34,8 @@ from benchmarks.plots import boxes, plot
 from benchmarks.processes import ContestantError, ContestantProcesses
 from benchmarks.report import Effort, Section, Table, quartiles, ratios, spread
 from benchmarks.timeline import Span, bubble, gantt
-from strategies.pipeline.schedule.simulator import simulate
 from strategies.pipeline.schedule.tables import v_half
+from strategies.planning.simulator import simulate
 
 ROUNDS, PAIR_ROUNDS = 3, 10
 """Rounds of all contestants, and further rounds of those only that are compared closely (:func:`pair_names`)."""

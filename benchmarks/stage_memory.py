@@ -17,9 +17,9 @@ from benchmarks.plots import lines, plot
 from benchmarks.report import Effort, Section, Table
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.pipeline.stage.layers import PassContext
+from strategies.planning.simulator import Costs, simulate
 
 STAGES, ROWS, INPUT_WIDTH = 3, 64, 8
 MEBI = 2**20

@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,20 +56,13 @@ from strategies.lightning.launch.replicas import ReplicatedStrategy
 from strategies.lightning.launch.restarts import Restarts
 from strategies.lightning.launch.script_launcher import ScriptLauncher
 from strategies.lightning.loss_weights import LossWeights, has_own_weights
+from strategies.lightning.moving_layers import check_movable, moves
+from strategies.lightning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
 from strategies.lightning.per_microbatch import TrainingStepPerMicrobatch, num_gradient_sets
-from strategies.lightning.planning.automatic import (
-    DEFAULT_MICROBATCHES,
-    SearchSettings,
-    find_schedule,
-    fits,
-    with_schedule,
-)
-from strategies.lightning.planning.partitioning import BALANCE_MODES, find_balance, find_module, find_path, is_reversed
-from strategies.lightning.planning.plan import PipelineOptions, PlanChoices, PlanTable, plan_table
-from strategies.lightning.planning.rebalancing import LEAST_GAIN, Rebalancing, check_movable, check_rebalance, moves
 from strategies.lightning.profiler import ProfiledStages
 from strategies.lightning.recovery.steps import Recovery, StepRecovery
 from strategies.lightning.recovery.together import Together, gather_within, gathering_after
+from strategies.lightning.search_settings import DEFAULT_MICROBATCHES, SearchSettings, fits, with_schedule
 from strategies.lightning.summary import show_stages
 from strategies.lightning.weight_averaging import average_on_stages, find_copies
 from strategies.optim.restricted import check_optimizer_states
@@ -92,6 +85,10 @@ from strategies.pipeline.state.stand_ins import (
 )
 from strategies.pipeline.transport.slots import NUM_SLOTS
 from strategies.sharding.states import gather_state_dict
+
+if TYPE_CHECKING:
+    from strategies.planning.plan import PlanTable
+    from strategies.planning.rebalancing import Rebalancing
 
 R = TypeVar("R")
 
@@ -279,7 +276,12 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 f"Unknown balance_mode {balance_mode!r}{did_you_mean(str(balance_mode), BALANCE_MODES)}"
             )
         checks.check_loss_weight(loss_weight, self._settings)
-        check_rebalance(rebalance, rebalance_every_n_steps, rebalance_threshold, self._settings)
+        self._rebalancing: Rebalancing | None = None
+        given = (rebalance, rebalance_every_n_steps, rebalance_threshold)
+        if any(each is not None for each in given):
+            from strategies.planning.rebalancing import rebalancing_of
+
+            self._rebalancing = rebalancing_of(*given, self._settings)
         checks.check_counts(data_parallel_size, shard_optimizer_states, max_restarts)
         checks.check_snapshot_setting(snapshot_every_n_steps)
         checks.check_spare_workers(spare_workers, max_restarts, snapshot_every_n_steps)
@@ -310,7 +312,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._recovery: StepRecovery | None = None
         self._collect_again: Callable[[], None] | None = None
         """Collects once more, from new workers, what has been collected for a checkpoint that is not written yet."""
-        self._rebalancing: Rebalancing | None = None
         if rebalance is not None:
             gathers = gather_on_end is not False
             check_movable(
@@ -321,7 +322,6 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                 gathers=gathers,
                 profiles=False,
             )
-            self._rebalancing = Rebalancing(rebalance_every_n_steps, rebalance_threshold or LEAST_GAIN)
         self._gathers = True
         self._rebalanced: list[int] | None = None  # the balance that rebalancing has found
         self._averages_gradients = True
@@ -371,8 +371,10 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         microbatches: Sequence[int] | None = None,
         schedules: Sequence[str] | None = None,
         memory_limit_bytes: int | None = None,
-    ) -> PlanTable:
+    ) -> "PlanTable":
         """Predict time and memory of ways to run a model, without starting a process; see ``trainer.Trainer.plan``."""
+        from strategies.planning.plan import PipelineOptions, PlanChoices, plan_table
+
         num_stages = len(self.devices)
         limit = memory_limit_bytes if memory_limit_bytes is not None else self._choices.memory_limit_bytes
         choices = PlanChoices(
@@ -564,6 +566,8 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             if planned is None or not fits(planned, num_stages, len(module), given, settings, self._choices, sets):
                 planned = None
                 if fitting and num_stages > 1:
+                    from strategies.planning.automatic import find_schedule
+
                     planned = find_schedule(
                         model,
                         module,

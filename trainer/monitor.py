@@ -32,10 +32,9 @@ from strategies.lightning.hooks import Undo, add_to_progress_bar
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.clocks import Clock
 from strategies.pipeline.driver import Pipeline, Recording
-from strategies.pipeline.schedule.imbalance import STEPS_TO_ASSESS, LastSteps, assess, step_costs
-from strategies.pipeline.schedule.measured import (
-    Record,
-    Recorded,
+from strategies.pipeline.stage.records import Record, Recorded
+from strategies.planning.imbalance import STEPS_TO_ASSESS, LastSteps, assess, step_costs
+from strategies.planning.measured import (
     from_first_forward,
     measured_timetable,
     parts_of,
@@ -43,8 +42,8 @@ from strategies.pipeline.schedule.measured import (
     trace_of,
     uses_of,
 )
-from strategies.pipeline.schedule.picture import pixels, stacked_svg
-from strategies.pipeline.schedule.simulator import Simulation
+from strategies.planning.picture import pixels, stacked_svg
+from strategies.planning.simulator import Simulation
 from strategies.rpc_sequential import RPCSequentialStrategy
 
 WORTH_TELLING = 0.05

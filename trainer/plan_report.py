@@ -1,6 +1,6 @@
 """What ``Trainer.plan`` says: a table for terminals, the best row as YAML, everything as JSON, and a picture.
 
-In: a :class:`~strategies.lightning.planning.plan.PlanTable`. Out: text and files. Imports ``rich`` when it prints.
+In: a :class:`~strategies.planning.plan.PlanTable`. Out: text and files. Imports ``rich`` when it prints.
 """
 
 import json
@@ -13,8 +13,8 @@ import yaml
 from strategies.lightning.compat import MisconfigurationException
 
 if TYPE_CHECKING:
-    from strategies.lightning.planning.plan import PlanTable
-    from strategies.pipeline.partition.plan_rows import PlanRow
+    from strategies.planning.plan import PlanTable
+    from strategies.planning.plan_rows import PlanRow
 
 _MEBI = 2**20
 _WIDTH = 132
@@ -178,8 +178,8 @@ def write_json(table: "PlanTable", path: str | os.PathLike[str]) -> None:
 
 def write_picture(table: "PlanTable", path: str | os.PathLike[str]) -> None:
     """Write the predicted timetable of the best row to an SVG file."""
-    from strategies.pipeline.partition.plan_rows import rank_of_row
-    from strategies.pipeline.schedule.picture import svg
+    from strategies.planning.picture import svg
+    from strategies.planning.plan_rows import rank_of_row
 
     row = table.best
     assert row.simulation is not None and row.seconds is not None

@@ -22,7 +22,6 @@ from strategies.lightning.compat import (
     pl,
     strategy_of,
 )
-from trainer.plan_report import check_path, report
 from trainer.resume.loops import (
     ResumingCheckpointConnector,
     ResumingEpochLoop,
@@ -31,7 +30,7 @@ from trainer.resume.loops import (
 )
 
 if TYPE_CHECKING:
-    from strategies.lightning.planning.plan import PlanTable
+    from strategies.planning.plan import PlanTable
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _Run = TypeVar("_Run", bound=Callable[..., Any])
@@ -162,11 +161,13 @@ class Trainer(pl.Trainer):
             picture: Path of an SVG file for the predicted timetable of the best row.
 
         Returns:
-            The rows, as :class:`~strategies.lightning.planning.plan.PlanTable`.
+            The rows, as :class:`~strategies.planning.plan.PlanTable`.
 
         Raises:
             MisconfigurationException: If the strategy is another one, or if what is asked for does not fit the model.
         """
+        from trainer.plan_report import check_path, report
+
         if not isinstance(model, pl.LightningModule):
             raise TypeError(f"`model` must be a LightningModule, got {type(model).__name__}.")
         check_package(model, datamodule)

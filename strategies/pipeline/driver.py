@@ -61,10 +61,10 @@ from strategies.pipeline.optim.replicas import Averaging, JointRecovery, Replica
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.sequential import Pipelined, cut
-from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.mirror import Mirror

@@ -160,7 +160,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/pipe/routing.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
     "strategies/pipeline/schedule/operations.py": [
-        "unit/pipeline/schedule/test_devices.py",
+        "unit/planning/test_devices.py",
         "unit/pipeline/schedule/test_posting.py",
     ],
     "strategies/pipeline/stage/batchnorm.py": [
@@ -171,6 +171,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/stage/edges.py": ["unit/pipeline/transport/test_device.py"],
     "strategies/pipeline/stage/microbatch/chunks.py": ["unit/pipeline/pipe/test_pipe.py"],
     "strategies/pipeline/stage/recorder.py": ["integration/pipeline/test_monitor.py"],
+    "strategies/pipeline/stage/records.py": ["unit/planning/test_measured.py", "integration/pipeline/test_monitor.py"],
     "strategies/pipeline/stage/side_outputs.py": ["integration/parity/values/test_side_outputs.py"],
     "strategies/pipeline/state/shelved.py": ["unit/checkpoint/test_stages.py"],
     "strategies/pipeline/state/state_dict.py": ["unit/checkpoint/test_stages.py"],
@@ -212,7 +213,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "trainer/cli/parser.py": ["unit/trainer/test_cli.py"],
     "trainer/cli/saved_config.py": ["unit/trainer/test_cli.py"],
     "trainer/monitor.py": ["unit/trainer/test_monitor_settings.py", "integration/pipeline/test_monitor.py"],
-    "trainer/plan_report.py": ["unit/lightning/planning/test_plan.py"],
+    "trainer/plan_report.py": ["unit/planning/test_plan.py"],
     "trainer/report/charts.py": ["unit/trainer/test_report.py"],
     "trainer/report/page.py": ["unit/trainer/test_report.py"],
     "trainer/report/run_folder.py": ["unit/trainer/test_report.py", "unit/trainer/test_monitor_settings.py"],

@@ -26,7 +26,7 @@ from strategies import RPCSequentialStrategy
 from strategies.launch import workers as launch
 from strategies.launch.workers import Workers
 from strategies.lightning.checks import check_mixed_precision
-from strategies.lightning.planning.partitioning import find_path
+from strategies.lightning.partitioning import find_path
 from strategies.pipeline import pop, skippable
 from trainer import Trainer
 from trainer.cli import main
@@ -49,7 +49,7 @@ def no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(Workers, "_spawn", refuse)
     monkeypatch.setattr(RPCSequentialStrategy, "_start_fork_server", lambda strategy: None)  # which imports torch
-    monkeypatch.setattr("strategies.lightning.planning.partitioning.BUDGET_SECONDS", 0.01)
+    monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.01)
     threads = torch.get_num_threads()
     yield
     assert not list(tmp_path.glob("relay-*"))

@@ -11,7 +11,7 @@ from statistics import mean, median
 from typing import Any
 from xml.etree import ElementTree
 
-from strategies.pipeline.schedule.picture import COLOURS
+from strategies.planning.picture import COLOURS
 from trainer.report.charts import NUM_COLOURS, Segment, Series, bars, line_chart, number, step_number, style
 from trainer.report.run_folder import Curve, Run
 

@@ -16,9 +16,9 @@ from strategies.commands.declaration import command
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, Piece
-from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.stage import Pass
 from strategies.pipeline.transport.slots import SlotAddress
 

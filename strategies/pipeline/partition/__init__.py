@@ -1,8 +1,7 @@
 """Splitting layers or blocks into stages: what each of them costs, and how many of them each stage gets.
 
 In: layers or blocks, and a sample. Out: seconds or bytes per layer (``profiling``), also of the rest of the model
-(``model_costs``) and of the actions of a schedule (``action_costs``); a balance (``balance``), and the stages
-(``sequential``); the time and memory of ways to run the model (``plan_rows``). ``memory`` refuses stages that cannot
-fit; ``probe`` finds the input of a module inside a model; ``blocks`` pipelines models that loop over their blocks. May
+(``model_costs``); a balance (``balance``), and the stages (``sequential``). ``memory`` refuses stages that cannot fit;
+``probe`` finds the input of a module inside a model; ``blocks`` pipelines models that loop over their blocks. May
 import ``stage`` and what is below it, ``launch`` and ``strategies.optim``.
 """

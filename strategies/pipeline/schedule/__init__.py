@@ -1,9 +1,7 @@
-"""Schedules as data: tables of actions per process, simulators that check and time them, the search for a plan.
+"""Schedules as data: tables of actions per process, and what each process does in a pass.
 
 ``tables`` has the named schedules, ``custom`` those of users, ``planned`` what a search has chosen; ``running_order``
-proves that a table can run, ``timetable`` adds the code of the driver, and ``operations`` and ``posting`` sends and
-receives. ``simulator`` computes times, ``devices`` checks the order on devices, ``search`` finds a plan, ``measured``
-and ``imbalance`` say what recorded steps show, ``picture`` draws. In: numbers of processes and micro-batches, measured
-costs, files with tables, records of a step. Out: rows of actions, the order of sends and receives, predicted and
-measured times, memory, a plan, pictures. Pure functions; imports no other room.
+proves that a table can run; ``operations`` are what a row consists of, ``timetable`` adds the code of the driver, and
+``posting`` sends and receives. In: numbers of processes and micro-batches, files with tables. Out: rows of actions and
+of operations. Pure functions; imports no other room. What predicts times and searches is in ``strategies.planning``.
 """

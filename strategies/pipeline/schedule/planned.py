@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from strategies.pipeline.schedule.custom import CustomTable
-from strategies.pipeline.schedule.search import SEARCHED, Plan
-from strategies.pipeline.schedule.tables import SCHEDULES, v
+from strategies.pipeline.schedule.tables import SCHEDULES
 
 AUTO = "auto"
 """The name that stands for a search."""
@@ -35,18 +34,6 @@ class PlannedSchedule:
     table: list[list[str]]
     peak_bytes: float = 0.0
     gradient_sets: int = 1
-
-    @classmethod
-    def of(cls, plan: Plan, gradient_sets: int = 1) -> PlannedSchedule:
-        """Return the schedule of a plan."""
-        processes, name = len(plan.table), plan.schedule
-        chunks = plan.placement.num_stages // processes
-        if name == SEARCHED:
-            splits = any(action.kind == "W" for row in plan.table for action in row)
-            other = "zb-h1" if splits else "1f1b" if chunks == 1 else "interleaved"
-            name = "zbv" if chunks == 2 and plan.placement == v(processes) else other
-        table = [[str(action) for action in row] for row in plan.table]
-        return cls(name, chunks, list(plan.balance), plan.microbatches, table, max(plan.peak_bytes), gradient_sets)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PlannedSchedule:

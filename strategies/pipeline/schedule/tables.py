@@ -2,7 +2,7 @@
 
 A schedule sets the order of a process's actions and no times: a process runs the next action of its row as soon as the
 input of that action has arrived. Four micro-batches on three stages, with forward and backward passes of equal cost
-(printed by :func:`~strategies.pipeline.schedule.simulator.render`; ``F3`` is the forward pass of micro-batch 3, ``B3``
+(printed by :func:`~strategies.planning.simulator.render`; ``F3`` is the forward pass of micro-batch 3, ``B3``
 its backward pass, ``.`` is idle time)::
 
     gpipe: all forward passes, then all backward      1f1b: each stage runs a backward pass as soon as it can

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from strategies.common.torch_compat import tree_leaves
-from strategies.pipeline.schedule.measured import LayerRecord, Record, Recorded, RecordKind
+from strategies.pipeline.stage.records import LayerRecord, Record, Recorded, RecordKind
 
 
 class Recorder:
@@ -56,7 +56,7 @@ class Recorder:
         self._computed = self._now()
 
     def end(self, kind: RecordKind, microbatch: int = -1, stage: int = -1, number: int = -1) -> None:
-        """Add a record; see :class:`~strategies.pipeline.schedule.measured.Record`."""
+        """Add a record; see :class:`~strategies.pipeline.stage.records.Record`."""
         now = self._now()
         computed = now if self._computed is None else self._computed
         self._records.append(Record(kind, microbatch, stage, number, self._begin, self._received, computed, now))

@@ -33,11 +33,11 @@ from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps
-from strategies.pipeline.schedule.measured import Recorded
 from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.stage.layers import PassContext, ProcessRandomState
 from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes

@@ -11,7 +11,7 @@ import yaml
 from cli_models import CONFIG
 from harness import run
 
-from strategies.lightning.planning import plan
+from strategies.planning import plan
 from trainer.cli import main
 
 PLANNED: dict[str, dict[str, Any]] = {

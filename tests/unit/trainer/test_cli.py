@@ -364,7 +364,7 @@ def test_the_other_commands_use_a_checkpoint_and_write_nothing(in_folder: Path) 
 def test_a_plan_and_the_configuration_that_it_gives(
     in_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strategies.lightning.planning.plan.BUDGET_SECONDS", 0.01)
+    monkeypatch.setattr("strategies.planning.plan.BUDGET_SECONDS", 0.01)
     given = ["--config=config.yaml", "--model=cli_models.Deep"]
     choices = ["--microbatches=[2,4]", "--schedules=[zb-h1]", "--json=plan.json", "--picture=plan.svg"]
     pipeline = ["--trainer.strategy=rpc_sequential", "--trainer.devices=2", "--trainer.strategy.checkpoint=never"]

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.utils.tensorboard import SummaryWriter
 
-from strategies.pipeline.schedule.picture import stacked_svg
-from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES
+from strategies.planning.picture import stacked_svg
+from strategies.planning.simulator import Costs, simulate
 from trainer.cli import main
 from trainer.report.charts import MOST_POINTS, Series, labels, line_chart, runs_of, thinned, ticks
 from trainer.report.page import MOST_PICTURES

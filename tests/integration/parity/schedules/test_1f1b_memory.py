@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline.schedule.simulator import simulate
 from strategies.pipeline.schedule.tables import one_f_one_b
+from strategies.planning.simulator import simulate
 
 
 class _Count(torch.autograd.Function):

@@ -12,7 +12,6 @@ import pytest
 from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.devices import check_runs, for_all, per_pair
 from strategies.pipeline.schedule.operations import (
     Computation,
     Meeting,
@@ -24,10 +23,11 @@ from strategies.pipeline.schedule.operations import (
 )
 from strategies.pipeline.schedule.posting import posting_order, with_meetings
 from strategies.pipeline.schedule.running_order import sources_of
-from strategies.pipeline.schedule.search import LayerCosts, ModelCosts, search
-from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, Placement, Schedule, loop, needs_of
 from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order
+from strategies.planning.devices import check_runs, for_all, per_pair
+from strategies.planning.search import LayerCosts, ModelCosts, search
+from strategies.planning.simulator import Costs, simulate
 
 Value: TypeAlias = tuple[str, int, int]
 """Kind, edge and micro-batch of what is sent."""

@@ -14,7 +14,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action
 
 from strategies.pipeline.schedule import tables
-from strategies.pipeline.schedule.simulator import Costs, render, simulate
 from strategies.pipeline.schedule.tables import (
     KINDS,
     Action,
@@ -30,6 +29,7 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
+from strategies.planning.simulator import Costs, render, simulate
 
 ONE_STAGE_EACH = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SIZES = [(p, m) for p in range(1, 17) for m in (*range(1, 2 * p + 2), 48, 64)]

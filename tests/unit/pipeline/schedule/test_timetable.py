@@ -8,7 +8,6 @@ from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.operations import UserCode
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, render, simulate
 from strategies.pipeline.schedule.tables import Action, Placement, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
 from strategies.pipeline.schedule.timetable import (
     MIN_UNDER_WAY,
@@ -19,6 +18,7 @@ from strategies.pipeline.schedule.timetable import (
     forward_timetable,
     ranks_of,
 )
+from strategies.planning.simulator import Costs, DriverCosts, render, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 7, 16)]
 

@@ -7,15 +7,6 @@ from time import process_time
 
 import pytest
 
-from strategies.pipeline.schedule.search import (
-    SEARCHABLE,
-    SEARCHED,
-    LayerCosts,
-    ModelCosts,
-    search,
-    with_whole_passes,
-)
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, simulate
 from strategies.pipeline.schedule.tables import (
     Action,
     gpipe,
@@ -28,6 +19,15 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
+from strategies.planning.search import (
+    SEARCHABLE,
+    SEARCHED,
+    LayerCosts,
+    ModelCosts,
+    search,
+    with_whole_passes,
+)
+from strategies.planning.simulator import Costs, DriverCosts, simulate
 
 BLOCK = LayerCosts(forward=1.0, input_grad=1.0, weight_grad=1.0)
 HEAD = LayerCosts(forward=5.0, input_grad=5.0, weight_grad=5.0)

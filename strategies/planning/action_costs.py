@@ -1,6 +1,6 @@
 """What the actions of a schedule cost on each layer, and what the driver's own part and a transfer cost.
 
-The measured times are those that :func:`~strategies.pipeline.schedule.search.search` takes.
+The measured times are those that :func:`~strategies.planning.search.search` takes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from strategies.pipeline.partition.profiling import (
     storage_bytes,
     timed_pass,
 )
-from strategies.pipeline.schedule.search import LayerCosts, ModelCosts
-from strategies.pipeline.schedule.simulator import DriverCosts
 from strategies.pipeline.stage.calling import call_with_one
 from strategies.pipeline.stage.layers import is_compiled
 from strategies.pipeline.stage.weight_gradients import DelayedWeights, WeightGradients
+from strategies.planning.search import LayerCosts, ModelCosts
+from strategies.planning.simulator import DriverCosts
 
 ACTION_SECONDS = 500e-6
 """What the engine itself takes for an action, about: one of layers that compute next to nothing takes 0.9 ms.

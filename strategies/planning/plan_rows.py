@@ -20,14 +20,14 @@ from functools import partial
 from itertools import accumulate, pairwise
 
 from strategies.optim.trial import StepCost
-from strategies.pipeline.partition.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
-from strategies.pipeline.schedule.search import ModelCosts, balanced
-from strategies.pipeline.schedule.simulator import DriverCosts, Simulation, on_cores, with_driver_between
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement, Schedule
 from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
+from strategies.planning.search import ModelCosts, balanced
+from strategies.planning.simulator import DriverCosts, Simulation, on_cores, with_driver_between
 
 EFFORT = 500_000
 """The number of simulated actions that are spent on the balance of a row."""

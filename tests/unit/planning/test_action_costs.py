@@ -8,8 +8,8 @@ import torch
 from sleep_layer import Sleep
 from torch import Tensor, nn
 
-from strategies.pipeline.partition.action_costs import ByAction, Layer, model_costs, transfer_seconds
 from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
+from strategies.planning.action_costs import ByAction, Layer, model_costs, transfer_seconds
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, FLOAT_BYTES = 4, 6, 4

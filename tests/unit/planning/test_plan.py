@@ -24,9 +24,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from strategies import RPCSequentialStrategy
 from strategies.launch import workers
-from strategies.lightning.planning import partitioning, plan
-from strategies.lightning.planning.plan import PlanTable
+from strategies.lightning import partitioning
 from strategies.optim.trial import StepCost
+from strategies.planning import plan
+from strategies.planning.plan import PlanTable
 from trainer import Trainer
 from trainer.plan_report import strategy_block, why_best, yaml_of
 

@@ -1,7 +1,7 @@
 """``schedule="auto"``: measure the layers, and find the schedule, the balance and the number of micro-batches."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -10,72 +10,24 @@ import torch
 from strategies.common.trees import tensors_in
 from strategies.lightning.checks import as_misconfiguration
 from strategies.lightning.compat import LightningModule, MisconfigurationException, Precision, rank_zero_info
-from strategies.lightning.planning.partitioning import FoundExample, find_example, measuring
+from strategies.lightning.partitioning import FoundExample, find_example, measuring
+from strategies.lightning.search_settings import MAX_CHUNKS, MAX_MICROBATCHES, SearchSettings
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.model_costs import Costs, Example, costs_of
-from strategies.pipeline.partition.plan_rows import ALLOCATOR_SHARE, MeasuredPasses, activation_peaks
 from strategies.pipeline.partition.profiling import first_microbatch
 from strategies.pipeline.partition.sequential import Pipelined, check_balance
-from strategies.pipeline.schedule.planned import AUTO, PlannedSchedule
-from strategies.pipeline.schedule.search import EFFORT, ModelCosts, search
+from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.stage.layers import num_recomputed
-
-DEFAULT_MICROBATCHES = 8
-MAX_MICROBATCHES = 32
-MAX_CHUNKS = 2
+from strategies.planning.action_costs import ByAction, DriverPart, Layer, WithoutTimes, model_costs
+from strategies.planning.plan_rows import ALLOCATOR_SHARE, MeasuredPasses, activation_peaks
+from strategies.planning.search import EFFORT, ModelCosts, search
 
 HELD_WITHOUT_GRADIENTS = 3.0
 """How many times a trained parameter is held apart from its gradients: itself, and what Adam keeps."""
 
 CLEARLY_FASTER = 0.97
 """An order of its own fits the measured costs only; predictions were up to 5 % off, so it must promise 3 %."""
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """What ``schedule="auto"`` may choose; :class:`~strategies.rpc_sequential.RPCSequentialStrategy` documents it.
-
-    Raises:
-        ValueError: If a setting is invalid, or makes no sense with the schedule.
-    """
-
-    schedule: Any
-    microbatches: int | Literal["auto"] = DEFAULT_MICROBATCHES
-    max_microbatches: int | None = None
-    memory_limit_bytes: int | None = None
-
-    @property
-    def finds_microbatches(self) -> bool:
-        """Whether the number of micro-batches is to be found."""
-        return self.microbatches == AUTO
-
-    @property
-    def given_microbatches(self) -> int:
-        """The number of micro-batches where none is found."""
-        return DEFAULT_MICROBATCHES if self.microbatches == "auto" else self.microbatches
-
-    def __post_init__(self) -> None:
-        for name in ("max_microbatches", "memory_limit_bytes"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}.")
-        given = {
-            "microbatches='auto'": self.finds_microbatches,
-            f"memory_limit_bytes={self.memory_limit_bytes}": self.memory_limit_bytes is not None,
-        }
-        if self.schedule != AUTO and any(given.values()):
-            name = next(name for name, is_given in given.items() if is_given)
-            raise ValueError(
-                f"{name} is for schedule='auto', which measures the layers; got schedule={self.schedule!r}. Set "
-                "schedule='auto', or leave it out."
-            )
-        if self.max_microbatches is not None and not self.finds_microbatches:
-            raise ValueError(
-                f"max_microbatches={self.max_microbatches} is for microbatches='auto', got "
-                f"microbatches={self.microbatches!r}. Leave one of them out."
-            )
 
 
 def find_schedule(
@@ -109,7 +61,7 @@ def find_schedule(
         in_reverse: Whether the first stage has the last layers.
         gradient_sets: Number of gradients that a parameter has at once.
         budget_seconds: The time that the passes of all layers may take together, beyond warm-up and the first few.
-        effort: As of :func:`~strategies.pipeline.schedule.search.search`.
+        effort: As of :func:`~strategies.planning.search.search`.
         num_processes: Number of processes on a host, of all replicas; by default one for each stage.
 
     Raises:
@@ -183,7 +135,7 @@ def find_schedule(
     if not_measured:
         line += f" (without what runs outside the layers: {not_measured})"
     rank_zero_info(f"{line}.")
-    return PlannedSchedule.of(plan, gradient_sets)
+    return plan.planned_schedule(gradient_sets)
 
 
 def measure_actions(
@@ -233,37 +185,6 @@ def input_bytes(found: FoundExample, number: int) -> int:
     """Return the bytes of the input of a micro-batch."""
     all_bytes = sum(tensor.nbytes for tensor in tensors_in(found.value))
     return all_bytes if found.is_made else -(-all_bytes // number)
-
-
-def with_schedule(settings: Settings, planned: PlannedSchedule) -> Settings:
-    """Return settings with the schedule and the number of micro-batches that were found."""
-    return replace(settings, schedule=planned, chunks_per_stage=None, microbatches=planned.microbatches)
-
-
-def fits(
-    planned: PlannedSchedule,
-    num_stages: int,
-    num_layers: int,
-    given: Sequence[int] | Literal["even"] | None,
-    settings: Settings,
-    choices: SearchSettings,
-    gradient_sets: int = 1,
-) -> bool:
-    """Return whether a schedule that was found earlier can be used again: whether it obeys the settings of this run."""
-    chunks, limit = planned.chunks, choices.memory_limit_bytes
-    if len(planned.table) != num_stages or sum(planned.balance) != num_layers:
-        return False
-    if len(planned.balance) != num_stages * chunks or chunks > (settings.chunks_per_stage or MAX_CHUNKS):
-        return False
-    if given is not None:
-        numbers = partition_costs([1] * num_layers, num_stages * chunks) if given == "even" else list(given)
-        if planned.balance != numbers:
-            return False
-    if limit is not None and (planned.peak_bytes > limit or planned.gradient_sets < gradient_sets):
-        return False
-    if choices.finds_microbatches:
-        return planned.microbatches <= (choices.max_microbatches or MAX_MICROBATCHES)
-    return planned.microbatches == choices.microbatches
 
 
 def _numbers(rows: int, choices: SearchSettings) -> list[int]:

@@ -6,14 +6,6 @@ from itertools import pairwise
 import pytest
 
 from strategies.pipeline.schedule.operations import UserCode
-from strategies.pipeline.schedule.simulator import (
-    Costs,
-    DriverCosts,
-    Simulation,
-    on_cores,
-    render,
-    simulate,
-)
 from strategies.pipeline.schedule.tables import (
     SCHEDULES,
     Action,
@@ -23,6 +15,14 @@ from strategies.pipeline.schedule.tables import (
     v_half,
     zb_h1,
     zbv,
+)
+from strategies.planning.simulator import (
+    Costs,
+    DriverCosts,
+    Simulation,
+    on_cores,
+    render,
+    simulate,
 )
 
 TWO_STAGES_EACH = [interleaved, zbv, v_half]

@@ -7,11 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from strategies.pipeline.schedule.devices import Deadlock, check_runs, for_all, per_edge, per_pair
 from strategies.pipeline.schedule.operations import Group, Meeting, Operation, Post, edge_to
 from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.running_order import sources_of
-from strategies.pipeline.schedule.simulator import Costs, simulate
 from strategies.pipeline.schedule.tables import (
     Action,
     Placement,
@@ -24,6 +22,8 @@ from strategies.pipeline.schedule.tables import (
     zbv,
 )
 from strategies.pipeline.schedule.timetable import Timetables
+from strategies.planning.devices import Deadlock, check_runs, for_all, per_edge, per_pair
+from strategies.planning.simulator import Costs, simulate
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 

@@ -18,19 +18,17 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from strategies.pipeline.schedule.measured import (
-    LayerRecord,
-    Record,
-    Recorded,
+from strategies.pipeline.schedule.tables import Placement, Schedule
+from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
+from strategies.planning.measured import (
     from_first_forward,
     last_pass,
     measured_timetable,
     transfer_seconds,
     uses_of,
 )
-from strategies.pipeline.schedule.search import LayerCosts, ModelCosts, balanced
-from strategies.pipeline.schedule.simulator import DriverCosts, Simulation
-from strategies.pipeline.schedule.tables import Placement, Schedule
+from strategies.planning.search import LayerCosts, ModelCosts, balanced
+from strategies.planning.simulator import DriverCosts, Simulation
 
 EFFORT = 400_000
 """The number of simulated actions that the search for a balance spends at most: about 50 ms."""

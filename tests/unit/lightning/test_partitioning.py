@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
-from strategies.lightning.planning.partitioning import find_balance
+from strategies.lightning.partitioning import find_balance
 from strategies.pipeline.executor.settings import Settings
 
 WIDTH, VOCABULARY = 16, 2000
@@ -74,7 +74,7 @@ def test_alike_blocks_without_an_example_count_by_parameters(lines: Any) -> None
 
 def test_under_gpipe_the_time_of_the_driver_is_not_in_the_stages(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its part runs before and after the passes of all stages; under 1f1b it runs between those of its own stage."""
-    monkeypatch.setattr("strategies.lightning.planning.partitioning.BUDGET_SECONDS", 0.3)
+    monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.3)
     model = Gpt()
     model.example_input_array = torch.zeros(8, 64, dtype=torch.long)
     balance = found(model, "blocks", mode="balance_by_time", schedule="1f1b")
@@ -95,7 +95,7 @@ def test_by_size_the_driver_holds_the_activations_of_the_whole_batch_under_gpipe
 
 @pytest.mark.parametrize("mode", ["balance_by_size", "balance_by_time"])
 def test_a_model_of_hugging_face_without_an_example(mode: str, lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strategies.lightning.planning.partitioning.BUDGET_SECONDS", 0.1)
+    monkeypatch.setattr("strategies.lightning.partitioning.BUDGET_SECONDS", 0.1)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2
     )

@@ -23,7 +23,7 @@ from functools import cached_property, partial
 from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias
 
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Program, Simulation, simulate
+from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.schedule.tables import (
     KINDS,
     Action,
@@ -38,6 +38,7 @@ from strategies.pipeline.schedule.tables import (
     zbv,
 )
 from strategies.pipeline.schedule.timetable import check_order
+from strategies.planning.simulator import Costs, DriverCosts, Program, Simulation, simulate
 
 EFFORT = 8_000_000
 """The number of simulated actions that a search spends at most: about a second."""
@@ -169,6 +170,22 @@ class Plan:
     bubble_fraction: float
     peak_bytes: list[float]
     reason: str
+
+    def planned_schedule(self, gradient_sets: int = 1) -> PlannedSchedule:
+        """Return the plan as the schedule of a run.
+
+        Args:
+            gradient_sets: Number of gradients that a parameter was taken to have at once.
+        """
+        processes, name = len(self.table), self.schedule
+        chunks = self.placement.num_stages // processes
+        if name == SEARCHED:
+            splits = any(action.kind == "W" for row in self.table for action in row)
+            other = "zb-h1" if splits else "1f1b" if chunks == 1 else "interleaved"
+            name = "zbv" if chunks == 2 and self.placement == v(processes) else other
+        table = [[str(action) for action in row] for row in self.table]
+        peak = max(self.peak_bytes)
+        return PlannedSchedule(name, chunks, list(self.balance), self.microbatches, table, peak, gradient_sets)
 
 
 SEARCHED = "searched"

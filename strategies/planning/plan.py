@@ -41,9 +41,7 @@ from strategies.lightning.compat import (
     unwrapped,
 )
 from strategies.lightning.hooks import collect_logs
-from strategies.lightning.per_microbatch import num_gradient_sets, split_for
-from strategies.lightning.planning.automatic import input_bytes, measure_actions
-from strategies.lightning.planning.partitioning import (
+from strategies.lightning.partitioning import (
     FoundExample,
     find_example,
     find_module,
@@ -52,19 +50,21 @@ from strategies.lightning.planning.partitioning import (
     measuring,
     with_threads,
 )
+from strategies.lightning.per_microbatch import num_gradient_sets, split_for
 from strategies.optim.trial import StepCost, StepCosts, check_divisible
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.action_costs import DriverPart, Layer, model_costs
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need, Sizes, needs_of
 from strategies.pipeline.partition.model_costs import Costs
-from strategies.pipeline.partition.plan_rows import Measured, PlanRow, best_row, plan_row
 from strategies.pipeline.partition.profiling import now
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
 from strategies.pipeline.schedule.planned import AUTO
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.stage.layers import num_recomputed
+from strategies.planning.action_costs import DriverPart, Layer, model_costs
+from strategies.planning.automatic import input_bytes, measure_actions
+from strategies.planning.plan_rows import Measured, PlanRow, best_row, plan_row
 
 _Costs: TypeAlias = Costs[Layer, DriverPart]
 

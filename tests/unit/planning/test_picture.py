@@ -4,9 +4,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from strategies.pipeline.schedule.picture import COLOURS, pixels, stacked_svg, svg
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES
+from strategies.planning.picture import COLOURS, pixels, stacked_svg, svg
+from strategies.planning.simulator import Costs, DriverCosts, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from strategies.pipeline.schedule.imbalance import Imbalance, StepCosts, assess, step_costs
-from strategies.pipeline.schedule.measured import LayerRecord, Record, Recorded
 from strategies.pipeline.schedule.operations import UserCode
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES, Schedule
+from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
+from strategies.planning.imbalance import Imbalance, StepCosts, assess, step_costs
+from strategies.planning.simulator import Costs, DriverCosts, simulate
 
 MICROBATCHES = 4
 

@@ -4,8 +4,10 @@ from itertools import chain
 
 import pytest
 
-from strategies.pipeline.schedule.measured import (
-    Record,
+from strategies.pipeline.schedule.operations import UserCode
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, Schedule
+from strategies.pipeline.stage.records import Record
+from strategies.planning.measured import (
     from_first_forward,
     measured_timetable,
     parts_of,
@@ -13,9 +15,7 @@ from strategies.pipeline.schedule.measured import (
     trace_of,
     uses_of,
 )
-from strategies.pipeline.schedule.operations import UserCode
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, Simulation, simulate
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, Schedule
+from strategies.planning.simulator import Costs, DriverCosts, Simulation, simulate
 
 LOSS = 0.25
 """What the driver's code after the call of the module takes, per micro-batch."""

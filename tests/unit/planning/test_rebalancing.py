@@ -1,4 +1,4 @@
-"""``rebalance="auto"``: arguments that are wrong, runs in which layers cannot move, and words for what moves."""
+"""``rebalance="auto"``: arguments that are wrong, and a pipeline of one stage."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning.planning.rebalancing import check_movable, moves
 from trainer import Trainer
 
 
@@ -41,23 +40,6 @@ def test_arguments(arguments: dict[str, Any], match: str) -> None:
         RPCSequentialStrategy(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("given", "match"),
-    [
-        (
-            {"devices": [torch.device("cpu"), torch.device("cuda:0")]},
-            r"rebalance\(\) is for stages on CPUs, but one is on cuda:0",
-        ),
-        ({"is_external": True}, "starts workers, but torchrun, SLURM or the like have started those of this run"),
-    ],
-)
-def test_runs_in_which_layers_stay(given: dict[str, Any], match: str) -> None:
-    fine: dict[str, Any] = {"replicas": 1, "is_external": False, "devices": [torch.device("cpu")] * 2}
-    check_movable("rebalance()", **fine, gathers=True, profiles=False)
-    with pytest.raises(MisconfigurationException, match=match):
-        check_movable("rebalance()", **{**fine, **given}, gathers=True, profiles=False)
-
-
 class Net(BoringModel):
     def __init__(self) -> None:
         super().__init__()
@@ -77,13 +59,3 @@ def test_one_stage_has_nothing_to_move(tmp_path: Path) -> None:
     )
     trainer.fit(Net())
     assert strategy.balance == [2]
-
-
-def test_words() -> None:
-    assert moves([6, 6], [5, 7], [0, 1]) == "layer 5 from stage 0 to the driver"
-    assert (
-        moves([4, 4, 4], [2, 5, 5], [0, 1, 2])
-        == "layers 2 to 3 from stage 0 to stage 1, layer 7 from stage 1 to the driver"
-    )
-    assert moves([2, 2, 2, 2], [2, 1, 3, 2], [0, 1, 0, 1]) == "layer 3 from the driver to stage 0"
-    assert moves([2, 2, 2, 2], [2, 3, 1, 2], [1, 0, 0, 1]) == "no layer, between processes"

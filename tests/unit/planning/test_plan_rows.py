@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from strategies.optim.trial import StepCost
-from strategies.pipeline.partition.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.pipeline.partition.memory import Need
-from strategies.pipeline.partition.plan_rows import Measured, PlanRow, activation_peaks, best_row, plan_row
 from strategies.pipeline.partition.profiling import PassBytes
-from strategies.pipeline.schedule.search import LayerCosts
-from strategies.pipeline.schedule.simulator import Costs, DriverCosts, simulate
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
+from strategies.planning.plan_rows import Measured, PlanRow, activation_peaks, best_row, plan_row
+from strategies.planning.search import LayerCosts
+from strategies.planning.simulator import Costs, DriverCosts, simulate
 
 FORWARD, BACKWARD, TRANSFER = 0.010, 0.020, 0.001
 HELD = PassBytes(inner=100, input=10, input_size=10, output=0, output_size=10, forward_extra=5, backward_extra=30)

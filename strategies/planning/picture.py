@@ -13,7 +13,7 @@ from html import escape
 from typing import Any
 
 from strategies.pipeline.schedule.operations import Computation, UserCode
-from strategies.pipeline.schedule.simulator import Simulation
+from strategies.planning.simulator import Simulation
 
 COLOURS = {"F": "#9ecae9", "B": "#f7b6a2", "I": "#fbd38d", "W": "#b7e4c7", "code": "#d5d5d5"}
 WORDS = {
