@@ -27,7 +27,7 @@ from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.model_costs import Example, costs_of
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.custom import custom_table
-from strategies.pipeline.schedule.tables import SCHEDULES, Schedule
+from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable
 from strategies.pipeline.stage.layers import PassContext
 from strategies.planning.action_costs import ByAction, model_costs
 
@@ -168,7 +168,7 @@ class Relay:
         )
         return automatic.with_schedule(self.settings, planned), planned.balance
 
-    def plan(self) -> tuple[Schedule, list[int]]:
+    def plan(self) -> tuple[ActionTable, list[int]]:
         """Returns the table and the balance."""
         schedule, number = self.settings.schedule, self.settings.microbatches
         if isinstance(schedule, str):

@@ -17,7 +17,7 @@ from benchmarks.stage_memory import step
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.tables import SCHEDULES
-from strategies.planning.simulator import Costs, simulate
+from strategies.planning.simulator import ActionCosts, simulate
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.02, 0.04
 STAGES, MICROBATCHES = (2, 8, 32, 128, 1024), (8, 64, 512, 4096)
@@ -81,7 +81,7 @@ def measured(schedule: str, stages: int, microbatches: int, repeats: int) -> tup
 
 def predicted(schedule: str, stages: int, microbatches: int) -> tuple[float, list[int]]:
     """Returns the simulated seconds of a step and the maximum number of micro-batches in flight on each stage."""
-    costs = Costs(forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS)
+    costs = ActionCosts(forward=FORWARD_SECONDS, backward=BACKWARD_SECONDS)
     simulation = simulate(SCHEDULES[schedule].table(stages, microbatches, 1), costs)
     return simulation.total_time, simulation.peak_activations
 

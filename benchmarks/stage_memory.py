@@ -19,7 +19,7 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.pipeline.stage.layers import PassContext
-from strategies.planning.simulator import Costs, simulate
+from strategies.planning.simulator import ActionCosts, simulate
 
 STAGES, ROWS, INPUT_WIDTH = 3, 64, 8
 MEBI = 2**20
@@ -83,7 +83,7 @@ def promised(schedule: str, microbatches: int) -> list[float]:
     """
     named = SCHEDULES[schedule]
     chunks = named.chunks[1]
-    costs = Costs(activation_bytes=1 / chunks, kept_bytes=0.0)
+    costs = ActionCosts(activation_bytes=1 / chunks, kept_bytes=0.0)
     simulation = simulate(named.table(STAGES, microbatches, chunks), costs)
     driver = simulation.placement.driver
     return [*simulation.peak_bytes[driver + 1 :], *simulation.peak_bytes[: driver + 1]]

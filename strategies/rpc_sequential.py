@@ -72,7 +72,7 @@ from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.construction.stored import Reference
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.partition.memory import Placement, check_memory
+from strategies.pipeline.partition.memory import DevicePlacement, check_memory
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
 from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.stage.layers import Seeds
@@ -470,7 +470,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         model, optimizers = self.lightning_module, pipeline.optimizers.optimizers
         assert model is not None
         check_memory(
-            Placement.of(model, pipeline.stages, self.devices, self.stages_on_host()),
+            DevicePlacement.of(model, pipeline.stages, self.devices, self.stages_on_host()),
             optimizers,
             num_shares=self.world_size if self._divides_states else 1,
             gradient_sets=num_gradient_sets(model.trainer, model, optimizers) if self._settings.interleaves else 1,

@@ -33,7 +33,7 @@ from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.clocks import Clock
 from strategies.pipeline.driver import Pipeline, Recording
 from strategies.pipeline.stage.records import Record, Recorded
-from strategies.planning.imbalance import STEPS_TO_ASSESS, LastSteps, assess, step_costs
+from strategies.planning.imbalance import STEPS_TO_ASSESS, LastSteps, assess, measured_step
 from strategies.planning.measured import (
     from_first_forward,
     measured_timetable,
@@ -279,7 +279,7 @@ class PipelineMonitor(Callback):
         settings, balance = pipeline.settings, pipeline.balance
         if len(pipeline.stages) < 2 or not settings.pipelined_backward or step.recording.balance != balance:
             return
-        costs = step_costs(rows, recorded, balance, whole_batch=not settings.interleaves)
+        costs = measured_step(rows, recorded, balance, whole_batch=not settings.interleaves)
         if costs is None or not self._costs.add(costs) or len(self._costs.steps) < STEPS_TO_ASSESS:
             return
         found = assess(

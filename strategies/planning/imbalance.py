@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from strategies.pipeline.schedule.tables import Placement, Schedule
+from strategies.pipeline.schedule.tables import ActionTable, Placement
 from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
 from strategies.planning.measured import (
     from_first_forward,
@@ -43,7 +43,7 @@ _ROUNDS = 20
 
 
 @dataclass(frozen=True)
-class StepCosts:
+class MeasuredStep:
     """What one recorded step says.
 
     Attributes:
@@ -133,9 +133,9 @@ class LastSteps:
     """
 
     def __init__(self, number: int = STEPS_TO_ASSESS) -> None:
-        self.steps: deque[StepCosts] = deque(maxlen=number)
+        self.steps: deque[MeasuredStep] = deque(maxlen=number)
 
-    def add(self, step: StepCosts) -> bool:
+    def add(self, step: MeasuredStep) -> bool:
         """Add a step; return whether it counts: it does not if its batch had fewer micro-batches than those before."""
         if self.steps and self.steps[-1].balance != step.balance:
             self.steps.clear()
@@ -151,9 +151,9 @@ class LastSteps:
         self.steps.clear()
 
 
-def step_costs(
+def measured_step(
     rows: Sequence[Sequence[Record]], recorded: Sequence[Recorded], balance: Sequence[int], *, whole_batch: bool
-) -> StepCosts | None:
+) -> MeasuredStep | None:
     """Return what a recorded step says; ``None`` if it has no pass with a backward part, or lacks layers.
 
     Args:
@@ -201,7 +201,7 @@ def step_costs(
     driver = DriverCosts()
     if not whole_batch:  # otherwise the stages wait while it runs, whatever the balance is
         driver = DriverCosts(mean("b") or 0.0, mean("loss", len(balance) - 1) or 0.0, mean("a") or 0.0)
-    return StepCosts(
+    return MeasuredStep(
         whole.placement,
         list(balance),
         microbatches,
@@ -213,9 +213,9 @@ def step_costs(
 
 
 def assess(
-    steps: Sequence[StepCosts],
+    steps: Sequence[MeasuredStep],
     kinds: Sequence[Hashable],
-    table: Callable[[int], Schedule],
+    table: Callable[[int], ActionTable],
     balance: Sequence[int],
 ) -> Imbalance:
     """Return what recorded steps with the same number of micro-batches say: the median of them.
@@ -249,11 +249,11 @@ def assess(
     )
 
 
-def _simulated(costs: ModelCosts, rows: Schedule, placement: Placement, balance: Sequence[int]) -> Simulation:
+def _simulated(costs: ModelCosts, rows: ActionTable, placement: Placement, balance: Sequence[int]) -> Simulation:
     return balanced(costs, rows, placement, balance=balance)[1]
 
 
-def _median(steps: Sequence[StepCosts]) -> ModelCosts:
+def _median(steps: Sequence[MeasuredStep]) -> ModelCosts:
     """Return the median of each cost."""
 
     def median(values: Sequence[float | None]) -> float:

@@ -12,10 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from strategies.pipeline.schedule.operations import Computation, UserCode
-from strategies.pipeline.schedule.tables import Action, Placement, Schedule
+from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 from strategies.pipeline.stage.records import Record, RecordKind
 from strategies.planning.simulator import (
-    Costs,
+    ActionCosts,
     DriverCosts,
     Simulation,
     simulate,
@@ -143,7 +143,7 @@ def uses_of(timetable: Simulation) -> list[float]:
 
 
 def predicted_timetable(
-    rows: Sequence[Sequence[Record]], measured: Simulation, table: Schedule, *, whole_batch: bool
+    rows: Sequence[Sequence[Record]], measured: Simulation, table: ActionTable, *, whole_batch: bool
 ) -> Simulation:
     """Simulate a table with the costs that a step of it had: the mean of each kind of action of each stage.
 
@@ -173,7 +173,7 @@ def predicted_timetable(
         own = (record for row in rows for record in row if record.number == last_pass(rows))
         loss = sum(record.end - record.begin for record in own if record.kind == "loss")
         forward[i] = (sum(seconds["F", i]) - loss) / (m + 1)
-    costs = Costs(
+    costs = ActionCosts(
         forward=forward,
         backward=means("B"),
         input_grad=means("I"),

@@ -23,7 +23,7 @@ from strategies.optim.trial import StepCost
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
-from strategies.pipeline.schedule.tables import SCHEDULES, Placement, Schedule
+from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement
 from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.planning.search import ModelCosts, balanced
@@ -285,7 +285,7 @@ class _Way:
     """
 
     measured: Measured
-    table: Schedule
+    table: ActionTable
     placement: Placement
     at_once: bool
     memory_limit_bytes: int | None
@@ -409,7 +409,7 @@ class _StageBytes:
 
 
 def activation_peaks(
-    table: Schedule, placement: Placement, balance: Sequence[int], measured: MeasuredPasses, *, at_once: bool
+    table: ActionTable, placement: Placement, balance: Sequence[int], measured: MeasuredPasses, *, at_once: bool
 ) -> list[float]:
     """Return the most that each process holds for micro-batches, in the order of the table's rows.
 

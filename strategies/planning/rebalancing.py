@@ -12,7 +12,7 @@ from strategies.lightning.compat import MisconfigurationException
 from strategies.lightning.moving_layers import refuse
 from strategies.pipeline.driver import Pipeline, Recording
 from strategies.pipeline.executor.settings import Settings
-from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, step_costs
+from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, measured_step
 
 AUTO = "auto"
 
@@ -102,7 +102,7 @@ class Rebalancing:
         if (recorded := recording.take()) is None:
             return
         rows = [own.records for own in recorded]  # of one clock, because all processes are on one host
-        costs = step_costs(rows, recorded, pipeline.balance, whole_batch=not pipeline.settings.interleaves)
+        costs = measured_step(rows, recorded, pipeline.balance, whole_batch=not pipeline.settings.interleaves)
         if costs is not None:
             self._steps.add(costs)
 

@@ -27,8 +27,8 @@ from strategies.pipeline.schedule.planned import PlannedSchedule
 from strategies.pipeline.schedule.tables import (
     KINDS,
     Action,
+    ActionTable,
     Placement,
-    Schedule,
     interleaved,
     loop,
     one_f_one_b,
@@ -38,7 +38,7 @@ from strategies.pipeline.schedule.tables import (
     zbv,
 )
 from strategies.pipeline.schedule.timetable import check_order
-from strategies.planning.simulator import Costs, DriverCosts, Program, Simulation, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, PreparedTable, Simulation, simulate
 
 EFFORT = 8_000_000
 """The number of simulated actions that a search spends at most: about a second."""
@@ -127,11 +127,11 @@ class ModelCosts:
     driver: DriverCosts = field(default_factory=DriverCosts)
     driver_parameter_bytes: float = 0.0
     driver_step: float = 0.0
-    activation_peaks: Callable[[Schedule, Placement, Sequence[int]], Sequence[float]] | None = None
+    activation_peaks: Callable[[ActionTable, Placement, Sequence[int]], Sequence[float]] | None = None
     memory_scale: float = 1.0
     slowness: Sequence[float] = ()
 
-    def seconds(self, table: Schedule, balance: Sequence[int]) -> float:
+    def seconds(self, table: ActionTable, balance: Sequence[int]) -> float:
         """Return the predicted time of a table whose stages have these numbers of layers, without optimizer step."""
         model = _Model(self, 1 + max(action.microbatch for row in table for action in row), None)
         return simulate(table, model.of_stages(balance, Placement.of(table))).total_time
@@ -146,7 +146,7 @@ CostsOf: TypeAlias = Callable[[int], ModelCosts]
 
 
 @dataclass(frozen=True)
-class Plan:
+class SearchResult:
     """What the search has chosen.
 
     Attributes:
@@ -165,7 +165,7 @@ class Plan:
     placement: Placement
     balance: list[int]
     microbatches: int
-    table: Schedule
+    table: ActionTable
     seconds: float
     bubble_fraction: float
     peak_bytes: list[float]
@@ -183,9 +183,8 @@ class Plan:
             splits = any(action.kind == "W" for row in self.table for action in row)
             other = "zb-h1" if splits else "1f1b" if chunks == 1 else "interleaved"
             name = "zbv" if chunks == 2 and self.placement == v(processes) else other
-        table = [[str(action) for action in row] for row in self.table]
-        peak = max(self.peak_bytes)
-        return PlannedSchedule(name, chunks, list(self.balance), self.microbatches, table, peak, gradient_sets)
+        balance, peak = list(self.balance), max(self.peak_bytes)
+        return PlannedSchedule(name, chunks, balance, self.microbatches, self.table, peak, gradient_sets)
 
 
 SEARCHED = "searched"
@@ -194,7 +193,7 @@ SEARCHED = "searched"
 SEARCHABLE = ("1f1b", "zb-h1", "interleaved", "zbv", "v-half", SEARCHED)
 """The names of schedules that run the user's code once per micro-batch, as ``"auto"`` requires."""
 
-_Family: TypeAlias = tuple[str, Placement, Callable[[int], Schedule]]
+_Family: TypeAlias = tuple[str, Placement, Callable[[int], ActionTable]]
 """A schedule's name, its placement, and a function that returns its table for a number of micro-batches."""
 
 
@@ -224,7 +223,7 @@ def search(
     balance_of: Callable[[int], Sequence[int] | None] | None = None,
     clearly_faster: float = CLEARLY_FASTER,
     effort: int = EFFORT,
-) -> Plan:
+) -> SearchResult:
     """Find the plan with the shortest predicted time of a batch.
 
     Args:
@@ -299,12 +298,12 @@ def search(
             f"{max(least.peak_bytes):.0f} bytes under {least.description}, which was the least; use more processes, "
             "recompute activations, or raise the limit"
         )
-    return _plan(best, named, candidates)
+    return _result(best, named, candidates)
 
 
 def balanced(
     costs: ModelCosts,
-    table: Schedule,
+    table: ActionTable,
     placement: Placement,
     *,
     balance: Sequence[int] | None = None,
@@ -325,7 +324,7 @@ def balanced(
     model = _Model(costs, 1 + max(action.microbatch for row in table for action in row), memory_limit_bytes)
     candidate = _Candidate.of("", placement, table, model, balance)
     found = _with_better_balance(candidate, _Budget(effort))
-    return found.balance, found.program.simulate(found.costs)
+    return found.balance, found.prepared.simulate(found.costs)
 
 
 def _choice(candidates: Iterable[_Candidate]) -> _Candidate:
@@ -336,8 +335,8 @@ def _choice(candidates: Iterable[_Candidate]) -> _Candidate:
     return min(as_fast, key=lambda each: max(each.peak_bytes))
 
 
-def _plan(best: _Candidate, named: _Candidate, candidates: Sequence[_Candidate]) -> Plan:
-    simulation = best.program.simulate(best.costs)
+def _result(best: _Candidate, named: _Candidate, candidates: Sequence[_Candidate]) -> SearchResult:
+    simulation = best.prepared.simulate(best.costs)
     others = [each for each in [named, *candidates] if each.name != best.name]
     why = ""
     if others:
@@ -349,12 +348,12 @@ def _plan(best: _Candidate, named: _Candidate, candidates: Sequence[_Candidate])
         f"{best.description}: {best.rank[1]:.3g} s per batch predicted, {simulation.bubble_fraction:.1%} idle, at most "
         f"{max(best.peak_bytes) / 2**20:.0f} MiB per process{why}"
     )
-    return Plan(
+    return SearchResult(
         schedule=best.name,
-        placement=best.program.placement,
+        placement=best.prepared.placement,
         balance=best.balance,
         microbatches=best.model.microbatches,
-        table=best.program.schedule,
+        table=best.prepared.table,
         seconds=best.rank[1],
         bubble_fraction=simulation.bubble_fraction,
         peak_bytes=best.peak_bytes,
@@ -395,7 +394,7 @@ class _Model:
         self._has_steps = costs.driver_step > 0 or any(layer.step > 0 for layer in layers)
         self._sums = [[0.0, *accumulate(column)] for column in columns]
 
-    def of_stages(self, balance: Sequence[int], placement: Placement) -> Costs:
+    def of_stages(self, balance: Sequence[int], placement: Placement) -> ActionCosts:
         """Return the costs of stages with these numbers of layers."""
         *seconds, activations, kept, _, _ = self._per_stage(balance)
         factors = [self.costs.slowness_of(process) for process in placement.process_of]
@@ -404,7 +403,7 @@ class _Model:
             [factor * each + own for factor, each in zip(factors, column, strict=True)]
             for column, own in zip(seconds, of_engine, strict=True)
         )
-        return Costs(
+        return ActionCosts(
             forward=forward,
             backward=backward,
             input_grad=input_grad,
@@ -419,12 +418,12 @@ class _Model:
         """Return what each process holds all the time."""
         return self._per_process(balance, placement, -2, self.costs.driver_parameter_bytes)
 
-    def total_time(self, program: Program, balance: Sequence[int], costs: Costs) -> float:
+    def total_time(self, prepared: PreparedTable, balance: Sequence[int], costs: ActionCosts) -> float:
         """Return when the last process has ended its passes and its step of the optimizer."""
         if not self._has_steps:
-            return program.total_time(costs)
-        steps = self._per_process(balance, program.placement, -1, self.costs.driver_step)
-        return max(end + step for end, step in zip(program.row_ends(costs), steps, strict=True))
+            return prepared.total_time(costs)
+        steps = self._per_process(balance, prepared.placement, -1, self.costs.driver_step)
+        return max(end + step for end, step in zip(prepared.row_ends(costs), steps, strict=True))
 
     def _per_process(self, balance: Sequence[int], placement: Placement, column: int, driver: float) -> list[float]:
         found = [0.0] * (1 + max(placement.process_of))
@@ -455,20 +454,20 @@ class _Candidate:
     """
 
     name: str
-    program: Program
+    prepared: PreparedTable
     model: _Model
     balance: list[int]
-    costs: Costs
+    costs: ActionCosts
     rank: tuple[float, float]
     work: list[float]
     is_fixed: bool
 
     @classmethod
     def of(
-        cls, name: str, placement: Placement, table: Schedule, model: _Model, balance: Sequence[int] | None = None
+        cls, name: str, placement: Placement, table: ActionTable, model: _Model, balance: Sequence[int] | None = None
     ) -> _Candidate:
         """Return a table with a balance, by default with the most even one."""
-        program = Program(table, placement=placement, with_user_code=model.costs.driver.runs_code_before)
+        prepared = PreparedTable(table, placement=placement, with_user_code=model.costs.driver.runs_code_before)
         splits = {action for row in table for action in row if action.kind == "I"}
         share = len(splits) / (model.microbatches * placement.num_stages)
         work = [
@@ -477,39 +476,39 @@ class _Candidate:
         ]
         is_fixed = balance is not None
         found = list(balance) if balance is not None else _even_balance(work, placement, model.driver_seconds)
-        return cls._made(name, program, model, found, work, is_fixed)
+        return cls._made(name, prepared, model, found, work, is_fixed)
 
     @classmethod
     def _made(
-        cls, name: str, program: Program, model: _Model, balance: list[int], work: list[float], is_fixed: bool
+        cls, name: str, prepared: PreparedTable, model: _Model, balance: list[int], work: list[float], is_fixed: bool
     ) -> _Candidate:
-        costs = model.of_stages(balance, program.placement)
-        time, excess = model.total_time(program, balance, costs), 0.0
+        costs = model.of_stages(balance, prepared.placement)
+        time, excess = model.total_time(prepared, balance, costs), 0.0
         if model.limit_bytes is not None:
-            excess = max(0.0, max(_peaks(program, model, balance, costs)) - model.limit_bytes)
-        return cls(name, program, model, balance, costs, (excess, time), work, is_fixed)
+            excess = max(0.0, max(_peaks(prepared, model, balance, costs)) - model.limit_bytes)
+        return cls(name, prepared, model, balance, costs, (excess, time), work, is_fixed)
 
     def with_balance(self, balance: list[int]) -> _Candidate:
-        return self._made(self.name, self.program, self.model, balance, self.work, self.is_fixed)
+        return self._made(self.name, self.prepared, self.model, balance, self.work, self.is_fixed)
 
-    def with_table(self, table: Schedule) -> _Candidate:
+    def with_table(self, table: ActionTable) -> _Candidate:
         """Return the same balance with another table.
 
         Raises:
             ValueError: If the table cannot run.
         """
         check_order(table)
-        program = Program(
-            table, placement=self.program.placement, with_user_code=self.model.costs.driver.runs_code_before
+        prepared = PreparedTable(
+            table, placement=self.prepared.placement, with_user_code=self.model.costs.driver.runs_code_before
         )
         work = [
             layer.forward + min(layer.whole, layer.input_grad + layer.weight_grad) for layer in self.model.costs.layers
         ]
-        return self._made(SEARCHED, program, self.model, self.balance, work, self.is_fixed)
+        return self._made(SEARCHED, prepared, self.model, self.balance, work, self.is_fixed)
 
     @property
     def num_actions(self) -> int:
-        return sum(map(len, self.program.schedule))
+        return sum(map(len, self.prepared.table))
 
     @property
     def cost_of_a_table(self) -> int:
@@ -519,27 +518,27 @@ class _Candidate:
     @property
     def least_time(self) -> float:
         """No balance is faster, since all processes work all the time in this one."""
-        processes = len(self.program.schedule)
+        processes = len(self.prepared.table)
         return self.model.microbatches * (sum(self.work) + self.model.driver_seconds) / processes
 
     @cached_property
     def peak_bytes(self) -> list[float]:
-        return _peaks(self.program, self.model, self.balance, self.costs)
+        return _peaks(self.prepared, self.model, self.balance, self.costs)
 
     @property
     def description(self) -> str:
-        chunks = self.program.placement.num_stages // len(self.program.schedule)
+        chunks = self.prepared.placement.num_stages // len(self.prepared.table)
         stages = f", {chunks} stages per process" if chunks > 1 else ""
         return f"{self.name}{stages}, balance {self.balance}, {self.model.microbatches} micro-batches"
 
 
-def _peaks(program: Program, model: _Model, balance: Sequence[int], costs: Costs) -> list[float]:
-    held, of = model.parameter_bytes(balance, program.placement), model.costs.activation_peaks
-    peaks = program.peak_bytes(costs) if of is None else of(program.schedule, program.placement, balance)
+def _peaks(prepared: PreparedTable, model: _Model, balance: Sequence[int], costs: ActionCosts) -> list[float]:
+    held, of = model.parameter_bytes(balance, prepared.placement), model.costs.activation_peaks
+    peaks = prepared.peak_bytes(costs) if of is None else of(prepared.table, prepared.placement, balance)
     return [model.costs.memory_scale * (own + peak) for own, peak in zip(held, peaks, strict=True)]
 
 
-def _variants(table: Schedule, model: _Model) -> list[Schedule]:
+def _variants(table: ActionTable, model: _Model) -> list[ActionTable]:
     """Return the table, and the one with whole backward passes where that saves time."""
     if all(layer.whole >= layer.input_grad + layer.weight_grad for layer in model.costs.layers):
         return [table]
@@ -547,7 +546,7 @@ def _variants(table: Schedule, model: _Model) -> list[Schedule]:
     return [table] if merged == table else [table, merged]
 
 
-def with_whole_passes(table: Schedule) -> Schedule:
+def with_whole_passes(table: ActionTable) -> ActionTable:
     """Return a table in which ``B`` replaces ``I`` with ``W`` directly after it."""
     rows = []
     for row in table:
@@ -635,8 +634,8 @@ def _best_of(
 
 
 def _least_time(candidate: _Candidate, balance: Sequence[int]) -> float:
-    placement, costs = candidate.program.placement, candidate.model.costs
-    loads = [0.0] * len(candidate.program.schedule)
+    placement, costs = candidate.prepared.placement, candidate.model.costs
+    loads = [0.0] * len(candidate.prepared.table)
     loads[placement.driver] = candidate.model.driver_seconds
     start = 0
     for process, length in zip(placement.process_of, balance, strict=True):
@@ -693,7 +692,7 @@ def _with_better_orders(candidates: Sequence[_Candidate], budget: _Budget) -> li
             if part.left <= 0 or (least >= best.rank[1] and best.rank[0] == 0):
                 break
             other = candidate.with_balance(balance)
-            for table in chain([candidate.program.schedule], _greedy_tables(other)):
+            for table in chain([candidate.prepared.table], _greedy_tables(other)):
                 if not part.spend(candidate.cost_of_a_table):
                     break
                 consider(other.with_table(table))
@@ -716,13 +715,13 @@ def _similar_balances(candidate: _Candidate) -> Iterable[list[int]]:
 
 def _greedy_tables(
     candidate: _Candidate, *, forward_first: bool = False, early_first: bool = False
-) -> Iterator[Schedule]:
-    p, num = len(candidate.program.schedule), candidate.model.microbatches
-    seconds = candidate.program.seconds_of(candidate.costs)
+) -> Iterator[ActionTable]:
+    p, num = len(candidate.prepared.table), candidate.model.microbatches
+    seconds = candidate.prepared.seconds_of(candidate.costs)
     for window in sorted({min(num, size) for size in (p, p + 1, (3 * p + 1) // 2, 2 * p, 3 * p)}):
         for whole in sorted({0, max(0, num - p), num}):
             yield greedy_order(
-                candidate.program.placement,
+                candidate.prepared.placement,
                 num,
                 seconds,
                 candidate.costs.transfer,
@@ -743,7 +742,7 @@ def greedy_order(
     whole: int,
     forward_first: bool = False,
     early_first: bool = False,
-) -> Schedule:
+) -> ActionTable:
     """Return a table in which each process runs the most urgent action that is ready.
 
     ``W`` runs where nothing else is ready, unless something else will be ready before half of it has run.
@@ -762,7 +761,7 @@ def greedy_order(
     cost = {kind: seconds[k * num_stages : (k + 1) * num_stages] for k, kind in enumerate(KINDS)}
     step = 1 if early_first else -1
     stages = [placement.stages_of(r)[::step] for r in range(1 + max(process_of))]
-    rows: Schedule = [[] for _ in stages]
+    rows: ActionTable = [[] for _ in stages]
     inputs: list[list[float]] = [[0.0] * microbatches, *([] for _ in range(num_stages - 1))]  # when they arrive
     grads: list[list[float]] = [[] for _ in range(num_stages)]
     num_forward, num_backward = [0] * num_stages, [0] * num_stages
@@ -846,21 +845,21 @@ _Key: TypeAlias = tuple[tuple[int, ...], tuple[tuple[Action, ...], ...]]
 
 
 def _key(candidate: _Candidate) -> _Key:
-    return tuple(candidate.balance), tuple(map(tuple, candidate.program.schedule))
+    return tuple(candidate.balance), tuple(map(tuple, candidate.prepared.table))
 
 
-def _changes(candidate: _Candidate) -> Iterator[Schedule]:
+def _changes(candidate: _Candidate) -> Iterator[ActionTable]:
     """Return tables that differ in the critical path.
 
     Two neighbours of a row change places, a backward pass is split, or its two parts become one.
     """
-    rows = candidate.program.schedule
+    rows = candidate.prepared.table
     place = {action: (r, k) for r, row in enumerate(rows) for k, action in enumerate(row)}
 
-    def changed(r: int, row: list[Action]) -> Schedule:
+    def changed(r: int, row: list[Action]) -> ActionTable:
         return [*rows[:r], row, *rows[r + 1 :]]
 
-    path = [step for step in candidate.program.critical_path(candidate.costs) if isinstance(step, Action)]
+    path = [step for step in candidate.prepared.critical_path(candidate.costs) if isinstance(step, Action)]
     for before, action in pairwise(path):
         r, k = place[before]
         if place[action] == (r, k + 1) and before[1:] != action[1:]:

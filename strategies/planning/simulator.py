@@ -1,4 +1,4 @@
-"""Simulates schedules: computes times and memory of a table of actions with given costs, and draws it.
+"""Simulates tables: computes times and memory of a table of actions with given costs, and draws it.
 
 Legend: m micro-batch, i stage, r process (the number of a row).
 """
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from strategies.pipeline.schedule.operations import Computation, UserCode
 from strategies.pipeline.schedule.running_order import Running, check_complete, running_order
-from strategies.pipeline.schedule.tables import KINDS, Action, Placement, Schedule, loop
+from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Placement, loop
 from strategies.pipeline.schedule.timetable import driver_row
 
 PerStage: TypeAlias = float | Sequence[float]
@@ -50,7 +50,7 @@ class DriverCosts:
 
 
 @dataclass(frozen=True)
-class Costs:
+class ActionCosts:
     """What the actions of one micro-batch cost.
 
     Attributes:
@@ -77,7 +77,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times and memory of a schedule whose actions have given costs.
+    """Times and memory of a table whose actions have given costs.
 
     Attributes:
         rows: The simulated table; the driver's row also has the user's code, if that costs anything.
@@ -101,15 +101,15 @@ class Simulation:
     peak_bytes: list[float]
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, *, placement: Placement | None = None) -> Simulation:
-    """Simulate a schedule.
+def simulate(table: ActionTable, costs: ActionCosts | None = None, *, placement: Placement | None = None) -> Simulation:
+    """Simulate a table.
 
     An action starts when its process has ended the action before it in the row, and when its inputs have arrived: a
     forward pass needs the forward pass of the stage before; a backward pass or input gradients need the forward pass of
     the same stage and the gradients of the stage after; weight gradients need the input gradients of the same stage.
 
     Args:
-        schedule: One row of actions per process.
+        table: One row of actions per process.
         costs: What actions cost; by default each takes one unit of time.
         placement: Which process must have which stages; by default those whose actions it has.
 
@@ -117,17 +117,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, placement: Place
         ValueError: If the table lacks or repeats an action, has one on the wrong process, or deadlocks, or if a cost is
             negative or not given for every stage.
     """
-    return Program(schedule, placement=placement).simulate(costs or Costs())
+    return PreparedTable(table, placement=placement).simulate(costs or ActionCosts())
 
 
-class Program:
+class PreparedTable:
     """A table prepared for simulations with different costs.
 
     The order in which actions *can* run depends on the table alone. Simulations then pass through them once, in that
     order.
 
     Args:
-        schedule: The table.
+        table: The table.
         placement: Which process must have which stages; by default those whose actions it has.
         with_user_code: Whether the driver runs code before the call of the module: then its row is
             :func:`driver_row`.
@@ -136,24 +136,24 @@ class Program:
         ValueError: As :func:`simulate` does.
     """
 
-    def __init__(self, schedule: Schedule, *, placement: Placement | None = None, with_user_code: bool = False) -> None:
-        self.schedule = schedule
-        self.placement = check_complete(schedule, placement)
-        self.num_microbatches = 1 + max(action.microbatch for row in schedule for action in row)
-        self.rows: list[list[Computation]] = [list(row) for row in schedule]
+    def __init__(self, table: ActionTable, *, placement: Placement | None = None, with_user_code: bool = False) -> None:
+        self.table = table
+        self.placement = check_complete(table, placement)
+        self.num_microbatches = 1 + max(action.microbatch for row in table for action in row)
+        self.rows: list[list[Computation]] = [list(row) for row in table]
         self._has_user_code = with_user_code
         if with_user_code:
-            self.rows[self.placement.driver] = driver_row(schedule)
+            self.rows[self.placement.driver] = driver_row(table)
         self._order = running_order(self.rows, self.placement.num_stages)
         number = {step: k for k, (_, step, _) in enumerate(self._order)}
         self._steps = [
             (row, self._cost_index(step), -1 if need is None else number[need]) for row, step, need in self._order
         ]
 
-    def simulate(self, costs: Costs) -> Simulation:
+    def simulate(self, costs: ActionCosts) -> Simulation:
         """Simulate the table with these costs."""
         if costs.driver.runs_code_before and not self._has_user_code:
-            return Program(self.schedule, placement=self.placement, with_user_code=True).simulate(costs)
+            return PreparedTable(self.table, placement=self.placement, with_user_code=True).simulate(costs)
         seconds = self.seconds_of(costs)
         ends = self.ends(seconds, costs.transfer)
         end = {step: ends[k] for k, (_, step, _) in enumerate(self._order)}
@@ -171,7 +171,7 @@ class Program:
             peak_bytes=self.peak_bytes(costs),
         )
 
-    def seconds_of(self, costs: Costs) -> list[float]:
+    def seconds_of(self, costs: ActionCosts) -> list[float]:
         """Return the time of each kind of action on each stage, then of the user's code, for :meth:`ends`."""
         assert self._has_user_code or not costs.driver.runs_code_before
         num = self.placement.num_stages
@@ -197,18 +197,18 @@ class Program:
             append(begin)
         return ends
 
-    def total_time(self, costs: Costs) -> float:
+    def total_time(self, costs: ActionCosts) -> float:
         """Return the end time of the last action."""
         return max(self.ends(self.seconds_of(costs), costs.transfer))
 
-    def row_ends(self, costs: Costs) -> list[float]:
+    def row_ends(self, costs: ActionCosts) -> list[float]:
         """Return when each process ends its last action."""
         last = [0.0] * len(self.rows)
         for (row, _, _), end in zip(self._steps, self.ends(self.seconds_of(costs), costs.transfer), strict=True):
             last[row] = end
         return last
 
-    def critical_path(self, costs: Costs) -> list[Computation]:
+    def critical_path(self, costs: ActionCosts) -> list[Computation]:
         """Return a chain of steps, each of which starts when the one before it has ended or its result has arrived.
 
         The last one ends last of all, so only a change of the chain can make the total time shorter.
@@ -232,13 +232,13 @@ class Program:
         """Return the maximum number of micro-batches that each stage holds."""
         num = self.placement.num_stages
         held, peak = [0] * num, [0] * num
-        for row in self.schedule:
+        for row in self.table:
             for kind, _, i in row:
                 held[i] += {"F": 1, "I": 0}.get(kind, -1)
                 peak[i] = max(peak[i], held[i])
         return peak
 
-    def peak_bytes(self, costs: Costs) -> list[float]:
+    def peak_bytes(self, costs: ActionCosts) -> list[float]:
         """Return the maximum of what each process holds for micro-batches."""
         num = self.placement.num_stages
         activations = _per_stage("activation_bytes", costs.activation_bytes, num)
@@ -347,20 +347,20 @@ def on_cores(simulation: Simulation, cores: float, last: Sequence[float]) -> tup
     return shared, max(later[time] for _, time in after)
 
 
-def render(schedule: Schedule | Simulation, *, time_per_column: float | None = None) -> str:
+def render(table: ActionTable | Simulation, *, time_per_column: float | None = None) -> str:
     """Draw the grid of processes and time: one row per process, ``.`` for idle time, ``=`` where an action continues.
 
     Where each process has one stage, rows are called after stages, and actions do not repeat the number of the stage.
 
     Args:
-        schedule: A simulation, or a schedule, which is then simulated with equal costs.
+        table: A simulation, or a table, which is then simulated with equal costs.
         time_per_column: Time that a column covers; by default the time of the shortest action. The grid may omit an
             action that is shorter than half a column.
 
     Raises:
-        ValueError: If the schedule cannot run, or if ``time_per_column`` is not positive.
+        ValueError: If the table cannot run, or if ``time_per_column`` is not positive.
     """
-    simulation = schedule if isinstance(schedule, Simulation) else simulate(schedule)
+    simulation = table if isinstance(table, Simulation) else simulate(table)
     times = [simulation.end[action] - simulation.start[action] for action in simulation.end]
     if time_per_column is None:
         time_per_column = min((time for time in times if time > 0), default=1.0)

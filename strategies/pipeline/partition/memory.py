@@ -36,7 +36,7 @@ TWO_SETS = (
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlacement:
     """Where the parts of a model are.
 
     Attributes:
@@ -58,7 +58,7 @@ class Placement:
         stages: Sequence[StageLayers],
         devices: Sequence[torch.device],
         on_host: Sequence[int],
-    ) -> "Placement":
+    ) -> "DevicePlacement":
         """Return the placement of a model with these stages."""
         inside = {module for stage in stages for module in stage.modules()}
         return cls(stages, [module for module in model.modules() if module not in inside], devices, on_host)
@@ -129,7 +129,7 @@ class Sizes:
 
 
 def check_memory(
-    placement: Placement,
+    placement: DevicePlacement,
     optimizers: Sequence[Optimizer] = (),
     *,
     num_shares: int = 1,
@@ -211,7 +211,7 @@ def nbytes_of(tensor: Tensor) -> int:
     return tensor.nbytes
 
 
-def held_bytes(placement: Placement, optimizers: Sequence[Optimizer]) -> dict[torch.device, int]:
+def held_bytes(placement: DevicePlacement, optimizers: Sequence[Optimizer]) -> dict[torch.device, int]:
     """Return what this process already holds of parameters, buffers, gradients and optimizer states, by device."""
     tensors = _tensors_of(chain(placement.outside, *(stage.modules() for stage in placement.stages)))
     gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
@@ -239,7 +239,7 @@ class _Lack:
     way_out: str = ""
 
 
-def _processes(placement: Placement, needs: Sequence[Need], held: int) -> Iterator[_Lack]:
+def _processes(placement: DevicePlacement, needs: Sequence[Need], held: int) -> Iterator[_Lack]:
     """Yield the stages that do not fit into a process."""
     last = len(needs) - 1
     for limit in limits_of_process():
@@ -256,7 +256,7 @@ def _processes(placement: Placement, needs: Sequence[Need], held: int) -> Iterat
                 )
 
 
-def _gpus(placement: Placement, needs: Sequence[Need], communicators: Sequence[int]) -> Iterator[_Lack]:
+def _gpus(placement: DevicePlacement, needs: Sequence[Need], communicators: Sequence[int]) -> Iterator[_Lack]:
     """Yield the GPUs into which their stages do not fit."""
     last = len(needs) - 1
     # Once each: other replicas on this host have GPUs of their own.
@@ -277,7 +277,7 @@ def _gpus(placement: Placement, needs: Sequence[Need], communicators: Sequence[i
             yield _Lack(words, max(0, room - buffers), "GPU")
 
 
-def _host(placement: Placement, needs: Sequence[Need], held: int) -> Iterator[_Lack]:
+def _host(placement: DevicePlacement, needs: Sequence[Need], held: int) -> Iterator[_Lack]:
     """Yield whether the stages of all processes on this host do not fit into its memory together."""
     here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
     if not here:
@@ -292,7 +292,7 @@ def _host(placement: Placement, needs: Sequence[Need], held: int) -> Iterator[_L
         )
 
 
-def _snapshots(placement: Placement, needs: Sequence[Need], held: int, num_snapshots: int) -> Iterator[_Lack]:
+def _snapshots(placement: DevicePlacement, needs: Sequence[Need], held: int, num_snapshots: int) -> Iterator[_Lack]:
     """Yield a lack if the snapshots of all processes do not fit into this host's memory, beside what they copy."""
     here = [i for i in placement.on_host if placement.devices[i].type == "cpu"]
     if not here or not num_snapshots:
@@ -333,7 +333,7 @@ def _way_out(lack: _Lack, smallest: Sequence[int] | None, num_stages: int) -> st
     )
 
 
-def _name(placement: Placement, i: int) -> str:
+def _name(placement: DevicePlacement, i: int) -> str:
     stage = describe(i, placement.stages[i])
     return f"{stage[0].upper()}{stage[1:]}"
 

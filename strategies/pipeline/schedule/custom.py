@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from strategies.pipeline.schedule.running_order import check_complete, running_order
-from strategies.pipeline.schedule.tables import Action, Schedule, shortened
+from strategies.pipeline.schedule.tables import Action, ActionTable, shortened
 
 CustomTable: TypeAlias = Sequence[Sequence[Action | str | None]]
-"""A row per process. An action may be text, such as ``2F0``; an idle step is ``None`` or empty."""
+"""What a function may return: a row per process, of actions or their text; an idle step is ``None`` or empty."""
 
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 
 
-def read_csv(path: str | Path) -> Schedule:
+def read_csv(path: str | Path) -> ActionTable:
     """Read a table from a file in the CSV format of ``torch.distributed.pipelining``, with or without communication.
 
     Raises:
@@ -35,13 +35,15 @@ def read_csv(path: str | Path) -> Schedule:
         return _parsed(csv.reader(file), str(path))
 
 
-def write_csv(schedule: Schedule, path: str | Path) -> None:
+def write_csv(table: ActionTable, path: str | Path) -> None:
     """Write a table to a file that :func:`read_csv` and ``torch.distributed.pipelining`` can read."""
     with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(schedule)
+        csv.writer(file).writerows(table)
 
 
-def custom_table(source: str | Path | Callable[[int, int], CustomTable], processes: int, microbatches: int) -> Schedule:
+def custom_table(
+    source: str | Path | Callable[[int, int], CustomTable], processes: int, microbatches: int
+) -> ActionTable:
     """Return the table of a file or a function, if it can run.
 
     Args:
@@ -78,7 +80,7 @@ def custom_table(source: str | Path | Callable[[int, int], CustomTable], process
     return shortened(table, microbatches)
 
 
-def _parsed(rows: Iterable[Sequence[Action | str | None]], name: str) -> Schedule:
+def _parsed(rows: Iterable[Sequence[Action | str | None]], name: str) -> ActionTable:
     table = []
     for number, row in enumerate(rows):
         actions = []

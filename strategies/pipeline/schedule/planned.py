@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from strategies.pipeline.schedule.custom import CustomTable
-from strategies.pipeline.schedule.tables import SCHEDULES
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable
 
 AUTO = "auto"
 """The name that stands for a search."""
@@ -22,7 +21,7 @@ class PlannedSchedule:
         chunks: The number of stages per process.
         balance: The number of layers of each stage.
         microbatches: The number of micro-batches of ``table``.
-        table: The actions of each process, as text.
+        table: The actions of each process.
         peak_bytes: The predicted maximum of what a process takes for parameters and activations.
         gradient_sets: Number of gradients that a parameter was taken to have at once.
     """
@@ -31,20 +30,20 @@ class PlannedSchedule:
     chunks: int
     balance: list[int]
     microbatches: int
-    table: list[list[str]]
+    table: ActionTable
     peak_bytes: float = 0.0
     gradient_sets: int = 1
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PlannedSchedule:
         """Return the schedule that :meth:`state` described."""
-        return cls(**state)
+        return cls(**{**state, "table": [[Action.parse(text) for text in row] for row in state["table"]]})
 
     def state(self) -> dict[str, Any]:
         """Return the schedule as numbers, texts and lists."""
-        return asdict(self)
+        return {**asdict(self), "table": [[str(action) for action in row] for row in self.table]}
 
-    def __call__(self, processes: int, microbatches: int) -> CustomTable:
+    def __call__(self, processes: int, microbatches: int) -> ActionTable:
         """Return the table for a number of micro-batches."""
         if microbatches == self.microbatches:
             return self.table

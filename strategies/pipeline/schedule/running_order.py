@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from strategies.pipeline.schedule.operations import Computation, UserCode
-from strategies.pipeline.schedule.tables import Action, Placement, Schedule
+from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 
 ASSUMED_SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
 """How long computations take where nothing has been measured, in any unit."""
@@ -36,13 +36,13 @@ class Running(NamedTuple):
     awaited: Computation | None
 
 
-def check_complete(schedule: Schedule, placement: Placement | None = None) -> Placement:
+def check_complete(table: ActionTable, placement: Placement | None = None) -> Placement:
     """Check that each stage is on one process, and runs each micro-batch forward once and backward once.
 
     A backward pass is whole (``B``) or in two parts (``I`` and ``W``).
 
     Args:
-        schedule: The table.
+        table: The table.
         placement: Which process must have which stages; by default those whose actions it has.
 
     Returns:
@@ -51,13 +51,13 @@ def check_complete(schedule: Schedule, placement: Placement | None = None) -> Pl
     Raises:
         ValueError: If the table lacks or repeats an action, or has one on the wrong process.
     """
-    placement = _checked_placement(schedule, placement)
-    num_microbatches = 1 + max(action.microbatch for row in schedule for action in row)
+    placement = _checked_placement(table, placement)
+    num_microbatches = 1 + max(action.microbatch for row in table for action in row)
     seen: set[Action] = set()
-    for process, row in enumerate(schedule):
+    for process, row in enumerate(table):
         for action in row:
             if action in seen:
-                raise ValueError(f"process {process} has {action} more than once\n{_table(schedule)}")
+                raise ValueError(f"process {process} has {action} more than once\n{_table(table)}")
             seen.add(action)
     for i, process in enumerate(placement.process_of):
         for m in range(num_microbatches):
@@ -66,12 +66,12 @@ def check_complete(schedule: Schedule, placement: Placement | None = None) -> Pl
             if whole in seen and excess is not None:
                 raise ValueError(
                     f"process {process} has {whole} and {excess}; a backward pass is either whole (B) or in two parts "
-                    f"(I, then W)\n{_table(schedule)}"
+                    f"(I, then W)\n{_table(table)}"
                 )
             needed = [Action("F", m, i), *(parts if excess else [whole])]
             lacking = next((action for action in needed if action not in seen), None)
             if lacking is not None:
-                raise ValueError(f"process {process} lacks {lacking}\n{_table(schedule)}")
+                raise ValueError(f"process {process} lacks {lacking}\n{_table(table)}")
     return placement
 
 
@@ -154,20 +154,20 @@ def sources_of(computation: Computation, num_stages: int) -> tuple[Computation, 
     return (own, Action("B", m, i + 1), Action("I", m, i + 1)) if i + 1 < num_stages else (own,)
 
 
-def _checked_placement(schedule: Schedule, given: Placement | None) -> Placement:
+def _checked_placement(table: ActionTable, given: Placement | None) -> Placement:
     if given is None:
-        return Placement.of(schedule)
+        return Placement.of(table)
     num_processes = 1 + max(given.process_of)
-    if len(schedule) != num_processes:
-        raise ValueError(f"the table has {len(schedule)} rows for {num_processes} processes\n{_table(schedule)}")
-    for process, row in enumerate(schedule):
+    if len(table) != num_processes:
+        raise ValueError(f"the table has {len(table)} rows for {num_processes} processes\n{_table(table)}")
+    for process, row in enumerate(table):
         for action in row:
             if action.stage >= given.num_stages:
                 raise ValueError(f"process {process} has {action}, but there are {given.num_stages} stages")
             if given.process_of[action.stage] != process:
                 raise ValueError(
                     f"process {process} has {action}, but stage {action.stage} is on process "
-                    f"{given.process_of[action.stage]}\n{_table(schedule)}"
+                    f"{given.process_of[action.stage]}\n{_table(table)}"
                 )
     return given
 

@@ -74,7 +74,7 @@ class Action(NamedTuple):
         return cls(cast(Kind, kind), int(microbatch), int(stage))
 
 
-Schedule: TypeAlias = list[list[Action]]
+ActionTable: TypeAlias = list[list[Action]]
 """One row of actions per process, in the order in which the process runs them."""
 
 
@@ -102,14 +102,14 @@ class Placement:
         return [stage for stage, own in enumerate(self.process_of) if own == process]
 
     @classmethod
-    def of(cls, schedule: Schedule) -> Placement:
+    def of(cls, table: ActionTable) -> Placement:
         """Return the placement that a table has.
 
         Raises:
             ValueError: If a stage has actions on two processes, or none at all.
         """
         process_of: dict[int, int] = {}
-        for process, row in enumerate(schedule):
+        for process, row in enumerate(table):
             for action in row:
                 known = process_of.setdefault(action.stage, process)
                 if known != process:
@@ -145,7 +145,7 @@ def v(processes: int) -> Placement:
     return Placement((*range(processes), *reversed(range(processes))))
 
 
-def gpipe(stages: int, microbatches: int) -> Schedule:
+def gpipe(stages: int, microbatches: int) -> ActionTable:
     """All forward passes, then all backward passes in reverse order (Huang et al., 2019, https://arxiv.org/abs/1811.06965).
 
     The backward passes begin with the last micro-batch: its activations were computed last, and
@@ -161,7 +161,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     ]
 
 
-def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+def one_f_one_b(stages: int, microbatches: int) -> ActionTable:
     """Alternate forward and backward passes (Narayanan et al., 2019, "PipeDream-Flush", https://arxiv.org/abs/2006.09503).
 
     Stage i starts with p - i forward passes, as many as there are stages from stage i to the last one: the first
@@ -178,7 +178,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     ]
 
 
-def interleaved(processes: int, microbatches: int, chunks: int = 2) -> Schedule:
+def interleaved(processes: int, microbatches: int, chunks: int = 2) -> ActionTable:
     """1F1B over several stages per process (Narayanan et al., 2021, section 2.2, https://arxiv.org/abs/2104.04473)::
 
         process 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 .   2B2 .   2B3 0B2 0B3
@@ -198,7 +198,7 @@ def interleaved(processes: int, microbatches: int, chunks: int = 2) -> Schedule:
     return _in_rounds(processes, microbatches, chunks, hop=2)
 
 
-def zb_h1(processes: int, microbatches: int, chunks: int = 1) -> Schedule:
+def zb_h1(processes: int, microbatches: int, chunks: int = 1) -> ActionTable:
     """Delay weight gradients until the preceding stage has its gradients (Qi et al., 2023, https://arxiv.org/abs/2401.10241)::
 
         stage 0  F0 F1 F2 .  .  I0 W0 F3 I1 W1 I2 W2 I3 W3
@@ -217,7 +217,7 @@ def zb_h1(processes: int, microbatches: int, chunks: int = 1) -> Schedule:
     return _in_rounds(processes, microbatches, chunks, hop=1, splits=True)
 
 
-def zbv(processes: int, microbatches: int) -> Schedule:
+def zbv(processes: int, microbatches: int) -> ActionTable:
     """Split backward passes under the placement :func:`v` (Qi et al., 2023, section 6, https://arxiv.org/abs/2401.10241)::
 
         process 0  0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2 .
@@ -252,7 +252,7 @@ def zbv(processes: int, microbatches: int) -> Schedule:
     return shortened(rows, microbatches)
 
 
-def v_half(processes: int, microbatches: int) -> Schedule:
+def v_half(processes: int, microbatches: int) -> ActionTable:
     """Half of 1F1B's activations, under the placement :func:`v` (Qi et al., 2024, https://arxiv.org/abs/2405.15362)::
 
         process 0  0F0 .   .   3F0 3I0 0F1 3W0 .   3F1 3I1 0F2 0I0 3W1 0W0 3F2 3I2 0I1 3W2 0I2 0W1 0W2
@@ -308,8 +308,8 @@ def _block(p: int) -> dict[Action, int]:
 
 
 def with_weight_gradients(
-    rows: Schedule, seconds: Callable[[Action], float], limit: Iterable[int] | None = None
-) -> Schedule:
+    rows: ActionTable, seconds: Callable[[Action], float], limit: Iterable[int] | None = None
+) -> ActionTable:
     """Add ``W`` to rows of ``F`` and ``I``, whose order stays: where a process would wait, or has no memory left.
 
     Args:
@@ -320,7 +320,7 @@ def with_weight_gradients(
     """
     limits = list(limit) if limit is not None else [sum(map(len, rows))] * len(rows)
     num_stages = 1 + max(action.stage for row in rows for action in row)
-    filled: Schedule = [[] for _ in rows]
+    filled: ActionTable = [[] for _ in rows]
     ended: dict[Action, float] = {}
     held, place = [0] * len(rows), [0] * len(rows)
     pending: list[deque[Action]] = [deque() for _ in rows]
@@ -371,12 +371,12 @@ def needs_of(action: Action, num_stages: int, *, split: bool) -> tuple[Action, .
     return (own, Action("I" if split else "B", m, i + 1)) if i + 1 < num_stages else (own,)
 
 
-def shortened(schedule: Schedule, microbatches: int) -> Schedule:
+def shortened(table: ActionTable, microbatches: int) -> ActionTable:
     """Return a table without the micro-batches from number ``microbatches`` on. It runs if the whole one does."""
-    return [[action for action in row if action.microbatch < microbatches] for row in schedule]
+    return [[action for action in row if action.microbatch < microbatches] for row in table]
 
 
-def _in_rounds(p: int, microbatches: int, chunks: int, *, hop: int, splits: bool = False) -> Schedule:
+def _in_rounds(p: int, microbatches: int, chunks: int, *, hop: int, splits: bool = False) -> ActionTable:
     """Take micro-batches through the stages of a process in rounds.
 
     Args:
@@ -451,7 +451,7 @@ class Named(NamedTuple):
         chunks: The smallest, the default and the largest number of stages per process.
     """
 
-    table: Callable[[int, int, int], Schedule]
+    table: Callable[[int, int, int], ActionTable]
     placement: Callable[[int, int], Placement]
     chunks: tuple[int, int, int]
 

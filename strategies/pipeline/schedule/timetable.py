@@ -14,7 +14,7 @@ from functools import lru_cache, partial
 
 from strategies.pipeline.schedule.operations import Computation, Operation, UserCode
 from strategies.pipeline.schedule.running_order import assumed_times, check_complete, running_order, sources_of
-from strategies.pipeline.schedule.tables import Action, Placement, Schedule
+from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 
 MIN_UNDER_WAY = 2
 """At least this many more values than there are stages may be under way on a channel."""
@@ -76,7 +76,9 @@ class Timetables:
         rank_of: The rank of each stage.
     """
 
-    def __init__(self, schedule: Callable[[int], Schedule], placement: Placement, order: Order | None = None) -> None:
+    def __init__(
+        self, schedule: Callable[[int], ActionTable], placement: Placement, order: Order | None = None
+    ) -> None:
         self._schedule, self.placement, self._order = schedule, placement, order
         self.rank_of = ranks_of(placement)
         self.training: Mapping[int, Timetable] = _Computed(self._training)
@@ -112,7 +114,7 @@ def ranks_of(placement: Placement) -> tuple[int, ...]:
     return tuple((process - placement.driver - 1) % num for process in placement.process_of)
 
 
-def driver_row(schedule: Schedule) -> list[Computation]:
+def driver_row(table: ActionTable) -> list[Computation]:
     """Return the driver's row with the user's code before the call of the module (``b``) and its backward pass (``a``).
 
     Where the driver has stage 0, ``b`` directly precedes the stage's forward pass, and ``a`` follows its backward pass.
@@ -130,13 +132,13 @@ def driver_row(schedule: Schedule) -> list[Computation]:
     Raises:
         ValueError: If the table is incomplete or deadlocks.
     """
-    placement = check_complete(schedule)
-    start, end = assumed_times(running_order(schedule, placement.num_stages))
-    driver, num = placement.driver, 1 + max(action.microbatch for row in schedule for action in row)
+    placement = check_complete(table)
+    start, end = assumed_times(running_order(table, placement.num_stages))
+    driver, num = placement.driver, 1 + max(action.microbatch for row in table for action in row)
     row: list[Computation] = []
     gradients = {m: Action("B", m, 0) if Action("B", m, 0) in end else Action("I", m, 0) for m in range(num)}
     if placement.process_of[0] == driver:
-        for action in schedule[driver]:
+        for action in table[driver]:
             if action.stage == 0 and action.kind == "F":
                 row.append(UserCode("b", action.microbatch))
             row.append(action)
@@ -144,13 +146,13 @@ def driver_row(schedule: Schedule) -> list[Computation]:
                 row.append(UserCode("a", action.microbatch))
         return row
     lead = 3.0 * len(placement.stages_of(driver))
-    starts = [start[action] for action in schedule[driver]]
+    starts = [start[action] for action in table[driver]]
     before: list[list[Computation]] = [[] for _ in range(len(starts) + 1)]
     for m in range(num):
         before[bisect_left(starts, start[Action("F", m, 0)] - lead)].append(UserCode("b", m))
     for m in range(num):
         before[bisect_left(starts, end[gradients[m]] + lead)].append(UserCode("a", m))
-    for action, code in zip(schedule[driver], before, strict=False):
+    for action, code in zip(table[driver], before, strict=False):
         row += [*code, action]
     return [*row, *before[-1]]
 
@@ -167,7 +169,7 @@ def forward_timetable(placement: Placement, microbatches: int, order: Order | No
         order: As for :class:`Timetables`.
     """
     num, processes = placement.num_stages, 1 + max(placement.process_of)
-    table: Schedule = [[] for _ in range(processes)]
+    table: ActionTable = [[] for _ in range(processes)]
     next_of = [0] * num
     while sum(next_of) < num * microbatches:
         ready = [i for i in range(num) if next_of[i] < (next_of[i - 1] if i else microbatches)]
@@ -191,7 +193,7 @@ def forward_timetable(placement: Placement, microbatches: int, order: Order | No
 
 
 def _timetable(
-    table: Schedule,
+    table: ActionTable,
     driver: list[Computation],
     limit: int,
     placement: Placement,
@@ -204,11 +206,11 @@ def _timetable(
     return unordered if order is None else replace(unordered, operations=order(unordered, placement.num_stages))
 
 
-def _by_rank(table: Schedule, driver: int) -> list[list[Action]]:
+def _by_rank(table: ActionTable, driver: int) -> list[list[Action]]:
     return [*table[driver + 1 :], *table[: driver + 1]]
 
 
-def check_order(table: Schedule) -> None:
+def check_order(table: ActionTable) -> None:
     """Check that each stage runs forward passes in the order of the micro-batches, and gradients in one order.
 
     A channel between two stages brings values in the order in which they were sent.

@@ -8,7 +8,7 @@ from harness import run
 from torch import nn, optim
 
 from strategies.launch.limits import limits_of_process
-from strategies.pipeline.partition.memory import Placement, check_memory
+from strategies.pipeline.partition.memory import DevicePlacement, check_memory
 from strategies.pipeline.partition.sequential import cut
 
 MEBI = 2**20
@@ -74,7 +74,7 @@ def refused(balance: list[int], mebi: int, kind: int, *, states: bool) -> str:
     stages = cut(model.blocks, balance)
     numbers = [*range(len(balance))]
     try:
-        check_memory(Placement.of(model, stages, [torch.device("cpu")] * len(balance), numbers), optimizers)
+        check_memory(DevicePlacement.of(model, stages, [torch.device("cpu")] * len(balance), numbers), optimizers)
     except ValueError as error:
         return str(error)
     return ""

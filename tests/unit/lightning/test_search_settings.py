@@ -9,6 +9,7 @@ from strategies import RPCSequentialStrategy
 from strategies.lightning.search_settings import SearchSettings, fits
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.planned import PlannedSchedule
+from strategies.pipeline.schedule.tables import zbv
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_settings_that_make_no_sense(settings: dict[str, Any], message: str) -> 
 
 def test_what_was_found_earlier_is_used_where_it_fits() -> None:
     """It is not used if the settings of this run say something else."""
-    planned = PlannedSchedule("zbv", 2, [2, 1, 1, 2], 4, [["0F0"], ["1F0"]], peak_bytes=100.0, gradient_sets=1)
+    planned = PlannedSchedule("zbv", 2, [2, 1, 1, 2], 4, zbv(2, 4), peak_bytes=100.0, gradient_sets=1)
     assert PlannedSchedule.from_state(planned.state()) == planned
 
     def is_used(

@@ -12,8 +12,8 @@ from strategies.pipeline.schedule.posting import posting_order
 from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.tables import (
     Action,
+    ActionTable,
     Placement,
-    Schedule,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -23,7 +23,7 @@ from strategies.pipeline.schedule.tables import (
 )
 from strategies.pipeline.schedule.timetable import Timetables
 from strategies.planning.devices import Deadlock, check_runs, for_all, per_edge, per_pair
-from strategies.planning.simulator import Costs, simulate
+from strategies.planning.simulator import ActionCosts, simulate
 
 _POST = re.compile(r"(\d+)(SEND|RECV)_([FB])(\d+)")
 
@@ -55,7 +55,7 @@ def rows_of(process_of: Sequence[int], *rows: str) -> list[list[Operation]]:
     return [operations(row, process_of) for row in rows]
 
 
-def naive(table: Schedule, placement: Placement | None = None) -> list[list[Operation]]:
+def naive(table: ActionTable, placement: Placement | None = None) -> list[list[Operation]]:
     """Each receive directly before the action that needs it, each send directly after its action."""
     placement = placement or Placement.of(table)
     process_of, num = placement.process_of, placement.num_stages
@@ -81,7 +81,7 @@ def _value(action: Action) -> tuple[Any, int, int]:
     return edge[0], action.microbatch, edge[1]
 
 
-def ours(table: Schedule) -> list[list[Operation]]:
+def ours(table: ActionTable) -> list[list[Operation]]:
     """The posting order of a table whose last process is the driver, without the driver's code."""
     tables = Timetables(lambda m: table, Placement.of(table))
     whole = tables.training[1 + max(action.microbatch for action in table[0])]
@@ -137,7 +137,7 @@ def test_a_group_of_two_receives_waits_for_the_later_one() -> None:
 
 @pytest.mark.parametrize("make", [one_f_one_b, interleaved, zb_h1, zbv, v_half], ids=lambda make: make.__name__)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
-def test_receives_right_before_their_actions_deadlock(make: Callable[[int, int], Schedule], p: int, m: int) -> None:
+def test_receives_right_before_their_actions_deadlock(make: Callable[[int, int], ActionTable], p: int, m: int) -> None:
     """pytorch/pytorch#172668: two ranks wait for their sends, and neither has posted its receive.
 
     So do devices that run one operation at a time, and independent streams with one communicator per pair of ranks
@@ -210,7 +210,7 @@ def test_a_receive_ahead_of_time_blocks_the_warm_up() -> None:
     """pytorch/pytorch#188833: with one stream, a receive of a later chunk delays sends that are ready."""
     table = interleaved(4, 8)
     seconds = {"F": 1.0, "B": 2.0}
-    least = simulate(table, Costs(backward=2.0)).total_time
+    least = simulate(table, ActionCosts(backward=2.0)).total_time
 
     def time(rows: list[list[Operation]], **others: Any) -> float:
         return check_runs(rows, independent_streams=True, seconds=lambda step: seconds.get(step[0], 0.0), **others)

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 
 from strategies.pipeline.schedule.operations import UserCode
-from strategies.pipeline.schedule.tables import SCHEDULES, Schedule
+from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable
 from strategies.pipeline.stage.records import LayerRecord, Record, Recorded
-from strategies.planning.imbalance import Imbalance, StepCosts, assess, step_costs
-from strategies.planning.simulator import Costs, DriverCosts, simulate
+from strategies.planning.imbalance import Imbalance, MeasuredStep, assess, measured_step
+from strategies.planning.simulator import ActionCosts, DriverCosts, simulate
 
 MICROBATCHES = 4
 
 
-def table_of(name: str, processes: int) -> Schedule:
+def table_of(name: str, processes: int) -> ActionTable:
     return SCHEDULES[name].table(processes, MICROBATCHES, SCHEDULES[name].chunks[1])
 
 
@@ -26,7 +26,7 @@ def recorded_step(
     elements: int = 8,
     loss: float = 0.0,
     before: float = 0.0,
-) -> StepCosts | None:
+) -> MeasuredStep | None:
     """Return what a step says in which each layer takes the given time, twice that backwards, and slow processes more.
 
     Args:
@@ -43,7 +43,7 @@ def recorded_step(
     process = {action.stage: r for r, row in enumerate(table) for action in row}
     own = [slowness[process[i]] * sum(forward[place] for place in places[i]) for i in range(len(balance))]
     driver = DriverCosts(before, loss, before / 2)
-    simulation = simulate(table, Costs(own, [2 * t for t in own], own, own, transfer=0.01, driver=driver))
+    simulation = simulate(table, ActionCosts(own, [2 * t for t in own], own, own, transfer=0.01, driver=driver))
     rows: list[list[Record]] = []
     for steps in simulation.rows:
         row = []
@@ -70,7 +70,7 @@ def recorded_step(
         )
         for r, row in enumerate(rows)
     ]
-    return step_costs(rows, recorded, balance, whole_batch=False)
+    return measured_step(rows, recorded, balance, whole_batch=False)
 
 
 def assessed(
@@ -153,8 +153,8 @@ def test_the_median_of_several_steps_counts() -> None:
 
 
 def test_a_step_that_lacks_a_backward_pass_or_layers_says_nothing() -> None:
-    evaluated = [[Record("F", 0, 0, 0, 0.0, 0.0, 1.0, 1.0)]]
-    assert step_costs(evaluated, [Recorded(evaluated[0], 0, {0: LayerRecord(1.0, 8)})], [1], whole_batch=True) is None
+    evaluated, layers = [[Record("F", 0, 0, 0, 0.0, 0.0, 1.0, 1.0)]], {0: LayerRecord(1.0, 8)}
+    assert measured_step(evaluated, [Recorded(evaluated[0], 0, layers)], [1], whole_batch=True) is None
     trained = [[*evaluated[0], Record("B", 0, 0, 0, 1.0, 1.0, 2.0, 2.0)]]
-    assert step_costs(trained, [Recorded(trained[0], 0)], [1], whole_batch=True) is None
-    assert step_costs(trained, [Recorded(trained[0], 0, {0: LayerRecord(1.0, 8)})], [1], whole_batch=True) is not None
+    assert measured_step(trained, [Recorded(trained[0], 0)], [1], whole_batch=True) is None
+    assert measured_step(trained, [Recorded(trained[0], 0, layers)], [1], whole_batch=True) is not None

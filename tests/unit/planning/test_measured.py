@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 
 from strategies.pipeline.schedule.operations import UserCode
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, Schedule
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable
 from strategies.pipeline.stage.records import Record
 from strategies.planning.measured import (
     from_first_forward,
@@ -15,7 +15,7 @@ from strategies.planning.measured import (
     trace_of,
     uses_of,
 )
-from strategies.planning.simulator import Costs, DriverCosts, Simulation, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, Simulation, simulate
 
 LOSS = 0.25
 """What the driver's code after the call of the module takes, per micro-batch."""
@@ -41,7 +41,7 @@ def recorded(simulation: Simulation) -> list[list[Record]]:
     return rows
 
 
-def table_of(name: str, microbatches: int = 4) -> Schedule:
+def table_of(name: str, microbatches: int = 4) -> ActionTable:
     """The table of a schedule for three processes."""
     return SCHEDULES[name].table(3, microbatches, SCHEDULES[name].chunks[1])
 
@@ -52,7 +52,7 @@ def test_a_step_without_noise_is_as_predicted(name: str) -> None:
     num = 1 + max(action.stage for action in chain(*table))
     forward = [1.0 + i / 8 for i in range(num)]
     driver = DriverCosts(before=0.125, after=LOSS, before_backward=0.0625)
-    costs = Costs(forward, 2.0, 1.0, 1.25, transfer=0.03125, driver=driver)
+    costs = ActionCosts(forward, 2.0, 1.0, 1.25, transfer=0.03125, driver=driver)
     expected = simulate(table, costs)
     rows = recorded(expected)
     measured = measured_timetable(rows)
@@ -69,7 +69,7 @@ def test_a_step_without_noise_is_as_predicted(name: str) -> None:
 def test_under_gpipe_the_loss_is_between() -> None:
     table = table_of("gpipe", 2)
     rows: list[list[Record]] = [[], [], []]
-    plain = simulate(table, Costs(1.0, 2.0))
+    plain = simulate(table, ActionCosts(1.0, 2.0))
     for r, row in enumerate(table):
         for action in row:
             wait = 0.0 if action.kind == "F" else 5.0  # what the loss takes

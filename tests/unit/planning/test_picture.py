@@ -6,7 +6,7 @@ import pytest
 
 from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.planning.picture import COLOURS, pixels, stacked_svg, svg
-from strategies.planning.simulator import Costs, DriverCosts, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, simulate
 
 SPACE = "{http://www.w3.org/2000/svg}"
 
@@ -18,14 +18,14 @@ def steps_of(document: str) -> list[ElementTree.Element]:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_box_for_every_step(name: str) -> None:
     named = SCHEDULES[name]
-    costs = Costs(0.01, 0.02, 0.01, 0.01, driver=DriverCosts(0.001, 0.002, 0.001))
+    costs = ActionCosts(0.01, 0.02, 0.01, 0.01, driver=DriverCosts(0.001, 0.002, 0.001))
     simulation = simulate(named.table(2, 4, named.chunks[1]), costs)
     steps = steps_of(svg(simulation, ["stage 0", "driver"], "<title> & more"))
     assert sorted(step.findtext(f"{SPACE}title", "") for step in steps) == sorted(map(repr, simulation.start))
 
 
 def test_boxes_lie_where_the_simulator_has_them() -> None:
-    simulation = simulate(SCHEDULES["1f1b"].table(2, 2, 1), Costs(1.0, 2.0))
+    simulation = simulate(SCHEDULES["1f1b"].table(2, 2, 1), ActionCosts(1.0, 2.0))
     boxes = {}
     for step in steps_of(svg(simulation, ["stage 0", "driver"], "")):
         box = step.find(f"{SPACE}rect")
@@ -38,7 +38,7 @@ def test_boxes_lie_where_the_simulator_has_them() -> None:
 
 
 def test_stacked_pictures_have_one_scale() -> None:
-    short, long = (simulate(SCHEDULES["gpipe"].table(2, 2, 1), Costs(seconds, 2.0)) for seconds in (1.0, 5.0))
+    short, long = (simulate(SCHEDULES["gpipe"].table(2, 2, 1), ActionCosts(seconds, 2.0)) for seconds in (1.0, 5.0))
     document = stacked_svg([("measured", short), ("predicted", long)], ["stage 0", "driver"])
     first, second = ElementTree.fromstring(document).findall(f"{SPACE}svg")
     assert float(second.get("y", "")) == float(first.get("height", ""))
@@ -49,7 +49,7 @@ def test_stacked_pictures_have_one_scale() -> None:
 
 
 def test_pixels_show_the_boxes() -> None:
-    simulation = simulate(SCHEDULES["1f1b"].table(2, 2, 1), Costs(1.0, 2.0))
+    simulation = simulate(SCHEDULES["1f1b"].table(2, 2, 1), ActionCosts(1.0, 2.0))
     image = pixels([("measured", simulation), ("predicted", simulation)], ["stage 0", "driver"])
     ((left, top),) = {
         (round(float(box.get("x", ""))), round(float(box.get("y", ""))))

@@ -16,7 +16,7 @@ from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.planning.plan_rows import Measured, PlanRow, activation_peaks, best_row, plan_row
 from strategies.planning.search import LayerCosts
-from strategies.planning.simulator import Costs, DriverCosts, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, simulate
 
 FORWARD, BACKWARD, TRANSFER = 0.010, 0.020, 0.001
 HELD = PassBytes(inner=100, input=10, input_size=10, output=0, output_size=10, forward_extra=5, backward_extra=30)
@@ -65,7 +65,7 @@ def test_times_are_those_of_the_simulator(name: str) -> None:
     chunks = named.chunks[1]
     row = plan_row(measured(driver=driver), 2, name, chunks, balance=[4 // (2 * chunks)] * 2 * chunks)
     layers = 4 // (2 * chunks)
-    costs = Costs(
+    costs = ActionCosts(
         forward=layers * FORWARD + ACTION_SECONDS,
         backward=layers * BACKWARD + ACTION_SECONDS,
         input_grad=layers * BACKWARD / 2 + ACTION_SECONDS,

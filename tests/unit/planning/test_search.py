@@ -27,7 +27,7 @@ from strategies.planning.search import (
     search,
     with_whole_passes,
 )
-from strategies.planning.simulator import Costs, DriverCosts, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, simulate
 
 BLOCK = LayerCosts(forward=1.0, input_grad=1.0, weight_grad=1.0)
 HEAD = LayerCosts(forward=5.0, input_grad=5.0, weight_grad=5.0)
@@ -39,10 +39,10 @@ def balances(num_layers, num_stages):
 
 
 def stage_costs(costs, balance):
-    """Costs of stages, summed here and not in the search's way."""
+    """ActionCosts of stages, summed here and not in the search's way."""
     layers = iter(costs.layers)
     stages = [[next(layers) for _ in range(length)] for length in balance]
-    return Costs(
+    return ActionCosts(
         forward=[sum(layer.forward for layer in stage) for stage in stages],
         backward=[
             sum(layer.input_grad + layer.weight_grad if layer.backward is None else layer.backward for layer in stage)
@@ -176,7 +176,7 @@ def optimum(costs, processes, num, max_chunks, bound):
 
 def test_the_optimum_is_that_of_all_tables():
     """Two stages, two micro-batches, whole backward passes: all 576 pairs of rows, those that can run."""
-    costs = Costs(forward=[1.0, 3.0], backward=[2.0, 1.0], input_grad=[1, 1], weight_grad=[1, 1], transfer=0.5)
+    costs = ActionCosts(forward=[1.0, 3.0], backward=[2.0, 1.0], input_grad=[1, 1], weight_grad=[1, 1], transfer=0.5)
     times = []
     rows = [list(permutations([Action(kind, m, i) for kind in "FB" for m in range(2)])) for i in range(2)]
     for table in product(*rows):
@@ -259,7 +259,7 @@ def test_plans_are_consistent(seed):
 def test_known_figures():
     """Idle shares of 4 processes, 16 micro-batches, 16 blocks with F = I = W, without and with a head of 5 blocks."""
     plain, headed = ModelCosts([BLOCK] * 16), ModelCosts([*[BLOCK] * 16, HEAD])
-    even = Costs(forward=[4, 4, 4, 9], backward=[8, 8, 8, 18])
+    even = ActionCosts(forward=[4, 4, 4, 9], backward=[8, 8, 8, 18])
     assert simulate(one_f_one_b(4, 16), even).bubble_fraction == pytest.approx(0.462, abs=0.001)
     found = {}
     for name in set(SEARCHABLE) - {SEARCHED}:

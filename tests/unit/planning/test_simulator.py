@@ -17,7 +17,7 @@ from strategies.pipeline.schedule.tables import (
     zbv,
 )
 from strategies.planning.simulator import (
-    Costs,
+    ActionCosts,
     DriverCosts,
     Simulation,
     on_cores,
@@ -29,7 +29,7 @@ TWO_STAGES_EACH = [interleaved, zbv, v_half]
 
 
 def test_costs_and_transfer_in_the_picture():
-    simulation = simulate(gpipe(2, 2), Costs(forward=1, backward=2, transfer=1))
+    simulation = simulate(gpipe(2, 2), ActionCosts(forward=1, backward=2, transfer=1))
     assert render(simulation) == cleandoc("""
         stage 0  F0 F1 .  .  .  .  .  B1 == B0 ==
         stage 1  .  .  F0 F1 B1 == B0 == .  .  .
@@ -44,7 +44,7 @@ def test_costs_and_transfer_in_the_picture():
 
 
 def test_one_slow_stage_dominates():
-    simulation = simulate(gpipe(3, 8), Costs(forward=[1, 5, 1], backward=[2, 10, 2]))
+    simulation = simulate(gpipe(3, 8), ActionCosts(forward=[1, 5, 1], backward=[2, 10, 2]))
     turn_around = 1 + 2  # the slow stage waits for the last one between fill and drain
     assert simulation.total_time == 1 + 8 * 5 + turn_around + 8 * 10 + 2
 
@@ -53,7 +53,7 @@ def test_simulated_times_respect_every_dependency():
     """Checked against the definition, not against the simulator's own notion of what an action needs."""
     forward, backward, transfer = [1.0, 3.0, 2.0, 1.5], [2.5, 4.0, 0.0, 3.0], 0.25
     for make in (gpipe, one_f_one_b):
-        simulation = simulate(make(4, 7), Costs(forward=forward, backward=backward, transfer=transfer))
+        simulation = simulate(make(4, 7), ActionCosts(forward=forward, backward=backward, transfer=transfer))
         start, end = simulation.start, simulation.end
         for m in range(7):
             for i in range(4):
@@ -69,11 +69,11 @@ def test_simulated_times_respect_every_dependency():
 
 def test_bad_costs():
     with pytest.raises(ValueError, match=r"forward gives 3 costs for 2 stages: \[1, 2, 3\]"):
-        simulate(gpipe(2, 2), Costs(forward=[1, 2, 3]))
+        simulate(gpipe(2, 2), ActionCosts(forward=[1, 2, 3]))
     with pytest.raises(ValueError, match=r"backward must not be negative, got -1"):
-        simulate(gpipe(2, 2), Costs(backward=-1))
+        simulate(gpipe(2, 2), ActionCosts(backward=-1))
     with pytest.raises(ValueError, match=r"transfer must not be negative, got -0.5"):
-        simulate(gpipe(2, 2), Costs(transfer=-0.5))
+        simulate(gpipe(2, 2), ActionCosts(transfer=-0.5))
     with pytest.raises(ValueError, match="before_backward must not be negative, got -1"):
         DriverCosts(before_backward=-1)
     with pytest.raises(ValueError, match="time_per_column must be positive, got 0"):
@@ -81,7 +81,7 @@ def test_bad_costs():
 
 
 def test_free_actions_cost_nothing():
-    simulation = simulate(gpipe(2, 2), Costs(forward=0, backward=0))
+    simulation = simulate(gpipe(2, 2), ActionCosts(forward=0, backward=0))
     assert simulation.total_time == 0 and simulation.bubble_fraction == 0
     assert render(simulation) == "stage 0\nstage 1"
 
@@ -90,7 +90,7 @@ def test_free_actions_cost_nothing():
 def test_times_of_several_stages_respect_every_dependency(make):
     """Checked against the definition: every action takes its stage's time and starts after what it needs."""
     num = 3 if make is zb_h1 else 6
-    costs = Costs(
+    costs = ActionCosts(
         forward=[1.0, 3.0, 2.0, 1.5, 1.0, 0.5][:num],
         backward=[2.5, 4.0, 0.0, 3.0, 1.0, 2.0][:num],
         input_grad=[1.0, 2.0, 0.5, 1.0, 3.0, 0.0][:num],
@@ -125,29 +125,29 @@ def test_times_of_several_stages_respect_every_dependency(make):
 
 def test_nothing_is_sent_within_a_process():
     """Under ``v`` the turn of the V is within a process; one process sends nothing at all."""
-    free, paid = simulate(zbv(2, 1)), simulate(zbv(2, 1), Costs(transfer=10.0))
+    free, paid = simulate(zbv(2, 1)), simulate(zbv(2, 1), ActionCosts(transfer=10.0))
     assert free.total_time == 10  # four forward passes, four input gradients, and weight gradients of stages 2 and 0
     assert paid.total_time == free.total_time + 4 * 10  # 0 -> 1, 2 -> 3 and back
-    assert simulate(zbv(1, 3), Costs(transfer=10.0)).total_time == simulate(zbv(1, 3)).total_time
+    assert simulate(zbv(1, 3), ActionCosts(transfer=10.0)).total_time == simulate(zbv(1, 3)).total_time
 
 
 def test_memory_of_a_row():
     """F holds 8 and 2 bytes; I frees 5 of the 8, and nothing of the 2; W and B free the rest."""
     row = [("F", 0, 0), ("F", 0, 1), ("I", 0, 1), ("W", 0, 1), ("I", 0, 0)]
-    costs = Costs(activation_bytes=[8, 2], kept_bytes=[3, 2])
+    costs = ActionCosts(activation_bytes=[8, 2], kept_bytes=[3, 2])
     early = [Action(*a) for a in [*row, ("W", 0, 0)]]
     assert simulate([early], costs).peak_bytes == [10]
     late = [Action(*a) for a in [*row, ("F", 1, 0), ("F", 1, 1), ("W", 0, 0), ("B", 1, 1), ("B", 1, 0)]]
     simulation = simulate([late], costs)
     assert simulation.peak_bytes == [3 + 8 + 2]  # 3 of the first micro-batch
     assert simulation.peak_activations == [2, 1]
-    assert simulate([late], Costs(activation_bytes=[8, 2])).peak_bytes == [8 + 8 + 2]  # I frees nothing
+    assert simulate([late], ActionCosts(activation_bytes=[8, 2])).peak_bytes == [8 + 8 + 2]  # I frees nothing
 
 
 def test_memory_of_schedules():
     """In activations of a stage of 1F1B; each of two stages per process holds half as much."""
     p, m = 4, 16
-    half, whole = Costs(activation_bytes=0.5), Costs(activation_bytes=1.0)
+    half, whole = ActionCosts(activation_bytes=0.5), ActionCosts(activation_bytes=1.0)
     assert simulate(one_f_one_b(p, m), whole).peak_bytes == [4, 3, 2, 1]
     assert simulate(zb_h1(p, m), whole).peak_bytes == [4, 4, 4, 4]
     assert simulate(interleaved(p, m), half).peak_bytes == [5.5, 4.5, 3.5, 2.5]
@@ -159,9 +159,9 @@ def test_memory_of_schedules():
 @pytest.mark.parametrize(("processes", "num"), [(1, 3), (2, 5), (4, 3), (4, 8), (5, 13)])
 def test_user_code_of_the_driver(make, processes, num):
     """Each part once, ``b`` before the forward pass of stage 0, ``a`` after its backward pass, and no deadlock."""
-    costs = Costs(driver=DriverCosts(before=0.5, after=0.75, before_backward=0.25), transfer=0.125)
+    costs = ActionCosts(driver=DriverCosts(before=0.5, after=0.75, before_backward=0.25), transfer=0.125)
     table = make(processes, num)
-    plain, simulation = simulate(table, Costs(transfer=0.125)), simulate(table, costs)
+    plain, simulation = simulate(table, ActionCosts(transfer=0.125)), simulate(table, costs)
     start, end, placement = simulation.start, simulation.end, simulation.placement
     last = placement.num_stages - 1
     for r, row in enumerate(simulation.rows):
@@ -178,15 +178,15 @@ def test_user_code_of_the_driver(make, processes, num):
 
 def test_memory_of_user_code():
     driver = DriverCosts(before=1.0, before_bytes=16.0, after_bytes=100.0)
-    simulation = simulate(one_f_one_b(1, 2), Costs(driver=driver, activation_bytes=4.0))
+    simulation = simulate(one_f_one_b(1, 2), ActionCosts(driver=driver, activation_bytes=4.0))
     assert simulation.peak_bytes == [16 + 4 + 100]  # while the loss of a micro-batch is computed
-    assert simulate(one_f_one_b(2, 2), Costs(driver=driver, activation_bytes=4.0)).peak_bytes[0] == 8
+    assert simulate(one_f_one_b(2, 2), ActionCosts(driver=driver, activation_bytes=4.0)).peak_bytes[0] == 8
 
 
 def test_processes_that_share_cores() -> None:
     """Four processes on two cores: where all of them have work, that takes twice as long."""
     table = SCHEDULES["1f1b"].table(4, 8, 1)
-    alone = simulate(table, Costs(forward=[1.0, 2.0, 1.0, 3.0], backward=2.0, transfer=0.125))
+    alone = simulate(table, ActionCosts(forward=[1.0, 2.0, 1.0, 3.0], backward=2.0, transfer=0.125))
     last = [0.5, 0.0, 0.25, 0.0]
     assert on_cores(alone, 4, last) == (alone, max(alone.total_time, *map(sum, zip(ends(alone), last, strict=True))))
     shared, end = on_cores(alone, 2, last)
@@ -199,7 +199,7 @@ def test_processes_that_share_cores() -> None:
     assert shared.total_time < end <= shared.total_time + 2 * max(last)
     first = Action("F", 0, 0)
     assert shared.start[first] == 0.0 and shared.end[first] == 1.0, "nobody else has work yet"
-    equal = simulate([[Action("F", 0, i), Action("B", 0, i)] for i in range(2)], Costs(transfer=0.0))
+    equal = simulate([[Action("F", 0, i), Action("B", 0, i)] for i in range(2)], ActionCosts(transfer=0.0))
     assert on_cores(equal, 1, [0.0, 0.0])[1] == equal.total_time
     assert on_cores(equal, 1, [1.0, 2.0])[1] == equal.total_time + 3.0, "all work, one after the other"
 

@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from strategies.pipeline.schedule.tables import SCHEDULES
 from strategies.planning.picture import stacked_svg
-from strategies.planning.simulator import Costs, simulate
+from strategies.planning.simulator import ActionCosts, simulate
 from trainer.cli import main
 from trainer.report.charts import MOST_POINTS, Series, labels, line_chart, runs_of, thinned, ticks
 from trainer.report.page import MOST_PICTURES
@@ -94,7 +94,7 @@ def write_metrics(folder: Path, columns: dict[str, list[Any]]) -> None:
 def picture() -> str:
     table = SCHEDULES["1f1b"].table(2, 4, 1)
     return stacked_svg(
-        [("step 19 measured", simulate(table, Costs([0.01, 0.02], [0.02, 0.04])))], ["stage 0", "driver"]
+        [("step 19 measured", simulate(table, ActionCosts([0.01, 0.02], [0.02, 0.04])))], ["stage 0", "driver"]
     )
 
 

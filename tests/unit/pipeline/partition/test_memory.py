@@ -8,7 +8,7 @@ import torch
 from torch import nn, optim
 
 from strategies.launch.limits import room_on_host
-from strategies.pipeline.partition.memory import Need, Placement, Sizes, check_memory, nbytes_of, smallest_number
+from strategies.pipeline.partition.memory import DevicePlacement, Need, Sizes, check_memory, nbytes_of, smallest_number
 from strategies.pipeline.partition.sequential import cut
 
 MEBI = 2**20
@@ -29,8 +29,8 @@ class Model(nn.Module):
         self.embed = nn.Embedding(256, 1024, device=device)
         self.register_buffer("table", torch.empty(MEBI // 4, device=device))
 
-    def placed(self, balance: list[int]) -> Placement:
-        return Placement.of(self, cut(self.blocks, balance), [CPU] * len(balance), [*range(len(balance))])
+    def placed(self, balance: list[int]) -> DevicePlacement:
+        return DevicePlacement.of(self, cut(self.blocks, balance), [CPU] * len(balance), [*range(len(balance))])
 
 
 def test_a_stage_needs_parameters_gradients_and_states() -> None:
@@ -87,7 +87,7 @@ def test_what_no_host_has_is_refused_and_what_fits_is_not() -> None:
     assert "use several hosts, by torchrun or SLURM" in str(raised.value)
     assert re.search(r"With [\d,]+ MiB for a stage per host, 2 stages suffice \(balance=\[4, 4\]\)", str(raised.value))
     elsewhere = huge.placed([4, 2, 2])
-    check_memory(Placement(elsewhere.stages, elsewhere.outside, elsewhere.devices, on_host=[2]))
+    check_memory(DevicePlacement(elsewhere.stages, elsewhere.outside, elsewhere.devices, on_host=[2]))
     half = Model(room // 16, 8)
     check_memory(half.placed([4, 4]))
     with pytest.raises(ValueError, match=r"of gradients, [\d,]+ MiB of optimizer states"):
@@ -130,10 +130,10 @@ class Gpus:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
 
-def on_gpus(model: Model, balance: list[int], replicas: int = 1) -> Placement:
+def on_gpus(model: Model, balance: list[int], replicas: int = 1) -> DevicePlacement:
     stages = len(balance)
     devices = [torch.device("cuda", (i + 1) % stages) for i in range(stages)]
-    return Placement.of(model, cut(model.blocks, balance), devices, [*range(stages)] * replicas)
+    return DevicePlacement.of(model, cut(model.blocks, balance), devices, [*range(stages)] * replicas)
 
 
 def test_a_stage_that_no_gpu_has_room_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,11 +23,11 @@ from strategies.pipeline.schedule.operations import (
 )
 from strategies.pipeline.schedule.posting import posting_order, with_meetings
 from strategies.pipeline.schedule.running_order import sources_of
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, Placement, Schedule, loop, needs_of
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop, needs_of
 from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order
 from strategies.planning.devices import check_runs, for_all, per_pair
 from strategies.planning.search import LayerCosts, ModelCosts, search
-from strategies.planning.simulator import Costs, simulate
+from strategies.planning.simulator import ActionCosts, simulate
 
 Value: TypeAlias = tuple[str, int, int]
 """Kind, edge and micro-batch of what is sent."""
@@ -269,7 +269,7 @@ def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> Non
     for p, m in ((2, 8), (4, 9), (8, 16)):
         tables = Settings(**CHOICES[name]).timetables(p)
         table = tables.training[m].rows
-        least = simulate(table, Costs(backward=2.0)).total_time
+        least = simulate(table, ActionCosts(backward=2.0)).total_time
         rows = posting_order(tables.training[m], len(tables.rank_of))
         assert check_runs(rows, independent_streams=True, seconds=seconds) == least
         assert check_runs(rows, independent_streams=True, posting_seconds=seconds) == least
@@ -298,7 +298,7 @@ def test_forward_passes_of_a_line_need_no_early_receive() -> None:
     assert not early(posting_order(timetable, 4))
 
 
-def random_table(processes: int, chunks: int, m: int, seed: int) -> Schedule:
+def random_table(processes: int, chunks: int, m: int, seed: int) -> ActionTable:
     """Return a table that can run, drawn by running any action that can, under any placement and any splits."""
     draw = random.Random(seed)
     process_of = list(loop(processes, chunks).process_of)
@@ -306,7 +306,7 @@ def random_table(processes: int, chunks: int, m: int, seed: int) -> Schedule:
     num = len(process_of)
     splits = [[draw.random() < 0.4 for _ in range(m)] for _ in range(num)]
     ended: set[Action] = set()
-    table: Schedule = [[] for _ in range(processes)]
+    table: ActionTable = [[] for _ in range(processes)]
     left = {Action("F", k, i) for i in range(num) for k in range(m)}
     for i, k in product(range(num), range(m)):
         left |= {Action("I", k, i), Action("W", k, i)} if splits[i][k] else {Action("B", k, i)}
@@ -328,7 +328,7 @@ def random_table(processes: int, chunks: int, m: int, seed: int) -> Schedule:
     return table
 
 
-def _given(table: Schedule, microbatches: int) -> Schedule:
+def _given(table: ActionTable, microbatches: int) -> ActionTable:
     return table
 
 

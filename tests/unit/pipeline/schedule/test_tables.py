@@ -29,7 +29,7 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
-from strategies.planning.simulator import Costs, render, simulate
+from strategies.planning.simulator import ActionCosts, render, simulate
 
 ONE_STAGE_EACH = {"gpipe": gpipe, "1f1b": one_f_one_b}
 SIZES = [(p, m) for p in range(1, 17) for m in (*range(1, 2 * p + 2), 48, 64)]
@@ -257,7 +257,7 @@ def sizes_up_to(limit):
 def test_rounds_run_for_every_number_of_microbatches(make, chunks, limit):
     """The simulator raises unless each action is there once and no process waits for ever."""
     for p, m in sizes_up_to(limit):
-        simulation = simulate(make(p, m, chunks), Costs(backward=2.0), placement=loop(p, chunks))
+        simulation = simulate(make(p, m, chunks), ActionCosts(backward=2.0), placement=loop(p, chunks))
         assert len(simulation.end) == (2 if make is interleaved else 3) * p * m * chunks
         bubble = simulation.total_time - 3 * m * chunks
         if m % p == 0:
@@ -283,7 +283,7 @@ def test_zbv_and_v_half_run_for_every_number_of_microbatches(limit):
 
 def test_bubbles_with_unequal_parts_of_a_pass():
     """ZB-H1: (p - 1)(F + I - W), under 1F1B (p - 1)(F + I + W)."""
-    costs = Costs(forward=1.0, backward=2.0, input_grad=1.25, weight_grad=0.75)
+    costs = ActionCosts(forward=1.0, backward=2.0, input_grad=1.25, weight_grad=0.75)
     assert simulate(zb_h1(4, 16), costs).total_time == 16 * 3 + 3 * (1 + 1.25 - 0.75)
     assert simulate(one_f_one_b(4, 16), costs).total_time == 16 * 3 + 3 * 3
 

@@ -18,7 +18,7 @@ from strategies.pipeline.schedule.timetable import (
     forward_timetable,
     ranks_of,
 )
-from strategies.planning.simulator import Costs, DriverCosts, render, simulate
+from strategies.planning.simulator import ActionCosts, DriverCosts, render, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 7, 16)]
 
@@ -127,6 +127,6 @@ def test_tables_of_other_numbers_of_micro_batches() -> None:
 
 
 def test_picture_of_the_driver_row() -> None:
-    simulation = simulate(one_f_one_b(3, 4), Costs(backward=2, driver=DriverCosts(before=1, before_backward=1)))
+    simulation = simulate(one_f_one_b(3, 4), ActionCosts(backward=2, driver=DriverCosts(before=1, before_backward=1)))
     assert all(line in (driver_row.__doc__ or "") for line in render(simulation).splitlines())
     assert simulation.rows[2] == driver_row(one_f_one_b(3, 4))
