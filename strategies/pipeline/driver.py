@@ -28,14 +28,13 @@ from strategies.common.errors import WorkerLost
 from strategies.common.patching import replaced
 from strategies.common.stage_layers import StageLayers, describe, kinds_of, locate
 from strategies.common.torch_compat import convert_tensors, replacing_conversion, without_torch_function
-from strategies.common.trees import on_cpu
 from strategies.common.waiting import Wait, wait_here
 from strategies.launch.allocator import keep_freed_memory
 from strategies.launch.ranks import Ranks, World
 from strategies.launch.rendezvous import store_at
-from strategies.launch.session import Session, environment_variables, join_data_plane, variables_of_nccl
+from strategies.launch.session import environment_variables, join_data_plane, variables_of_nccl
 from strategies.launch.workers import Workers, share_of_threads
-from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
+from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.control.client import (
@@ -67,9 +66,11 @@ from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
+from strategies.pipeline.state.carriers import Carrier, InSlot, Parcel, Shipped, pickled
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.snapshots import OwnParts, Snapshots, Whole, check_snapshots
+from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
@@ -78,8 +79,8 @@ from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport, with_index
 from strategies.pipeline.transport.storages import send_storages
 from strategies.pipeline.transport.ties import find_ties, owned_parameters
-from strategies.pipeline.worker.payload import Parcel, Payload, pickled
-from strategies.pipeline.worker.process import abort_transfers, host, host_snapshot
+from strategies.pipeline.worker.process import abort_transfers, host
+from strategies.pipeline.worker.setup import StageSetup
 
 _END_SECONDS = 5.0
 """How long a worker may take to end by itself."""
@@ -371,13 +372,10 @@ class Pipeline(NotCopyable):
         remotes = running.executor.remotes
         if self._replicas is not None or any(remote.has_ended for remote in remotes):
             self.failures.raise_cause()
-        grads = [remote.ask(StageCommands.grads).rescue() for remote in remotes]
-        self._fetch(running)
+        self._fetch(running, with_grads=True)
         self.abandon()
         self.start()
         assert self._running is not None
-        for remote, own in zip(self._running.executor.remotes, grads, strict=True):
-            remote.send(StageCommands.load_grads, own)
         return self._running
 
     @property
@@ -504,21 +502,16 @@ class Pipeline(NotCopyable):
                 recording.take()
         try:
             with self.failures.explained():
-                grads = [remote.ask(StageCommands.grads).wait() for remote in remotes]
-                self._fetch(running)
+                self._fetch(running, with_grads=True)
         finally:
             self.abandon()
-        for stage, own in zip(self.stages, grads, strict=False):
-            for name, parameter in stage.named_parameters():
-                if (grad := own.get(name)) is not None:
-                    parameter.grad = grad
         try:
             self._divide(balance)
             check()
-            self._start_with_grads()
+            self.start()
         except ValueError:
             self._divide(before)
-            self._start_with_grads()
+            self.start()
             raise
 
     # Snapshots
@@ -635,10 +628,8 @@ class Pipeline(NotCopyable):
         self.failures = Failures()
         remotes = running.executor.remotes
 
-        def ship(i: int, session: Session) -> Any:
-            address = snapshots.slots[whole.place][i].address
-            arguments = address, whole.number, self._replicas, i, session
-            return rpc.remote(session.name(i), host_snapshot, args=arguments, timeout=0)
+        def carrier(i: int) -> Carrier:
+            return InSlot(snapshots.slots[whole.place][i].address, whole.number)
 
         def renewed(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
             remotes[i].renew(name, hosted, process, self.failures)
@@ -646,7 +637,7 @@ class Pipeline(NotCopyable):
 
         workers = _Workers(Connections.of_one_process(len(self.balance)))
         if remotes:
-            workers = self._connect(ship, renewed, running.threads, running.session)
+            workers = self._connect(carrier, renewed, running.threads, running.session)
         self.optimizers.give_up_step()
         snapshots.restore_own(whole)
         for i, remote in enumerate(remotes):
@@ -692,28 +683,6 @@ class Pipeline(NotCopyable):
             holders=running.holders,
         )
 
-    def _start_with_grads(self) -> None:
-        """Start the workers, whose layers keep the gradients that their parameters have here."""
-        owned = [set(owned_parameters(i, stage, self._ties)) for i, stage in enumerate(self.stages[:-1])]
-        named = [dict(stage.named_parameters()) for stage in self.stages[:-1]]
-        sent = [
-            {name: p.grad if p in own else None for name, p in names.items()}
-            for names, own in zip(named, owned, strict=True)
-        ]
-        for parameter in chain(*owned):
-            parameter.grad = None
-        try:
-            self.start()
-        except ValueError:
-            for names, grads in zip(named, sent, strict=True):
-                for name, grad in grads.items():
-                    if grad is not None:
-                        names[name].grad = grad
-            raise
-        for remote, own in zip(self.remotes, sent, strict=True):
-            if any(grad is not None for grad in own.values()):
-                remote.send(StageCommands.load_grads, on_cpu(own))
-
     # Start
 
     def start(self) -> None:
@@ -729,9 +698,8 @@ class Pipeline(NotCopyable):
         for optimizer in self.optimizers.optimizers:
             here = [p for p in parameters_of(optimizer) if id(p) not in elsewhere]
             check_divisible(optimizer, [*owned, here])
-        payloads = [self._payload(i) for i in range(len(self.stages) - 1)]
-        parcels = [pickled(payload, payload.layers, self._model, self._construction) for payload in payloads]
-        numbers = [payload.numbers for payload in payloads]
+        parcels = [self._packed(i, part) for i, part in enumerate(owned)]
+        numbers = [[numbers_of(optimizer, part) for optimizer in self.optimizers.optimizers] for part in owned]
         self._warn_of_held_tensors({number for parcel in parcels for number in parcel.built})
         self.failures = Failures()
         holders: list[Holder] = []
@@ -896,20 +864,20 @@ class Pipeline(NotCopyable):
         """Every buffer with its values in this process."""
         return [buffer for buffer in (self._model or self.module).buffers() if not buffer.is_meta]
 
-    def _payload(self, i: int) -> Payload:
-        owned = owned_parameters(i, self.stages[i], self._ties)
-        return Payload(
+    def _packed(self, i: int, owned: Sequence[nn.Parameter]) -> Parcel:
+        layers, copies = self.stages[i], [stages[i] for _, stages in self._copies]
+        state = StageState.capture(layers, owned, self.optimizers.optimizers, copies)
+        return pickled(state, layers, self._model, self._construction)
+
+    def _setup(self, i: int) -> StageSetup:
+        return StageSetup(
             index=i,
-            layers=self.stages[i],
             device=str(self._devices[i]),
             deferred_batch_norm=self.settings.deferred_batch_norm,
-            optimizers=[taken_apart(restricted(optimizer, owned)) for optimizer in self.optimizers.optimizers],
-            numbers=[numbers_of(optimizer, owned) for optimizer in self.optimizers.optimizers],
             ties=self._ties,
             replicas=self._replicas,
             call=call_in_turn if self._blocks is None else call_blocks,
             reports_side_outputs=True,
-            copies=[stages[i] for _, stages in self._copies],
             placement=self.timetables.placement,
             plane=self._plane,
         )
@@ -925,17 +893,16 @@ class Pipeline(NotCopyable):
     ) -> _Workers:
         """Start the workers and ship the stages, each of which leaves this process then."""
 
-        def ship(i: int, session: Session) -> Any:
-            hosted = rpc.remote(session.name(i), host, args=(parcels[i].blob, i, session), timeout=0)
-            parcels[i].blob = b""
-            return hosted
+        def carrier(i: int) -> Carrier:
+            blob, parcels[i].blob = parcels[i].blob, b""
+            return Shipped(blob)
 
         def remote_of(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
             remote = RemoteStage(name, hosted, describe(i, self.stages[i]), process, self.failures)
             closing.callback(remote.close)
             return remote
 
-        workers = self._connect(ship, remote_of, threads, session)
+        workers = self._connect(carrier, remote_of, threads, session)
         for i, (parcel, remote) in enumerate(zip(parcels, workers.remotes, strict=True)):
             assert workers.group is not None
             with self.failures.explained():
@@ -947,7 +914,7 @@ class Pipeline(NotCopyable):
 
     def _connect(
         self,
-        ship: Callable[[int, Session], Any],
+        carrier: Callable[[int], Carrier],
         remote_of: Callable[[int, str, Any, StageProcess], RemoteStage],
         threads: int,
         ending: ExitStack,
@@ -955,7 +922,7 @@ class Pipeline(NotCopyable):
         """Start the workers and connect the data plane.
 
         Args:
-            ship: Makes a worker, by its number, host its stage; returns the ``RRef`` to the host.
+            carrier: Returns what brings a worker, by its number, the state of its stage.
             remote_of: Returns the client of a stage, given its number, its RPC name, the ``RRef`` and its process.
             threads: Number of threads that each process computes with.
             ending: Ends what has been started.
@@ -970,7 +937,7 @@ class Pipeline(NotCopyable):
         for i, stage in enumerate(stages):
             name, process = session.name(i), _stage_process(processes, i)
             try:
-                hosted = ship(i, session)
+                hosted = rpc.remote(name, host, args=(self._setup(i), carrier(i), session), timeout=0)
             except RuntimeError as error:  # RPC may know before all is connected that a process has ended
                 raise cause_of(error, stage, process) from error
             remotes.append(remote_of(i, name, hosted, process))
@@ -1020,7 +987,7 @@ class Pipeline(NotCopyable):
             self.abandon()
         self.failures.raise_untold()
 
-    def _fetch(self, running: _Running) -> None:
+    def _fetch(self, running: _Running, *, with_grads: bool = False) -> None:
         """Bring back what the workers hold, from as many of them as can still send it."""
         executor = running.executor
         executor.side_outputs.end()
@@ -1030,6 +997,11 @@ class Pipeline(NotCopyable):
                 executor.mirrors[i].carry_buffers(remote)
                 for number, (model, _, stages, optimizers) in enumerate(self._all()):
                     move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
+                if with_grads:
+                    grads = remote.ask(StageCommands.grads).rescue()
+                    for name, parameter in layers.named_parameters():
+                        if (grad := grads[name]) is not None:
+                            parameter.grad = grad
                 executor.mirrors[i].take_back(remote)
                 if extra := remote.ask(StageCommands.extra_state).rescue():
                     layers.load_state_dict(extra, strict=False)

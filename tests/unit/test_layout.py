@@ -122,7 +122,7 @@ ELSEWHERE: dict[str, list[str]] = {
     ],
     "strategies/pipeline/control/operations.py": [
         "unit/pipeline/state/test_remote_operations.py",
-        "unit/pipeline/worker/test_taking_over.py",
+        "unit/pipeline/state/test_stage_state.py",
     ],
     "strategies/pipeline/control/parts.py": ["unit/checkpoint/test_stages.py"],
     "strategies/pipeline/control/shelf.py": ["unit/checkpoint/test_stages.py"],
@@ -177,14 +177,15 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/state/state_dict.py": ["unit/checkpoint/test_stages.py"],
     "strategies/pipeline/transport/interface.py": [
         "unit/pipeline/worker/test_hosted.py",
-        "unit/pipeline/worker/test_taking_over.py",
+        "unit/pipeline/state/test_stage_state.py",
     ],
     "strategies/pipeline/transport/storages.py": ["unit/pipeline/transport/test_slots.py"],
     "strategies/pipeline/worker/process.py": ["integration/launch/test_fork_server.py", "faults/test_faults.py"],
     "strategies/pipeline/worker/serve.py": ["integration/replicas/test_launch.py", "faults/test_rank_recovery.py"],
+    "strategies/pipeline/worker/setup.py": ["unit/pipeline/worker/test_hosted.py"],
     "strategies/pipeline/worker/wiring.py": [
         "unit/pipeline/worker/test_hosted.py",
-        "unit/pipeline/worker/test_taking_over.py",
+        "unit/pipeline/state/test_stage_state.py",
     ],
     "strategies/remote/client.py": ["integration/remote/test_remote_module.py"],
     "strategies/remote/commands.py": [

@@ -45,12 +45,13 @@ from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 from strategies.pipeline.stage.skip import Key, skips_of
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
+from strategies.pipeline.state.carriers import Carrier, Shipped, pickled
 from strategies.pipeline.state.mirror import Mirror
+from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.state.stand_ins import move_to_meta
 from strategies.pipeline.state.state_dict import StateOfStages
-from strategies.pipeline.worker.hosted import HostedStage, unpack
-from strategies.pipeline.worker.payload import Payload, pickled
-from strategies.pipeline.worker.wiring import Wiring
+from strategies.pipeline.worker.hosted import HostedStage, taken
+from strategies.pipeline.worker.setup import StageSetup
 
 
 class RemoteEngine(NotCopyable):
@@ -68,7 +69,7 @@ class RemoteEngine(NotCopyable):
     def __init__(self, module: nn.Module, partitions: Sequence[Partition], *, deferred_batch_norm: bool) -> None:
         self._module = weakref.ref(module)
         self._descriptions = [partition.describe(i) for i, partition in enumerate(partitions)]
-        blobs = [_blob(i, partition, deferred_batch_norm) for i, partition in enumerate(partitions)]
+        carriers = {i: _shipped(p.layers) for i, p in enumerate(partitions) if p.place.worker is not None}
         self._num_passes, self._current, self._post = 0, -1, Post()
         self._own_inbox = Inbox()
         inboxes: list[Any] = [
@@ -88,7 +89,8 @@ class RemoteEngine(NotCopyable):
             if p.place.worker is None:
                 self._add_local(i, p, routes, deferred_batch_norm)
             else:
-                hosts.append(rpc.remote(p.place.worker, host_partition, args=(blobs[i], routes)))
+                setup = StageSetup(i, str(p.place.device), deferred_batch_norm, call=call_partition)
+                hosts.append(rpc.remote(p.place.worker, host_partition, args=(setup, carriers.pop(i), routes)))
                 self.remotes[i] = self._remote(p.place.worker, hosts[-1], self._descriptions[i])
         weakref.finalize(self, _close, hosts)
         if timeout_seconds := rpc.get_rpc_timeout():  # zero means no time-out
@@ -311,14 +313,14 @@ def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
     return cloudpickle.dumps((cls, attributes)), numbers_of(optimizer, owned)
 
 
-def host_partition(blob: bytes, routes: Routes) -> Host[HostedStage]:
+def host_partition(setup: StageSetup, carrier: Carrier, routes: Routes) -> Host[HostedStage]:
     """Receive a partition; ``rpc.remote`` calls this on the worker of the partition."""
     activity = Activity()
 
-    def wire(payload: Payload) -> Wiring:
-        return Router(routes, torch.device(payload.device), activity.wait).wiring(payload.index)
+    def create() -> HostedStage:
+        wiring = Router(routes, torch.device(setup.device), activity.wait).wiring(setup.index)
+        return HostedStage(setup, taken(carrier, activity), wiring, activity)
 
-    create = partial(unpack, blob, wire, activity)
     return Host(create, StageCommands, name=routes.description, activity=activity).start()
 
 
@@ -329,17 +331,9 @@ def _close(hosts: Sequence[Any]) -> None:
                 rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)
 
 
-def _blob(i: int, partition: Partition, deferred_batch_norm: bool) -> bytes:
-    if partition.place.worker is None:
-        return b""
-    payload = Payload(
-        index=i,
-        layers=partition.layers,
-        device=str(partition.place.device),
-        deferred_batch_norm=deferred_batch_norm,
-        call=call_partition,
-    )
-    return pickled(payload, partition.layers, None, streams=False).blob
+def _shipped(layers: StageLayers) -> Shipped:
+    state = StageState.capture(layers, list(layers.parameters()))
+    return Shipped(pickled(state, layers, None, streams=False).blob)
 
 
 def _routes(

@@ -276,12 +276,11 @@ class HeldValues:
 
     Args:
         modules: The modules of the stage, by number.
+        computed: Results of operations that the driver refers to, by number.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self.computed: dict[int, Tensor] = {}
-        """Results of operations that the driver refers to, by number."""
+    def __init__(self, modules: Sequence[nn.Module], computed: dict[int, Tensor]) -> None:
+        self._modules, self.computed = modules, computed
 
     @torch.no_grad()
     def compute(self, operation: Operation) -> None:

@@ -3,19 +3,18 @@
 import itertools
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 
 from strategies.commands.host import Order
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
-from strategies.common.stage_layers import StageLayers, describe
+from strategies.common.stage_layers import describe
 from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only, unscale_grads
 from strategies.common.trees import on_cpu
 from strategies.optim.calls import MethodCall, set_hyperparameters
@@ -32,7 +31,7 @@ from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
-from strategies.pipeline.optim.replicas import Averaging, Replicas, SharedSteps
+from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.operations import Operation as Posted
 from strategies.pipeline.stage.layers import PassContext, ProcessRandomState
 from strategies.pipeline.stage.out_of_memory import explaining
@@ -40,13 +39,14 @@ from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
+from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
 from strategies.pipeline.state.mirror import plain_attributes, set_attributes
 from strategies.pipeline.state.objects import objects_of
 from strategies.pipeline.state.remote_operations import HeldValues
+from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
-from strategies.pipeline.worker.payload import Payload, unpickled
-from strategies.pipeline.worker.taking_over import StageSlots, StageState
+from strategies.pipeline.worker.setup import StageSetup
 from strategies.pipeline.worker.wiring import Wiring
 
 _SHELVING = {
@@ -64,50 +64,46 @@ class HostedStage(StageCommands):
     The methods are in the order of the commands there.
 
     Args:
-        payload: What the driver has sent.
+        setup: How the stage runs.
+        state: The state with which it begins.
         wiring: The connections of the stage.
         activity: Where the stage records what it does.
-        state: The snapshot of which the payload is a part, if restored from one.
     """
 
-    def __init__(self, payload: Payload, wiring: Wiring, activity: Activity, state: StageState | None = None) -> None:
-        device = torch.device(payload.device)
+    def __init__(self, setup: StageSetup, state: StageState, wiring: Wiring, activity: Activity) -> None:
+        device = torch.device(setup.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._index, self._activity, self._wiring = payload.index, activity, wiring
-        self._settings = replace(payload, optimizers=[], numbers=[], copies=[])
-        with explaining(describe(payload.index, payload.layers), payload.layers, device, "set-up, with its parameters"):
-            self._layers = payload.layers.to(device)
-            self._copies = [_moved(copy, device) for copy in payload.copies]
+        self._index, self._activity, self._wiring = setup.index, activity, wiring
+        self._layers = state.layers
+        with explaining(self.describe(), self._layers, device, "set-up, with its parameters"):
+            self._optimizers = state.place(device)
+        self._copies = state.copies
         self._modules: list[nn.Sequential] = [self._layers, *self._copies]
-        self._values = HeldValues(self._modules)
+        self._values = HeldValues(self._modules, state.computed)
         self._stage = Stage(
             chunks_of(
                 self._layers,
                 wiring.ports,
                 device,
-                deferred_batch_norm=payload.deferred_batch_norm,
-                call=payload.call,
-                side_outputs=SideOutputs.of(payload.index, self._layers) if payload.reports_side_outputs else None,
+                deferred_batch_norm=setup.deferred_batch_norm,
+                call=setup.call,
+                side_outputs=SideOutputs.of(setup.index, self._layers) if setup.reports_side_outputs else None,
             ),
             activity=activity,
             posting=wiring.posting,
-            name=describe(payload.index, self._layers),
+            name=self.describe(),
         )
         named = dict(self._layers.named_parameters(remove_duplicate=False))
         self._ties: TiedParameters | None = None
-        if payload.ties and wiring.transport is not None:
-            self._ties = TiedParameters(payload.index, payload.ties, named, wiring.transport)
-        self._optimizers = [put_together(*parts) for parts in payload.optimizers]
-        for optimizer in self._optimizers:
-            move_states(optimizer)  # they have come by way of the CPU
-        self._numbers = payload.numbers
+        if setup.ties and wiring.transport is not None:
+            self._ties = TiedParameters(setup.index, setup.ties, named, wiring.transport)
+        self._numbers = state.numbers
         """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
-        self._averaging = _averaging(payload, self._layers, activity, shares=state is None)
+        self._averaging = _averaging(setup, self._layers, activity, shares=state.random_state is None)
         self._shared_steps: SharedSteps | None = None
-        if self._averaging is not None and payload.replicas is not None and payload.replicas.divide_states:
-            owners = None if state is None else state.owners
-            self._shared_steps = SharedSteps(self._optimizers, self._averaging, owners)
+        if self._averaging is not None and setup.replicas is not None and setup.replicas.divide_states:
+            self._shared_steps = SharedSteps(self._optimizers, self._averaging, state.owners)
         self._passes: dict[int, tuple[Pass, Sequence[Posted]]] = {}
         """Passes that wait for their backward part, by number, with its actions."""
         self._gathered: dict[int, GatheredGradients] = {}
@@ -121,14 +117,9 @@ class HostedStage(StageCommands):
         """
         self.states_read: dict[int, Any] = {}
         """Optimizer states that an RPC thread has read from a checkpoint, for the next command."""
-        self._slots = StageSlots()
+        self._slots = StageSlots(setup.index)
         self._trace: torch.profiler.profile | None = None
-        for parameter in self._layers.parameters():
-            parameter.grad = None
-        if state is not None:
-            self._values.computed.update(state.computed)
-            if state.grads is not None:
-                self.load_grads(state.grads)
+        if state.random_state is not None:
             state.random_state.restore()
 
     # What the host needs
@@ -409,16 +400,17 @@ class HostedStage(StageCommands):
     # Snapshots
 
     def snapshot(self, number: int, address: SlotAddress, with_grads: bool) -> None:
-        payload = replace(
-            self._settings,
+        named = self._layers.named_parameters()
+        state = StageState(
             layers=self._layers,
+            copies=self._copies,
             optimizers=[taken_apart(optimizer) for optimizer in self._optimizers],
             numbers=self._numbers,
-            copies=self._copies,
+            grads={name: p.grad for name, p in named if p.grad is not None} if with_grads else {},
+            computed=self._values.computed,
+            random_state=ProcessRandomState(),
+            owners=None if self._shared_steps is None else dict(self._shared_steps.owners),
         )
-        grads = {name: p.grad for name, p in self._layers.named_parameters()} if with_grads else None
-        owners = None if self._shared_steps is None else dict(self._shared_steps.owners)
-        state = StageState(payload, self._values.computed, grads, ProcessRandomState(), owners)
         self._slots.write(address, number, state)
 
     # Profiling
@@ -446,63 +438,25 @@ class HostedStage(StageCommands):
             return path.read_bytes()
 
 
-def _averaging(payload: Payload, layers: nn.Sequential, activity: Activity, *, shares: bool) -> Averaging | None:
+def _averaging(setup: StageSetup, layers: nn.Sequential, activity: Activity, *, shares: bool) -> Averaging | None:
     """Connect to the replicas of this stage, if there are any; ``shares``: give all of them the same values."""
-    if payload.replicas is None:
+    if setup.replicas is None:
         return None
     parameters = list(layers.parameters())  # copies of tied ones have no gradients by then
-    group = activity.wait(partial(payload.replicas.join, payload.index))
+    group = activity.wait(partial(setup.replicas.join, setup.index))
     averaging = Averaging(group, lambda: parameters, lambda: list(layers.buffers()), wait=activity.wait)
     if shares:
         averaging.share()
     return averaging
 
 
-def _moved(copy: StageLayers, device: torch.device) -> StageLayers:
-    """Move a copy of the layers to ``device``, unless it is on the CPU, where averages save the memory of a GPU."""
-    tensors = (*copy.parameters(), *copy.buffers())
-    return copy if all(tensor.device.type == "cpu" for tensor in tensors) else copy.to(device)
-
-
-def unpack(
-    blob: bytes,
-    wire: Callable[[Payload], Wiring],
-    activity: Activity,
-    receive: Callable[[Sequence[UntypedStorage]], None] = lambda storages: None,
-) -> HostedStage:
-    """Create a stage.
+def taken(carrier: Carrier, activity: Activity, receive: Receive = lambda storages: None) -> StageState:
+    """Take the state of a stage from what brings it.
 
     Args:
-        blob: The pickled :class:`~strategies.pipeline.worker.payload.Payload`.
-        wire: Connects the stage.
+        carrier: What brings it.
         activity: Where the stage records what it does.
-        receive: Receives the values of storages that are not in the blob.
+        receive: Receives the values of storages that are not in a pickle.
     """
     activity.doing = "unpacking its layers"
-    payload, storages = unpickled(blob)
-    assert isinstance(payload, Payload)
-    wiring = wire(payload)  # with all other stages at once, whereas the driver sends values to one after another
-    receive(storages)
-    return HostedStage(payload, wiring, activity)
-
-
-def take_over(
-    address: SlotAddress,
-    number: int,
-    replicas: Replicas | None,
-    wire: Callable[[Payload], Wiring],
-    activity: Activity,
-) -> HostedStage:
-    """Create a stage from a snapshot of it.
-
-    Args:
-        address: The slot.
-        number: The number of the snapshot.
-        replicas: The other pipelines, which have taken over the same snapshot, if there are several.
-        wire: Connects the stage.
-        activity: Where the stage records what it does.
-    """
-    activity.doing = "taking over a snapshot"
-    state = StageSlots().read(address, number)
-    payload = replace(state.payload, replicas=replicas)
-    return HostedStage(payload, wire(payload), activity, state)
+    return carrier.take(receive)

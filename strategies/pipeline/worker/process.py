@@ -4,7 +4,6 @@ The process executes nothing of the user's script.
 """
 
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,52 +16,33 @@ from strategies.common.activity import Activity
 from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, environment_variables, join_data_plane, join_rpc, variables_of_nccl
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.optim.replicas import Replicas
 from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.pipeline.state.carriers import Carrier
 from strategies.pipeline.transport.device import routes_of
 from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport
-from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.storages import receive_storages
-from strategies.pipeline.worker.hosted import HostedStage, take_over, unpack
-from strategies.pipeline.worker.payload import Payload
+from strategies.pipeline.worker.hosted import HostedStage, taken
+from strategies.pipeline.worker.setup import StageSetup
 from strategies.pipeline.worker.wiring import Wiring, to_neighbours
 
 
-def host(blob: bytes, rank: int, session: Session) -> Host[HostedStage]:
+def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedStage]:
     """Connect this process to the others and host a stage; ``rpc.remote`` calls this, so the driver gets an ``RRef``.
 
     Args:
-        blob: The pickled :class:`~strategies.pipeline.worker.payload.Payload`.
-        rank: The rank of this process, which is the number of the stage.
+        setup: How the stage runs.
+        carrier: What brings the state of the stage.
         session: The session of the driver.
     """
+    rank = setup.index
     activity = Activity(session.note(rank))
     group = join_data_plane(session, rank)
-    wire = partial(_wire, group=group, session=session, activity=activity)
     receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
-    create = partial(unpack, blob, wire, activity, receive)
-    return _started(create, rank, activity)
 
+    def create() -> HostedStage:
+        wiring = _wire(setup, group, session, activity)
+        return HostedStage(setup, taken(carrier, activity, receive), wiring, activity)
 
-def host_snapshot(
-    address: SlotAddress, number: int, replicas: Replicas | None, rank: int, session: Session
-) -> Host[HostedStage]:
-    """Do what :func:`host` does, with a stage from a snapshot.
-
-    Args:
-        address: The slot with the snapshot.
-        number: The number of the snapshot.
-        replicas: The other pipelines, which have taken over the same snapshot, if there are several.
-        rank: The rank of this process, which is the number of the stage.
-        session: The session of the driver.
-    """
-    activity = Activity(session.note(rank))
-    group = join_data_plane(session, rank)
-    wire = partial(_wire, group=group, session=session, activity=activity)
-    return _started(partial(take_over, address, number, replicas, wire, activity), rank, activity)
-
-
-def _started(create: Callable[[], HostedStage], rank: int, activity: Activity) -> Host[HostedStage]:
     name, next_order = f"stage {rank}", HostedStage.next_order
     return Host(create, StageCommands, name=name, activity=activity, next_order=next_order).start()
 
@@ -76,21 +56,21 @@ def abort_transfers(host: Any) -> None:
     host.local_value().hosted.abort_transfers()
 
 
-def _wire(payload: Payload, group: ProcessGroup, session: Session, activity: Activity) -> Wiring:
+def _wire(setup: StageSetup, group: ProcessGroup, session: Session, activity: Activity) -> Wiring:
     """Connect a stage to the others, each process at the same time."""
-    if payload.plane != GLOO:
+    if setup.plane != GLOO:
         activity.doing = "connecting to the devices of other stages"
-    with environment_variables(**(variables_of_nccl(session) if payload.plane == NCCL else {})):
+    with environment_variables(**(variables_of_nccl(session) if setup.plane == NCCL else {})):
         transport = open_transport(
-            payload.plane,
+            setup.plane,
             group,
-            payload.index,
-            torch.device(payload.device),
-            routes_of(ranks_of(payload.placement), payload.ties),
+            setup.index,
+            torch.device(setup.device),
+            routes_of(ranks_of(setup.placement), setup.ties),
             activity.wait,
             partial(store_at, f"{session.rendezvous}/devices", session.size),
         )
-    return to_neighbours(payload, group, transport)
+    return to_neighbours(setup, group, transport)
 
 
 def join(directory: str, rank: int) -> None:

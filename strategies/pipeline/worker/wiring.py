@@ -12,7 +12,7 @@ from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.stage import Output, Ports, Posting
 from strategies.pipeline.transport.channel import NO_LIMIT, ORDERS_TAG, Receiver, Sender
 from strategies.pipeline.transport.interface import Transport
-from strategies.pipeline.worker.payload import Payload
+from strategies.pipeline.worker.setup import StageSetup
 
 
 class Flushed(Output, Protocol):
@@ -51,16 +51,16 @@ class Wiring:
     orders: Receiver | None = None
 
 
-def to_neighbours(payload: Payload, group: ProcessGroup, transport: Transport) -> Wiring:
+def to_neighbours(setup: StageSetup, group: ProcessGroup, transport: Transport) -> Wiring:
     """Connect the chunks of a stage to those before and after them, and to the driver's code before chunk 0.
 
     Args:
-        payload: The stage.
+        setup: The stage.
         group: The data plane; ranks are numbers of stages, and the last one is the driver's.
         transport: What carries the values.
     """
     driver = group.size() - 1
-    edges = Edges(payload.index, ranks_of(payload.placement), transport)
+    edges = Edges(setup.index, ranks_of(setup.placement), transport)
     fed_back = edges.targets[0].grads if 0 in edges.targets else None
     assert fed_back is None or isinstance(fed_back, Sender)
     return Wiring(

@@ -113,6 +113,24 @@ def test_what_passes_between_stages() -> None:
     run(what_passes_between_stages)
 
 
+def gradients_from_before_the_start() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
+    plain, x = copy.deepcopy(module), torch.randn(5, 4, dtype=torch.float64)
+    for each in (module, plain):
+        each(x).sum().backward()
+    pipeline = Pipeline(module, [1, 2, 1], [CPU] * 3, Settings(microbatches=3))
+    pipeline.start()
+    try:
+        compare(module, plain, pipeline, x)
+    finally:
+        pipeline.finish()
+
+
+def test_gradients_from_before_the_start_are_accumulated_as_in_one_process() -> None:
+    run(gradients_from_before_the_start)
+
+
 NUM_INTERLEAVED = 12
 
 

@@ -20,7 +20,7 @@ class Worker:
     """Holds modules, and does what it was told when it is asked for something."""
 
     def __init__(self, description: str, *modules: nn.Module) -> None:
-        self.description, self.held = description, HeldValues(modules)
+        self.description, self.held = description, HeldValues(modules, {})
         self.commands: list[bytes] = []
 
     def send(self, command: Callable[..., Any], *arguments: Any) -> None:

@@ -10,24 +10,25 @@ from torch.distributed import ProcessGroup
 from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
-from strategies.optim.restricted import numbers_of, taken_apart
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import loop
+from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.worker.hosted import HostedStage
-from strategies.pipeline.worker.payload import Payload
+from strategies.pipeline.worker.setup import StageSetup
 from strategies.pipeline.worker.wiring import to_neighbours
 
 
 def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> HostedStage:
     """Stage 0; the driver is rank 1 of the group."""
-    numbers = [numbers_of(optimizer, list(layers.parameters()))]
     (own,) = cut(layers, [len(layers)])
-    parts = [taken_apart(optimizer)]
-    payload = Payload(0, own, "cpu", False, optimizers=parts, numbers=numbers, placement=loop(2))
+    setup, state = (
+        StageSetup(0, "cpu", False, placement=loop(2)),
+        StageState.capture(own, [*own.parameters()], [optimizer]),
+    )
     transport = HostTransport(group, torch.device("cpu"), wait_here)
-    return HostedStage(payload, to_neighbours(payload, group, transport), Activity())
+    return HostedStage(setup, state, to_neighbours(setup, group, transport), Activity())
 
 
 def test_what_a_gradient_scaler_sets_applies_to_one_step(groups: tuple[ProcessGroup, ProcessGroup]) -> None:

@@ -1,23 +1,27 @@
-"""The payload of a worker: the layers of a stage and its part of the optimizers, and how the driver pickles them.
+"""Carriers of the state of a stage to the worker that goes on with it, and how the state is pickled for them.
 
-The values of large tensors are not part of the pickle: they follow over the data plane, one storage after another
-(:mod:`strategies.pipeline.transport.storages`), so that no process holds a second copy of a stage. In place of tensors
-that have been recorded and not built, their recipes travel (:mod:`strategies.pipeline.construction`).
+    driver ── pickle over RPC, storages over the data plane ──▶ worker                 (:class:`Shipped`)
+    worker ── pickle, storages beside it ──▶ slot ──▶ another worker for the stage     (:class:`InSlot`)
+
+The values of large tensors are not part of the pickle: they follow one storage after another, into their final place
+(:mod:`strategies.pipeline.transport.storages`, :mod:`strategies.pipeline.transport.slots`), so that no process holds a
+second copy of a stage. In place of tensors that have been recorded and not built, their recipes travel
+(:mod:`strategies.pipeline.construction`).
 """
 
 import io
 import pickle
 import warnings
 from collections import ChainMap
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import cloudpickle
 from torch import Tensor, UntypedStorage, nn
-from torch.optim import Optimizer
 
-from strategies.common.stage_layers import StageLayers
+from strategies.common.stage_layers import describe
 from strategies.common.torch_compat import (
     compiled_call,
     gradient_hooks,
@@ -28,51 +32,98 @@ from strategies.common.torch_compat import (
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.construction.recipe import Recipe, View
 from strategies.pipeline.construction.recording import SMALL_BYTES, Construction
-from strategies.pipeline.optim.replicas import Replicas
-from strategies.pipeline.schedule.tables import Placement
-from strategies.pipeline.stage.layers import CallLayers, call_in_turn
-from strategies.pipeline.transport.planes import GLOO
-from strategies.pipeline.transport.ties import Tie
+from strategies.pipeline.state.stage_state import StageState
+from strategies.pipeline.transport.slots import Slot, SlotAddress
+
+Receive = Callable[[Sequence[UntypedStorage]], None]
+"""Receives the values of storages from the driver."""
+
+_ALL = -1
+"""In a slot, storages of every size stay out of the pickle, because torch makes an archive of each that it pickles."""
 
 
-@dataclass
-class Payload:
-    """What the driver sends to a worker, pickled as one object so that shared objects stay shared.
+class Carrier(Protocol):
+    """Where the state of a stage is until its worker takes it."""
+
+    def take(self, receive: Receive) -> StageState:
+        """Return the state, in memory of its own; called once, in the process of the worker."""
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A state that the driver sends: what is pickled of it; the driver sends the large storages afterwards.
 
     Attributes:
-        index: The number of the stage.
-        layers: The layers of the stage, named as in the whole module.
-        device: The device of the layers.
-        deferred_batch_norm: See :class:`~strategies.pipeline.stage.layers.Layers`.
-        optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
-        numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
-        ties: The parameters that several stages share.
-        replicas: The other pipelines, if there are several.
-        call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
-        reports_side_outputs: Whether the stage reports which layers have side outputs.
-        copies: The same layers of copies of the model, such as averages, with values of their own.
-        placement: Which process has which chunks.
-        plane: The data plane; see :mod:`strategies.pipeline.transport.planes`.
+        blob: See :class:`Parcel`.
     """
 
-    index: int
-    layers: StageLayers
-    device: str
-    deferred_batch_norm: bool
-    optimizers: list[tuple[type[Optimizer], dict[str, Any]]] = field(default_factory=list)
-    numbers: list[list[int]] = field(default_factory=list)
-    ties: list[Tie] = field(default_factory=list)
-    replicas: Replicas | None = None
-    call: CallLayers = call_in_turn
-    reports_side_outputs: bool = False
-    copies: list[StageLayers] = field(default_factory=list)
-    placement: Placement = field(default_factory=lambda: Placement((0,)))
-    plane: str = GLOO
+    blob: bytes
+
+    def take(self, receive: Receive) -> StageState:
+        state, storages = unpickled(self.blob)
+        assert isinstance(state, StageState)
+        receive(storages)
+        return state
+
+
+@dataclass(frozen=True)
+class InSlot:
+    """A state in a slot, which a worker before has written as a snapshot.
+
+    Attributes:
+        address: The slot.
+        number: The number of the snapshot.
+    """
+
+    address: SlotAddress
+    number: int
+
+    def take(self, receive: Receive) -> StageState:
+        slot = Slot.opened(self.address)
+        try:
+            state, storages = unpickled(slot.read_blob(self.number))
+            assert isinstance(state, StageState)
+            slot.read_storages(storages)
+        finally:
+            slot.close()
+        return state
+
+
+class StageSlots:
+    """The slots of a stage, as its worker writes them.
+
+    Args:
+        index: The number of the stage.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._opened: dict[SlotAddress, Slot] = {}
+
+    def write(self, address: SlotAddress, number: int, state: StageState) -> None:
+        """Write a snapshot into a slot.
+
+        Raises:
+            ValueError: If an object of the stage cannot be pickled.
+        """
+        if address not in self._opened:
+            self._opened[address] = Slot.opened(address)
+        slot = self._opened[address]
+        slot.forget()
+        try:
+            parcel = pickled(state, state.layers, None, small_bytes=_ALL)
+        except ValueError as error:
+            raise ValueError(
+                f"no snapshot can be taken of {describe(self._index, state.layers)}: {error}. The layer got this "
+                "object after the pipeline started: let it drop the object after its forward pass, or give it a "
+                "__getstate__ that leaves the object out"
+            ) from error
+        slot.write(number, parcel.blob, parcel.storages)
 
 
 @dataclass
 class Parcel:
-    """A pickled payload.
+    """A pickled state.
 
     Attributes:
         blob: The pickle, with a number in place of each large storage.
@@ -184,15 +235,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickled(blob: bytes) -> tuple[Any, list[UntypedStorage]]:
-    """Return a payload, and the storages in it whose values are still to be received, in the order of their numbers."""
-    pickle_of_payload, recipes = pickle.loads(blob)
-    unpickler = _Unpickler(io.BytesIO(pickle_of_payload), recipes)
-    payload = unpickler.load()
-    return payload, [storage for _, storage in sorted(unpickler.storages.items())]
+    """Return the object, and the storages in it whose values are to be received, in the order of their numbers."""
+    content, recipes = pickle.loads(blob)
+    unpickler = _Unpickler(io.BytesIO(content), recipes)
+    found = unpickler.load()
+    return found, [storage for _, storage in sorted(unpickler.storages.items())]
 
 
 def pickled(
-    payload: Any,
+    state: Any,
     layers: nn.Sequential,
     forbidden: Any,
     construction: Construction | None = None,
@@ -200,12 +251,12 @@ def pickled(
     streams: bool = True,
     small_bytes: int = SMALL_BYTES,
 ) -> Parcel:
-    """Pickle the payload of a worker, including classes and functions that a script or notebook defines.
+    """Pickle the state of a stage, including classes and functions that a script or notebook defines.
 
     Args:
-        payload: The object to pickle.
+        state: The object to pickle.
         layers: The layers in it; the error message names the one that cannot be pickled.
-        forbidden: The whole model, which must not become part of the payload.
+        forbidden: The whole model, which must not become part of the pickle.
         construction: What knows the recipes of tensors that have been recorded and not built.
         streams: Leave out the values of large tensors. Otherwise they are part of the pickle.
         small_bytes: The largest storage that is part of the pickle nevertheless.
@@ -230,7 +281,7 @@ def pickled(
     file = io.BytesIO()
     pickler = _Pickler(file, forbidden, construction, streams=streams, small_bytes=small_bytes)
     try:
-        pickler.dump(payload)
+        pickler.dump(state)
     except ValueError:
         raise
     except Exception as error:  # pickling raises whatever the objects' own methods raise

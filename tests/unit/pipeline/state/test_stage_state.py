@@ -1,9 +1,8 @@
-"""Snapshots of a stage: another stage that takes one over goes on as the first one."""
+"""The state of a stage, taken from a slot: another worker goes on as the first one."""
 
 import random
 import threading
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,14 +13,15 @@ from torch.distributed import ProcessGroup
 from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
-from strategies.optim.restricted import numbers_of, taken_apart
 from strategies.pipeline.control.operations import Layout, Operation, Reference
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import loop
+from strategies.pipeline.state.carriers import InSlot
+from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.transport.slots import Slot, have_slots
-from strategies.pipeline.worker.hosted import HostedStage, take_over
-from strategies.pipeline.worker.payload import Payload
+from strategies.pipeline.worker.hosted import HostedStage
+from strategies.pipeline.worker.setup import StageSetup
 from strategies.pipeline.worker.wiring import to_neighbours
 
 CPU = torch.device("cpu")
@@ -49,11 +49,19 @@ def slot() -> Iterator[Slot]:
 
 def stage_of(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> HostedStage:
     """Stage 0 with a copy of its layers; the driver is rank 1 of the group."""
-    numbers = [numbers_of(optimizer, list(layers.parameters()))]
     (own,), (average,) = cut(layers, [len(layers)]), cut(nn.Sequential(nn.Linear(3, 3), Noted()), [2])
-    parts = [taken_apart(optimizer)]
-    payload = Payload(0, own, "cpu", False, optimizers=parts, numbers=numbers, copies=[average], placement=loop(2))
-    return HostedStage(payload, to_neighbours(payload, group, HostTransport(group, CPU, wait_here)), Activity())
+    return started(StageState.capture(own, [*own.parameters()], [optimizer], [average]), group)
+
+
+def started(state: StageState, group: ProcessGroup) -> HostedStage:
+    setup = StageSetup(0, "cpu", False, placement=loop(2))
+    wiring = to_neighbours(setup, group, HostTransport(group, CPU, wait_here))
+    return HostedStage(setup, state, wiring, Activity())
+
+
+def taken_over(slot: Slot, number: int, group: ProcessGroup) -> HostedStage:
+    """The stage that begins with a snapshot."""
+    return started(InSlot(slot.address, number).take(lambda storages: None), group)
 
 
 def step(stage: HostedStage, optimizer: torch.optim.Optimizer, values: Tensor) -> None:
@@ -86,8 +94,7 @@ def test_a_stage_goes_on_where_the_first_one_was(groups: tuple[ProcessGroup, Pro
     expected = {name: value.clone() for name, value in values_of(first).items()}
     drawn = torch.rand(3), random.random()
     step(first, optimizer, torch.ones(1))
-    wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here))
-    second = take_over(slot.address, 2, None, wire, Activity())
+    second = taken_over(slot, 2, groups[0])
     ours = values_of(second)
     assert list(ours) == list(expected) and all(torch.equal(ours[name], expected[name]) for name in expected)
     assert torch.equal(torch.rand(3), drawn[0]) and random.random() == drawn[1]
@@ -109,8 +116,7 @@ def test_gradients(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> Non
     grads = {name: torch.randn_like(p) if name != "0.bias" else None for name, p in layers.named_parameters()}
     first.load_grads(grads)
     first.snapshot(0, slot.address, True)
-    wire = partial(to_neighbours, group=groups[0], transport=HostTransport(groups[0], CPU, wait_here))
-    ours = take_over(slot.address, 0, None, wire, Activity()).grads()
+    ours = taken_over(slot, 0, groups[0]).grads()
     assert list(ours) == list(grads) and ours["0.bias"] is None
     assert all(torch.equal(ours[name], grad) for name, grad in grads.items() if grad is not None)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.pipeline.worker.payload import Parcel, pickled, unpickled
+from strategies.pipeline.state.carriers import Parcel, pickled, unpickled
 
 
 class Scaled(nn.Module):

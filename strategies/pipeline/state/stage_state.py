@@ -1,0 +1,89 @@
+"""The state of a stage between two passes: everything that another process needs to go on with the stage.
+
+Every start of a worker begins with one: of the layers in the driver's process, or of a snapshot of another worker. A
+carrier brings it to the worker (:mod:`strategies.pipeline.state.carriers`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.common.stage_layers import StageLayers
+from strategies.optim.restricted import move_states, numbers_of, put_together, restricted, taken_apart
+from strategies.pipeline.stage.layers import ProcessRandomState
+
+
+@dataclass
+class StageState:
+    """The state of a stage, pickled as one object so that shared objects stay shared.
+
+    Attributes:
+        layers: The layers of the stage, named as in the whole module.
+        copies: The same layers of copies of the model, such as averages, with values of their own.
+        optimizers: Class and attributes of each of the user's optimizers, restricted to this stage's parameters.
+        numbers: For each optimizer, the numbers that the whole optimizer gives to the parameters of this stage.
+        grads: The gradients of the layers, by the name of the parameter; parameters that are left out have none.
+        computed: Results of operations to which the driver refers, by number.
+        random_state: That of the process; ``None`` if the new process begins with its own.
+        owners: Which replica steps a parameter, if the replicas of the stage have divided its optimizer states.
+    """
+
+    layers: StageLayers
+    copies: list[StageLayers] = field(default_factory=list)
+    optimizers: list[tuple[type[Optimizer], dict[str, Any]]] = field(default_factory=list)
+    numbers: list[list[int]] = field(default_factory=list)
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    computed: dict[int, Tensor] = field(default_factory=dict)
+    random_state: ProcessRandomState | None = None
+    owners: dict[Tensor, int] | None = None
+
+    @classmethod
+    def capture(
+        cls,
+        layers: StageLayers,
+        owned: Sequence[nn.Parameter],
+        optimizers: Sequence[Optimizer] = (),
+        copies: Sequence[StageLayers] = (),
+    ) -> "StageState":
+        """Return the state of layers that are in this process, for a worker that has not begun.
+
+        Args:
+            layers: The layers of the stage.
+            owned: Their parameters, without the stage's copies of parameters that another stage owns.
+            optimizers: The user's optimizers, over the parameters of all stages.
+            copies: The same layers of copies of the model.
+        """
+        own = {id(parameter) for parameter in owned}
+        return cls(
+            layers,
+            list(copies),
+            [taken_apart(restricted(optimizer, owned)) for optimizer in optimizers],
+            [numbers_of(optimizer, owned) for optimizer in optimizers],
+            {name: p.grad for name, p in layers.named_parameters() if p.grad is not None and id(p) in own},
+        )
+
+    def place(self, device: torch.device) -> list[Optimizer]:
+        """Move everything to the device of the stage, and give the parameters their gradients.
+
+        Returns:
+            The optimizers.
+        """
+        self.layers.to(device)
+        self.copies = [_moved(copy, device) for copy in self.copies]
+        for name, parameter in self.layers.named_parameters():
+            grad = self.grads.pop(name, None)
+            parameter.grad = None if grad is None else grad.to(device)
+        optimizers = [put_together(*parts) for parts in self.optimizers]
+        for optimizer in optimizers:
+            move_states(optimizer)  # they have come by way of the CPU
+        return optimizers
+
+
+def _moved(copy: StageLayers, device: torch.device) -> StageLayers:
+    """Move a copy of the layers to ``device``, unless it is on the CPU, where averages save the memory of a GPU."""
+    tensors = (*copy.parameters(), *copy.buffers())
+    return copy if all(tensor.device.type == "cpu" for tensor in tensors) else copy.to(device)

@@ -1,0 +1,40 @@
+"""What the driver tells a worker of its stage besides the state: where the stage runs, and with which other processes.
+
+It has no tensors. The driver sends it whenever a worker starts, whatever brings the state of the stage
+(:mod:`strategies.pipeline.state.carriers`).
+"""
+
+from dataclasses import dataclass, field
+
+from strategies.pipeline.optim.replicas import Replicas
+from strategies.pipeline.schedule.tables import Placement
+from strategies.pipeline.stage.layers import CallLayers, call_in_turn
+from strategies.pipeline.transport.planes import GLOO
+from strategies.pipeline.transport.ties import Tie
+
+
+@dataclass(frozen=True)
+class StageSetup:
+    """How a worker runs a stage.
+
+    Attributes:
+        index: The number of the stage, which is the rank of the process.
+        device: The device of the layers.
+        deferred_batch_norm: See :class:`~strategies.pipeline.stage.layers.Layers`.
+        ties: The parameters that several stages share.
+        replicas: The other pipelines, if there are several.
+        call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
+        reports_side_outputs: Whether the stage reports which layers have side outputs.
+        placement: Which process has which chunks.
+        plane: The data plane; see :mod:`strategies.pipeline.transport.planes`.
+    """
+
+    index: int
+    device: str
+    deferred_batch_norm: bool
+    ties: list[Tie] = field(default_factory=list)
+    replicas: Replicas | None = None
+    call: CallLayers = call_in_turn
+    reports_side_outputs: bool = False
+    placement: Placement = field(default_factory=lambda: Placement((0,)))
+    plane: str = GLOO
