@@ -140,7 +140,7 @@ def measured_stages(model: nn.Sequential, balance: list[int], sample: Tensor, st
         for _ in range(steps):
             step(pipeline, whole, x, "gpipe", MICROBATCHES)
     finally:
-        pipeline.finish()
+        pipeline.close()
     notes = [*(own.notes for own in listeners[:-1]), listeners[-1].get_extra_state()]
     found = []
     for i, own in enumerate(notes):

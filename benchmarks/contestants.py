@@ -242,7 +242,7 @@ class Relay:
 
     def close(self) -> None:
         if self.pipeline is not None:
-            self.pipeline.finish()
+            self.pipeline.close()
             self.pipeline = None
 
 

@@ -75,7 +75,7 @@ def measured(schedule: str, stages: int, microbatches: int, steps: int) -> tuple
             for _ in range(steps):
                 step()
     finally:
-        pipeline.finish()
+        pipeline.close()
     return seconds, calls.number / steps, calls.bytes / steps
 
 

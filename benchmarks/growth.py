@@ -75,7 +75,7 @@ def measured(schedule: str, stages: int, microbatches: int, repeats: int) -> tup
             step(pipeline, model, torch.ones(microbatches, 1), schedule, microbatches)
             seconds.append(perf_counter() - began)
     finally:
-        pipeline.finish()
+        pipeline.close()
     return seconds[1:], [layer.most_alive for layer in model]
 
 

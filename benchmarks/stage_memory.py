@@ -73,7 +73,7 @@ def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float
         step(pipeline, model, x, schedule, microbatches)
         return [(memory_bytes(pid, "VmHWM") - held) / MEBI for pid, held in zip(pids, before, strict=True)]
     finally:
-        pipeline.finish()
+        pipeline.close()
 
 
 def promised(schedule: str, microbatches: int) -> list[float]:

@@ -1137,7 +1137,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
                     self._profiled.end()
             finally:
                 if pipeline is not None:
-                    pipeline.finish()
+                    pipeline.close()
         except Exception as error:
             if not self._has_failed():
                 self._end_writer(is_first=False)
@@ -1155,7 +1155,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._stage_states = self._recovery = self._collect_again = None
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
-            pipeline.abandon()
+            pipeline.close(gather=False)
 
     def _running(self) -> Pipeline:
         if self._pipeline is None:

@@ -39,6 +39,7 @@ from strategies.common.trees import flat, layouts, with_meta_tensors, with_tenso
 from strategies.optim.restricted import parameters_of, part_of
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import Fetch, beside, in_turn
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.state.shelved import ShelvedTensor, is_shelved, put_values, shelved_tensors, values_of
@@ -211,7 +212,8 @@ class StageStates:
         for reply in replies:
             reply.wait()
         for remote in self._pipeline.remotes:
-            remote.send(StageCommands.load_optimizer_states_read)
+            for k in range(len(states)):
+                remote.send(StageCommands.place, Part(PartKind.OPTIMIZER, k), None)
         for k, optimizer in enumerate(optimizers.optimizers):
             optimizers.load_here(optimizer, {**states[k], **mine[k]})
         self._pipeline.wait()
@@ -295,7 +297,8 @@ def _write_shelved(stage: Any, shards: Path, plan: SavePlan, names: Names) -> li
 def _read_states(stage: Any, shards: Path, layout: Any, prefix: str) -> None:
     """Runs on an RPC thread of a worker: read optimizer states for its stage (behind an ``RRef``)."""
     bare = with_meta_tensors(layout)
-    stage.local_value().hosted.states_read = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
+    read = with_tensors(bare, read_tensors(shards, flat(bare, prefix)), prefix)
+    stage.local_value().hosted.held.states_read = {k: own["state"] for k, own in read.items()}
 
 
 def _error_of(remote: RemoteStage, reply: Any, path: Path) -> Exception | None:

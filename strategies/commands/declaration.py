@@ -2,9 +2,9 @@
 
 class StageCommands(Protocol):
     @command(changes_values=False)
-    def grads(self) -> dict[str, Tensor | None]: ...
+    def num_kept(self) -> int: ...
 
-grads = remote.ask(StageCommands.grads).wait()     # the caller: mypy knows the arguments and the result
+kept = remote.ask(StageCommands.num_kept).wait()   # the caller: mypy knows the arguments and the result
 class HostedStage(StageCommands): ...              # the process that runs it
 """
 

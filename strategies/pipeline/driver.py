@@ -4,7 +4,7 @@
 
 Under some schedules each stage has several chunks of layers, and the values pass all stages several times.
 
-Between :meth:`Pipeline.start` and :meth:`Pipeline.finish`, calling the ``nn.Sequential`` runs the pipeline. For an
+Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, calling the ``nn.Sequential`` runs the pipeline. For an
 ``nn.ModuleList``, the call of its last block does (:mod:`strategies.pipeline.partition.blocks`).
 """
 
@@ -48,8 +48,6 @@ from strategies.pipeline.control.client import (
     cause_of,
 )
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.parts import Part, PartKind
-from strategies.pipeline.control.shelf import ShelvedPart, in_rescue
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Connections, Executor, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
@@ -69,9 +67,10 @@ from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.carriers import Carrier, InSlot, Parcel, Shipped, pickled
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.remote_operations import Holder
+from strategies.pipeline.state.returning import PartOfModule, bring_back
 from strategies.pipeline.state.snapshots import OwnParts, Snapshots, Whole, check_snapshots
 from strategies.pipeline.state.stage_state import StageState
-from strategies.pipeline.state.stand_ins import move_from_meta, move_to_meta, refuse_lost_values, without_layers
+from strategies.pipeline.state.stand_ins import move_to_meta, refuse_lost_values, without_layers
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.device import num_links, routes_of
@@ -227,7 +226,7 @@ class Pipeline(NotCopyable):
         is_reversed: Whether the model calls the blocks of an ``nn.ModuleList`` from the last to the first.
         path: Dotted path of ``module`` in ``model``, for messages.
         construction: What knows how to build tensors of ``module`` that have no values yet.
-        gathers_on_end: Whether :meth:`finish` brings back what the workers hold.
+        gathers_on_end: Whether :meth:`close` brings back what the workers hold.
     """
 
     def __init__(
@@ -372,8 +371,8 @@ class Pipeline(NotCopyable):
         remotes = running.executor.remotes
         if self._replicas is not None or any(remote.has_ended for remote in remotes):
             self.failures.raise_cause()
-        self._fetch(running, with_grads=True)
-        self.abandon()
+        self._gather(running, with_grads=True)
+        self.close(gather=False)
         self.start()
         assert self._running is not None
         return self._running
@@ -475,7 +474,7 @@ class Pipeline(NotCopyable):
     def rebalance(self, balance: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
         """Move layers, with their optimizer states and gradients, so that chunks have other numbers of them.
 
-        The workers end, as in :meth:`finish`, and new ones start. For a moment, this process holds the whole model.
+        The workers end, as in :meth:`close`, and new ones start. For a moment, this process holds the whole model.
 
         Args:
             balance: Number of layers of each chunk.
@@ -502,9 +501,9 @@ class Pipeline(NotCopyable):
                 recording.take()
         try:
             with self.failures.explained():
-                self._fetch(running, with_grads=True)
+                self._gather(running, with_grads=True)
         finally:
-            self.abandon()
+            self.close(gather=False)
         try:
             self._divide(balance)
             check()
@@ -607,7 +606,7 @@ class Pipeline(NotCopyable):
                     if joint is not None:
                         joint.announce(str(error))
         except BaseException:
-            self.abandon()
+            self.close(gather=False)
             raise
         raise AssertionError("the last attempt returns or raises")
 
@@ -707,7 +706,9 @@ class Pipeline(NotCopyable):
             try:
                 self._running = self._start(parcels, numbers, holders, ending)
             except BaseException:
-                self._bring_back([holder.stage for holder in holders])
+                for i, holder in enumerate(holders):
+                    with suppress(Exception):  # of any kind: the first error is raised, and this worker has failed too
+                        bring_back(holder.stage, self._parts(i), self.optimizers, mirror=None, with_grads=True)
                 raise
         for recording in self._recordings:
             if not recording.is_over:  # the workers before these have been recorded
@@ -833,12 +834,9 @@ class Pipeline(NotCopyable):
             holder.take(number, stages[i])
         return holder
 
-    def _bring_back(self, remotes: Sequence[RemoteStage]) -> None:
-        """After an error in :meth:`start`: return the layers that have left to this process, as far as possible."""
-        for i, remote in enumerate(remotes):
-            for number, (model, _, stages, optimizers) in enumerate(self._all()):
-                with suppress(Exception):  # of any kind: the error in start is raised, and this worker has failed too
-                    move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
+    def _parts(self, i: int) -> list[PartOfModule]:
+        """What this process has of stage ``i``."""
+        return [PartOfModule(stages[i], model, optimizers) for model, _, stages, optimizers in self._all()]
 
     def _join_replicas(self, replicas: Replicas, wait: Wait, session: ExitStack) -> Averaging:
         """Meet the drivers of the other replicas, until the session ends."""
@@ -966,46 +964,41 @@ class Pipeline(NotCopyable):
 
     # End
 
-    def finish(self) -> None:
-        """Make the module whole again and end the workers; safe at any stage of set-up, and twice.
+    def close(self, *, gather: bool = True) -> None:
+        """End the workers; safe at any stage of set-up, and twice.
 
-        The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device. So do all layers of
-        workers without ``gathers_on_end``.
+        The layers of a worker that has died or hangs are lost: they stay on the ``meta`` device.
+
+        Args:
+            gather: Wait for the workers, and make the module whole again if ``gathers_on_end`` is set. Otherwise what
+                the workers hold is lost.
 
         Raises:
-            Exception: What went wrong on a worker and has not been raised before, such as in the last step; or, if
-                something was lost, why.
+            Exception: With ``gather``: what went wrong on a worker and has not been raised before, such as in the last
+                step; or, if something was lost, why.
         """
         try:
-            if self._running is not None:
+            if self._running is not None and gather:
                 with self.failures.explained():  # what is lost follows from the failure
                     if self._gathers_on_end:
-                        self._fetch(self._running)
+                        self._gather(self._running)
                     else:
                         self._leave(self._running)
         finally:
-            self.abandon()
-        self.failures.raise_untold()
+            running, self._running = self._running, None
+            if running is not None:
+                running.ending.close()
+        if gather:
+            self.failures.raise_untold()
 
-    def _fetch(self, running: _Running, *, with_grads: bool = False) -> None:
+    def _gather(self, running: _Running, *, with_grads: bool = False) -> None:
         """Bring back what the workers hold, from as many of them as can still send it."""
         executor = running.executor
         executor.side_outputs.end()
         lost: Exception | None = None
-        for i, (layers, remote) in enumerate(zip(self.stages, executor.remotes, strict=False)):
+        for i, (mirror, remote) in enumerate(zip(executor.mirrors, executor.remotes, strict=True)):
             try:
-                executor.mirrors[i].carry_buffers(remote)
-                for number, (model, _, stages, optimizers) in enumerate(self._all()):
-                    move_from_meta(stages[i], model, optimizers, _rescued_tensors(remote, number))
-                if with_grads:
-                    grads = remote.ask(StageCommands.grads).rescue()
-                    for name, parameter in layers.named_parameters():
-                        if (grad := grads[name]) is not None:
-                            parameter.grad = grad
-                executor.mirrors[i].take_back(remote)
-                if extra := remote.ask(StageCommands.extra_state).rescue():
-                    layers.load_state_dict(extra, strict=False)
-                self.optimizers.fetch(remote)
+                bring_back(remote, self._parts(i), self.optimizers, mirror=mirror, with_grads=with_grads)
             except Exception as error:
                 lost = lost or error
         if lost is not None:
@@ -1020,21 +1013,9 @@ class Pipeline(NotCopyable):
         for _, module, _, _ in self._all():
             module.register_state_dict_pre_hook(refuse_lost_values)
 
-    def abandon(self) -> None:
-        """End the workers without asking for what they hold, so that their layers stay without values."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.ending.close()
-
 
 def _nothing() -> None:
     pass
-
-
-def _rescued_tensors(remote: RemoteStage, module: int) -> dict[str, Tensor]:
-    """Fetch the parameters and buffers of a module of a stage, even if another stage has failed."""
-    tensors: dict[str, Tensor] = ShelvedPart.rescued(remote, Part(PartKind.TENSORS, module)).values(in_rescue)
-    return tensors
 
 
 def _abort(transport: "ref[Transport]", _: Any) -> None:

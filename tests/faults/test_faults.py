@@ -174,7 +174,7 @@ def killed_while_starting(moments: Moments) -> list[tuple[str, float]]:
             message = str(error)
         killer.join()
         with suppress(RuntimeError):  # the same once more
-            pipeline.finish()
+            pipeline.close()
         while any(thread.name.startswith("relay-") for thread in threading.enumerate()):
             time.sleep(0.01)
         seen.append((message, time.monotonic() - killed[-1]))

@@ -12,7 +12,8 @@ import torch
 from harness import run
 from torch import Tensor, nn
 
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import PartKind
+from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.layers import PassContext
@@ -91,7 +92,7 @@ def many_cases() -> dict[str, Any]:
             pipeline.wait()
             seen: dict[str, Any] = {}
             for remote in pipeline.remotes:
-                seen |= remote.ask(StageCommands.grads).wait()
+                seen |= captured(remote, PartKind.GRADS)
             seen |= {name: p.grad for name, p in layers.named_parameters() if not p.is_meta}
             for (name, _), grad in zip(layers.named_parameters(), grads, strict=True):
                 error = (seen[name] - grad).abs().max().item()
@@ -99,7 +100,7 @@ def many_cases() -> dict[str, Any]:
                 assert error < 1e-9, (case, name, error)
             layers.zero_grad()
             passes += 1
-        pipeline.finish()
+        pipeline.close()
     return {"passes": passes, "worst": worst}
 
 

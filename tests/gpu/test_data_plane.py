@@ -61,9 +61,9 @@ def trained(
     pipeline.start()
     try:
         losses = steps(pipeline, module, optimizer, schedule, width, devices[-1])
-        pipeline.finish()
+        pipeline.close()
     finally:
-        pipeline.abandon()  # after an error
+        pipeline.close(gather=False)  # after an error
     return {"losses": losses, **{name: p.detach().cpu() for name, p in module.named_parameters()}}
 
 
@@ -166,7 +166,7 @@ def seconds_per_step(plane: str, width: int, rows: int = 512, kind: str = "cuda"
         loss.backward()
         loss.item()
         times.append(time.perf_counter() - begin)
-    pipeline.abandon()
+    pipeline.close(gather=False)
     return sorted(times)[len(times) // 2]
 
 
@@ -259,7 +259,7 @@ def on_other_gpu() -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     finally:
-        pipeline.abandon()
+        pipeline.close(gather=False)
     return "no error"
 
 

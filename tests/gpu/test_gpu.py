@@ -58,7 +58,7 @@ def trained(balance: list[int], device: str, dropout: float = 0.0, checkpoint: s
         optimizer.step()
         pipeline.optimizers.step_remotes(optimizer, {})
         losses.append(loss.item())
-    pipeline.finish()
+    pipeline.close()
     return {"losses": losses, **{name: p.detach().cpu() for name, p in module.named_parameters()}}
 
 

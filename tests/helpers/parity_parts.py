@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout
 from torch.optim import SGD, AdamW, Optimizer
 
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import PartKind
+from strategies.pipeline.control.shelf import captured
 
 
 class Branches(nn.Module):
@@ -104,9 +105,7 @@ def gradients(model: Any) -> dict[str, Tensor | None]:
     found = {name: None if p.is_meta else p.grad for name, p in model.named_parameters()}
     pipeline = getattr(model.trainer.strategy, "_pipeline", None)  # one process has none
     for remote in [] if pipeline is None else pipeline.remotes:
-        found.update(
-            {f"sequential_module.{name}": grad for name, grad in remote.ask(StageCommands.grads).wait().items()}
-        )
+        found.update({f"sequential_module.{name}": grad for name, grad in captured(remote, PartKind.GRADS).items()})
     return {name: None if grad is None else grad.clone() for name, grad in found.items()}
 
 

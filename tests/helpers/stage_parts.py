@@ -22,7 +22,7 @@ def pipelined(module: nn.Sequential, microbatches: int = 4, **settings: Any) -> 
     try:
         yield pipeline
     finally:
-        pipeline.finish()
+        pipeline.close()
 
 
 def assert_same_gradients(layers: nn.Module, plain: nn.Module) -> None:

@@ -173,6 +173,14 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/stage/recorder.py": ["integration/pipeline/test_monitor.py"],
     "strategies/pipeline/stage/records.py": ["unit/planning/test_measured.py", "integration/pipeline/test_monitor.py"],
     "strategies/pipeline/stage/side_outputs.py": ["integration/parity/values/test_side_outputs.py"],
+    "strategies/pipeline/state/held.py": [
+        "unit/pipeline/state/test_stage_state.py",
+        "unit/checkpoint/test_stages.py",
+    ],
+    "strategies/pipeline/state/returning.py": [
+        "integration/pipeline/test_pipeline_engine.py",
+        "integration/parity/schedules/test_parity_rebalance.py",
+    ],
     "strategies/pipeline/state/shelved.py": ["unit/checkpoint/test_stages.py"],
     "strategies/pipeline/state/state_dict.py": ["unit/checkpoint/test_stages.py"],
     "strategies/pipeline/transport/interface.py": [

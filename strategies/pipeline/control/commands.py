@@ -66,35 +66,16 @@ class StageCommands(Protocol):
     def num_kept(self) -> int:
         """Return the number of micro-batches that wait for their backward pass."""
 
-    # Modules
+    # Attributes of layers
 
     @command(changes_values=False, can_wait=True)
-    def set_attributes(self, attributes: Attributes) -> None:
-        """Set plain attributes of modules, such as ``training``."""
+    def set_attributes(self, attributes: Attributes, trained: Sequence[bool] | None = None) -> None:
+        """Set plain attributes of modules, such as ``training``.
 
-    @command(changes_values=False, doing="teardown, handing over attributes")
-    def attributes(self) -> list[dict[str, Any]]:
-        """Return the plain attributes of each module, in the order of ``modules()``."""
-
-    @command(changes_values=False, doing="handing over objects of layers")
-    def objects(self) -> tuple[bytes, dict[tuple[int, str], Tensor]]:
-        """Return other attributes of each module, pickled together, and tensors in attributes that are no buffers."""
-
-    @command(changes_values=False, can_wait=True)
-    def set_requires_grad(self, flags: Sequence[bool]) -> None:
-        """Set ``requires_grad`` of each parameter, in the order of ``parameters()``."""
-
-    @command(can_wait=True)
-    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        """Replace buffers, by name."""
-
-    @command(doing="load, taking over weights")
-    def load_module_state(self, state: Mapping[str, Any], module: int = 0) -> None:
-        """Load a part of a state dict. Missing keys are no error; the driver reports them."""
-
-    @command(changes_values=False, doing="teardown, handing over extra states")
-    def extra_state(self) -> dict[str, Any]:
-        """Return what ``get_extra_state`` of the layers adds to a ``state_dict``."""
+        Args:
+            attributes: The attributes.
+            trained: ``requires_grad`` of each parameter, in the order of ``parameters()``; ``None`` leaves it as it is.
+        """
 
     # Single values and gradients, for stand-ins on the driver
 
@@ -127,14 +108,6 @@ class StageCommands(Protocol):
     @command(can_wait=True)
     def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
         """Clear the gradients of parameters, as ``zero_grad`` of a module that holds them."""
-
-    @command(changes_values=False)
-    def grads(self) -> dict[str, Tensor | None]:
-        """Return the gradient of each parameter, by its name in the whole module."""
-
-    @command()
-    def load_grads(self, grads: Mapping[str, Tensor | None]) -> None:
-        """Set the gradients to what :meth:`grads` returned."""
 
     @command()
     def average_grads(self, share: float | None) -> None:
@@ -211,20 +184,25 @@ class StageCommands(Protocol):
     def grad_norms(self, optimizer: int, norm_type: float) -> dict[int, Tensor]:
         """Return the norm of each gradient, by the number of the parameter in the whole optimizer."""
 
-    @command(doing="load, taking over optimizer states")
-    def load_optimizer_states(self, optimizer: int, states: Mapping[Any, Any]) -> None:
-        """Load the states of this stage's parameters out of the states of a whole optimizer."""
-
-    # The shelf: parts of the state that are set aside, see strategies.pipeline.control.shelf
+    # Parts of the state; what is captured is on the shelf, see strategies.pipeline.control.shelf
 
     @command(changes_values=False)
-    def shelve(self, part: Part) -> tuple[int, Any]:
-        """Put a part of the state on the shelf, without copying its tensors.
+    def capture(self, parts: Sequence[Part]) -> list[tuple[int, Any]]:
+        """Put parts of the state on the shelf, without copying their tensors.
 
         All replicas call this for :attr:`~strategies.pipeline.control.parts.PartKind.WHOLE_OPTIMIZER`.
 
         Returns:
-            The number of the part on the shelf, and the part with layouts in place of its tensors.
+            For each part, its number on the shelf, and the part with layouts in place of its tensors.
+        """
+
+    @command(can_wait=True)
+    def place(self, part: Part, content: Any) -> None:
+        """Take over a part of the state, or some entries of it.
+
+        Args:
+            part: A state dict, some buffers, or the states of an optimizer.
+            content: The entries; see :meth:`~strategies.pipeline.state.held.HeldState.place`.
         """
 
     @command(changes_values=False)
@@ -238,12 +216,6 @@ class StageCommands(Protocol):
     @command(changes_values=False, can_wait=True)
     def drop_shelved(self, number: int) -> None:
         """Take a part off the shelf."""
-
-    # Sharded checkpoints
-
-    @command()
-    def load_optimizer_states_read(self) -> None:
-        """Load the states of all optimizers that have been read from a sharded checkpoint."""
 
     # Snapshots, see strategies.pipeline.state.snapshots
 

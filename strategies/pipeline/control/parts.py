@@ -14,14 +14,21 @@ from strategies.common.trees import flat
 class PartKind(Enum):
     """The parts of the state of a stage."""
 
-    TENSORS = "all parameters and buffers, by name"
-    STATE_DICT = "what state_dict returns"
+    TENSORS = "all parameters and buffers of a module, by name"
+    STATE_DICT = "what state_dict of a module returns"
+    EXTRA_STATE = "what get_extra_state of its layers adds to that"
+    GRADS = "the gradient of each parameter of a module, by name; None if it has none"
+    ATTRIBUTES = "the plain attributes of each module, in the order of modules()"
+    OBJECTS = "other attributes: objects, pickled together, and tensors that are no buffers"
     OPTIMIZER = "the optimizer states in this process, by the number of the parameter in the whole optimizer"
     WHOLE_OPTIMIZER = "the same, with the states of all replicas that have divided them, on the first replica"
 
 
 class Part(NamedTuple):
-    """A part of the state of a stage: its kind, and the number of the module or of the optimizer."""
+    """A part of the state of a stage: its kind, and the number of the module or of the optimizer.
+
+    Module 0 is the layers of the stage, module ``k`` those of the ``k``-th copy of the model.
+    """
 
     kind: PartKind
     number: int = 0

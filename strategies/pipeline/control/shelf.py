@@ -18,7 +18,7 @@ from strategies.common.trees import name_of
 from strategies.launch.allocator import return_freed_memory
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.parts import Part, Piece, ShelvedLayout, bytes_of
+from strategies.pipeline.control.parts import Part, PartKind, Piece, ShelvedLayout, bytes_of
 
 _MESSAGE_BYTES = 4 * 2**20
 """Most bytes of tensors in one message: so many that the time of a call does not count."""
@@ -83,12 +83,14 @@ class ShelvedPart:
     @classmethod
     def of(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
         """Have a stage put a part of its state on its shelf."""
-        return cls(stage, *stage.ask(StageCommands.shelve, part).wait())
+        (captured,) = stage.ask(StageCommands.capture, [part]).wait()
+        return cls(stage, *captured)
 
     @classmethod
-    def rescued(cls, stage: RemoteStage, part: Part) -> "ShelvedPart":
-        """Put a part on the shelf even if another stage has failed."""
-        return cls(stage, *stage.ask(StageCommands.shelve, part).rescue())
+    def rescued(cls, stage: RemoteStage, parts: Sequence[Part]) -> "dict[Part, ShelvedPart]":
+        """Have a stage put parts of its state on its shelf, even if another stage has failed."""
+        captured = stage.ask(StageCommands.capture, parts).rescue()
+        return {part: cls(stage, *own) for part, own in zip(parts, captured, strict=True)}
 
     @property
     def number(self) -> int:
@@ -122,6 +124,11 @@ class ShelvedPart:
         self.mapped(lambda path, layout: wanted.append(Wanted(self, path, layout)))
         fetched = fetched_values(wanted, fetch)
         return self.mapped(lambda path, layout: next(fetched))
+
+
+def captured(stage: RemoteStage, kind: PartKind, number: int = 0) -> Any:
+    """Return a part of the state of a stage, with its values."""
+    return ShelvedPart.of(stage, Part(kind, number)).values()
 
 
 class Wanted(NamedTuple):

@@ -37,7 +37,7 @@ from strategies.pipeline.construction.stored import References
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
-from strategies.pipeline.control.shelf import ShelvedPart, in_rescue
+from strategies.pipeline.control.shelf import ShelvedPart
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.recorder import Recorder
@@ -290,7 +290,7 @@ class PipelineOptimizers:
         for remote, numbers in zip(self._remotes, self.numbers, strict=True):
             own = part_of(state["state"], numbers[k])
             states = tree_map_only(Tensor, self._where_stored, own)
-            remote.ask(StageCommands.load_optimizer_states, k, states).wait()
+            remote.ask(StageCommands.place, Part(PartKind.OPTIMIZER, k), states).wait()
 
     def _where_stored(self, tensor: Tensor) -> Any:
         """Return where the values of a tensor are stored, or else the tensor on the CPU: RPC sends no others."""
@@ -302,14 +302,13 @@ class PipelineOptimizers:
             state = {**state, "state": self._shared_steps.own_part(optimizer, state["state"])}
         type(optimizer).load_state_dict(optimizer, state)
 
-    def fetch(self, remote: RemoteStage) -> None:
-        """Copy a worker's states into the user's optimizers; its parameters must have values here again."""
-        for k, optimizer in enumerate(self.optimizers):
-            parameters = parameters_of(optimizer)
-            states = ShelvedPart.rescued(remote, Part(PartKind.OPTIMIZER, k)).values(in_rescue)
-            optimizer.state.update({parameters[number]: state for number, state in states.items()})
-            for parameter in [p for p in parameters if p in optimizer.state]:  # sort as in one process
-                optimizer.state[parameter] = optimizer.state.pop(parameter)
+    def take_back(self, k: int, states: Mapping[int, Any]) -> None:
+        """Copy a worker's states into an optimizer of the user; its parameters must have values here again."""
+        optimizer = self.optimizers[k]
+        parameters = parameters_of(optimizer)
+        optimizer.state.update({parameters[number]: state for number, state in states.items()})
+        for parameter in [p for p in parameters if p in optimizer.state]:  # sort as in one process
+            optimizer.state[parameter] = optimizer.state.pop(parameter)
 
 
 def follow_optimizer(

@@ -4,16 +4,17 @@ Sent are the mode, ``requires_grad``, plain attributes (numbers, flags and strin
 and tensors that are assigned to buffers. At the end, attributes of the worker's layers are copied back.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from strategies.common.torch_compat import backward_hooks, forward_hooks, without_torch_function
 from strategies.common.transformers_compat import is_capturing_hook
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import Attributes, StageCommands
+from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.state.objects import ObjectsAtStart
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -81,10 +82,8 @@ class Mirror:
         """Send what has changed to the stage, with the next command."""
         self.carry_buffers(remote)
         attributes, trained = self.changes()
-        if attributes:
-            remote.send(StageCommands.set_attributes, attributes)
-        if trained is not None:
-            remote.send(StageCommands.set_requires_grad, trained)
+        if attributes or trained is not None:
+            remote.send(StageCommands.set_attributes, attributes, trained)
 
     def carry_buffers(self, remote: RemoteStage) -> None:
         """Send tensors that have been assigned to buffers, and restore the stand-ins of these buffers."""
@@ -96,12 +95,13 @@ class Mirror:
             if (value.shape, value.dtype) == (stand_in.shape, stand_in.dtype):
                 assigned[path], buffers[name] = value.detach().cpu().clone(), stand_in
         if assigned:
-            remote.send(StageCommands.set_buffers, assigned)
+            remote.send(StageCommands.place, Part(PartKind.TENSORS), assigned)
 
-    def take_back(self, remote: RemoteStage) -> None:
+    def take_back(
+        self, attributes: Sequence[Mapping[str, Any]], objects: tuple[bytes, Mapping[tuple[int, str], Tensor]]
+    ) -> None:
         """Copy the worker's attributes to the driver's layers, except those that have changed here meanwhile."""
-        attributes = remote.ask(StageCommands.attributes).rescue()
-        self._objects.take(*remote.ask(StageCommands.objects).rescue())
+        self._objects.take(*objects)
         for module, sent, now in zip(self._layers.modules(), self._sent, attributes, strict=True):
             own = vars(module)
             own.update({name: value for name, value in now.items() if name in sent and own.get(name) == sent[name]})

@@ -14,7 +14,7 @@ from strategies.common.trees import on_cpu
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Part, PartKind
-from strategies.pipeline.control.shelf import ShelvedPart
+from strategies.pipeline.control.shelf import ShelvedPart, captured
 from strategies.pipeline.state.mirror import set_attributes
 from strategies.pipeline.state.shelved import shelved_tensors
 from strategies.pipeline.state.stand_ins import replace_buffers
@@ -67,14 +67,14 @@ class StateOfStages:
         for layers, remote in zip(self._stages, self._remotes, strict=True):
             if remote is None:
                 continue
-            tensors = ShelvedPart.of(remote, Part(PartKind.TENSORS)).values()
+            tensors = captured(remote, PartKind.TENSORS)
             for name, p in layers.named_parameters():
                 memo.setdefault(id(p), nn.Parameter(tensors[name], requires_grad=p.requires_grad))
             memo.update({id(buffer): buffer for buffer in layers.buffers()})  # shared until they are replaced
             own_copy = nn.Sequential(OrderedDict((n, deepcopy(layer, memo)) for n, layer in layers._modules.items()))
             replace_buffers(own_copy, tensors)
-            set_attributes(own_copy, dict(enumerate(remote.ask(StageCommands.attributes).wait())))
-            if extra := remote.ask(StageCommands.extra_state).wait():
+            set_attributes(own_copy, dict(enumerate(captured(remote, PartKind.ATTRIBUTES))))
+            if extra := captured(remote, PartKind.EXTRA_STATE):
                 own_copy.load_state_dict(extra, strict=False)
             whole._modules.update(own_copy._modules)
         whole._modules.update(last._modules)
@@ -156,7 +156,7 @@ class StateOfStages:
                 continue
             own = {name: tensor for name, tensor in layers.state_dict().items() if prefix + name in state}
             given = on_cpu({name: state[prefix + name] for name in own})
-            remote.ask(StageCommands.load_module_state, given, self._number).wait()
+            remote.ask(StageCommands.place, Part(PartKind.STATE_DICT, self._number), given).wait()
             for name, here in own.items():
                 if isinstance(here, Tensor) and here.is_meta:
                     state[prefix + name] = state[prefix + name].to("meta")

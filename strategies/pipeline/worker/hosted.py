@@ -15,33 +15,29 @@ from strategies.commands.host import Order
 from strategies.common.activity import Activity
 from strategies.common.autograd import GatheredGradients
 from strategies.common.stage_layers import describe
-from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only, unscale_grads
+from strategies.common.torch_compat import unscale_grads
 from strategies.common.trees import on_cpu
 from strategies.optim.calls import MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
-    load_states,
     move_states,
     parameters_of,
-    part_of,
     put_together,
-    taken_apart,
 )
-from strategies.pipeline.construction.stored import Stored
 from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.operations import Operation as Posted
-from strategies.pipeline.stage.layers import PassContext, ProcessRandomState
+from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
 from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
-from strategies.pipeline.state.mirror import plain_attributes, set_attributes
-from strategies.pipeline.state.objects import objects_of
+from strategies.pipeline.state.held import HeldState
+from strategies.pipeline.state.mirror import set_attributes
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.slots import SlotAddress
@@ -49,13 +45,24 @@ from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup
 from strategies.pipeline.worker.wiring import Wiring
 
-_SHELVING = {
+_CAPTURING = {
     PartKind.TENSORS: "teardown, handing over weights",
     PartKind.STATE_DICT: "save, handing over weights",
+    PartKind.EXTRA_STATE: "teardown, handing over extra states",
+    PartKind.GRADS: "handing over gradients",
+    PartKind.ATTRIBUTES: "teardown, handing over attributes",
+    PartKind.OBJECTS: "handing over objects of layers",
     PartKind.OPTIMIZER: "teardown, handing over optimizer states",
     PartKind.WHOLE_OPTIMIZER: "save, handing over optimizer states",
 }
 """What a stage does while it puts a part of its state on the shelf."""
+
+_PLACING = {
+    PartKind.TENSORS: "taking over buffers",
+    PartKind.STATE_DICT: "load, taking over weights",
+    PartKind.OPTIMIZER: "load, taking over optimizer states",
+}
+"""What a stage does while it takes over a part of its state from the driver."""
 
 
 class HostedStage(StageCommands):
@@ -78,9 +85,6 @@ class HostedStage(StageCommands):
         self._layers = state.layers
         with explaining(self.describe(), self._layers, device, "set-up, with its parameters"):
             self._optimizers = state.place(device)
-        self._copies = state.copies
-        self._modules: list[nn.Sequential] = [self._layers, *self._copies]
-        self._values = HeldValues(self._modules, state.computed)
         self._stage = Stage(
             chunks_of(
                 self._layers,
@@ -98,12 +102,13 @@ class HostedStage(StageCommands):
         self._ties: TiedParameters | None = None
         if setup.ties and wiring.transport is not None:
             self._ties = TiedParameters(setup.index, setup.ties, named, wiring.transport)
-        self._numbers = state.numbers
-        """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
         self._averaging = _averaging(setup, self._layers, activity, shares=state.random_state is None)
         self._shared_steps: SharedSteps | None = None
         if self._averaging is not None and setup.replicas is not None and setup.replicas.divide_states:
             self._shared_steps = SharedSteps(self._optimizers, self._averaging, state.owners)
+        self.held = HeldState(state, self._optimizers, device, self._shared_steps)
+        self._modules, self._numbers = self.held.modules, self.held.numbers
+        self._values = HeldValues(self._modules, self.held.computed)
         self._passes: dict[int, tuple[Pass, Sequence[Posted]]] = {}
         """Passes that wait for their backward part, by number, with its actions."""
         self._gathered: dict[int, GatheredGradients] = {}
@@ -115,8 +120,6 @@ class HostedStage(StageCommands):
         Commands put in and take out tensors, in turn with passes. RPC threads read them (``RemoteStage.beside``), so
         that the stage runs passes meanwhile.
         """
-        self.states_read: dict[int, Any] = {}
-        """Optimizer states that an RPC thread has read from a checkpoint, for the next command."""
         self._slots = StageSlots(setup.index)
         self._trace: torch.profiler.profile | None = None
         if state.random_state is not None:
@@ -204,30 +207,11 @@ class HostedStage(StageCommands):
 
     # Modules
 
-    def set_attributes(self, attributes: Attributes) -> None:
+    def set_attributes(self, attributes: Attributes, trained: Sequence[bool] | None = None) -> None:
         set_attributes(self._layers, attributes)
-
-    def attributes(self) -> list[dict[str, Any]]:
-        return plain_attributes(self._layers)
-
-    def objects(self) -> tuple[bytes, dict[tuple[int, str], Tensor]]:
-        return objects_of(self._layers)
-
-    def set_requires_grad(self, flags: Sequence[bool]) -> None:
-        for parameter, flag in zip(self._layers.parameters(), flags, strict=True):
-            parameter.requires_grad_(flag)
-
-    def set_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        for name, buffer in buffers.items():
-            path, _, own = name.rpartition(".")
-            self._layers.get_submodule(path)._buffers[own] = buffer.to(self._stage.device)
-
-    def load_module_state(self, state: Mapping[str, Any], module: int = 0) -> None:
-        self._modules[module].load_state_dict(state, strict=False)  # the driver reports what is missing
-
-    def extra_state(self) -> dict[str, Any]:
-        state = self._layers.state_dict()
-        return {name: on_cpu(value) for name, value in state.items() if name.endswith(EXTRA_STATE_KEY_SUFFIX)}
+        if trained is not None:
+            for parameter, flag in zip(self._layers.parameters(), trained, strict=True):
+                parameter.requires_grad_(flag)
 
     # Single values and gradients, for stand-ins on the driver
 
@@ -263,14 +247,6 @@ class HostedStage(StageCommands):
     def zero_grads(self, names: Sequence[str], set_to_none: bool, module: int = 0) -> None:
         named = dict(self._modules[module].named_parameters())
         nn.ParameterList(named[name] for name in names).zero_grad(set_to_none)
-
-    def grads(self) -> dict[str, Tensor | None]:
-        return {name: None if p.grad is None else p.grad.cpu() for name, p in self._layers.named_parameters()}
-
-    def load_grads(self, grads: Mapping[str, Tensor | None]) -> None:
-        for name, parameter in self._layers.named_parameters():
-            grad = grads[name]
-            parameter.grad = None if grad is None else grad.to(parameter.device)
 
     def average_grads(self, share: float | None) -> None:
         assert self._averaging is not None
@@ -351,21 +327,20 @@ class HostedStage(StageCommands):
         pairs = zip(self._numbers[optimizer], norms, strict=True)
         return {number: norm.cpu() for number, norm in pairs if norm is not None}
 
-    def load_optimizer_states(self, optimizer: int, states: Mapping[Any, Any]) -> None:
-        states = tree_map_only(Stored, lambda stored: stored.read(), states)
-        places = {number: place for place, number in enumerate(self._numbers[optimizer])}
-        own = {places.get(key, key): state for key, state in part_of(states, self._numbers[optimizer]).items()}
-        if self._shared_steps is not None:
-            own = self._shared_steps.own_part(self._optimizers[optimizer], own)
-        load_states(self._optimizers[optimizer], own)
+    # Parts of the state, some of them on the shelf
 
-    # The shelf
+    def capture(self, parts: Sequence[Part]) -> list[tuple[int, Any]]:
+        captured = []
+        for part in parts:
+            self._activity.doing = _CAPTURING[part.kind]
+            number = next(self._shelf_numbers)
+            self.shelf[number], tree = on_shelf(self.held.capture(part))
+            captured.append((number, tree))
+        return captured
 
-    def shelve(self, part: Part) -> tuple[int, Any]:
-        self._activity.doing = _SHELVING[part.kind]
-        number = next(self._shelf_numbers)
-        self.shelf[number], tree = on_shelf(self._part(part))
-        return number, tree
+    def place(self, part: Part, content: Any) -> None:
+        self._activity.doing = _PLACING[part.kind]
+        self.held.place(part, content)
 
     def shelved(self, number: int, pieces: Sequence[Piece]) -> Tensor:
         tensors = self.shelf[number]
@@ -377,41 +352,10 @@ class HostedStage(StageCommands):
     def drop_shelved(self, number: int) -> None:
         self.shelf.pop(number, None)
 
-    def _part(self, part: Part) -> dict[Any, Any]:
-        kind, number = part
-        if kind is PartKind.TENSORS:
-            layers = self._modules[number]
-            return dict([*layers.named_parameters(), *layers.named_buffers(remove_duplicate=False)])
-        if kind is PartKind.STATE_DICT:
-            return self._modules[number].state_dict()
-        own = self._optimizers[number]
-        pairs = zip(self._numbers[number], parameters_of(own), strict=True)
-        states = {number: own.state[p] for number, p in pairs if own.state.get(p)}
-        is_divided = kind is PartKind.WHOLE_OPTIMIZER and self._shared_steps is not None
-        return self._shared_steps.gathered(states) if is_divided and self._shared_steps is not None else states
-
-    # Sharded checkpoints
-
-    def load_optimizer_states_read(self) -> None:
-        states, self.states_read = self.states_read, {}
-        for k, state in states.items():
-            self.load_optimizer_states(k, state["state"])
-
     # Snapshots
 
     def snapshot(self, number: int, address: SlotAddress, with_grads: bool) -> None:
-        named = self._layers.named_parameters()
-        state = StageState(
-            layers=self._layers,
-            copies=self._copies,
-            optimizers=[taken_apart(optimizer) for optimizer in self._optimizers],
-            numbers=self._numbers,
-            grads={name: p.grad for name, p in named if p.grad is not None} if with_grads else {},
-            computed=self._values.computed,
-            random_state=ProcessRandomState(),
-            owners=None if self._shared_steps is None else dict(self._shared_steps.owners),
-        )
-        self._slots.write(address, number, state)
+        self._slots.write(address, number, self.held.whole(with_grads=with_grads))
 
     # Profiling
 

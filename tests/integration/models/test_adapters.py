@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from scripts import Script
 
 from strategies import RPCSequentialStrategy
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import PartKind
+from strategies.pipeline.control.shelf import captured
 
 SETTINGS: dict[str, Any] = {"schedule": "1f1b", "microbatches": 3, "balance": "even"}
 NUM_EPOCHS = 2
@@ -50,7 +51,7 @@ class LooksAtWorkers(Callback):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         remotes = trainer.strategy._pipeline.remotes
         self.num_gradients = [
-            sum(g is not None for g in remote.ask(StageCommands.grads).rescue().values()) for remote in remotes
+            sum(g is not None for g in captured(remote, PartKind.GRADS).values()) for remote in remotes
         ]
 
 

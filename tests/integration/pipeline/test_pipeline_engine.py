@@ -12,6 +12,8 @@ from harness import run
 from torch import Tensor, nn
 
 from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import PartKind
+from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.layers import PassContext
@@ -65,7 +67,7 @@ def three_stages(layers: list[nn.Module], **settings: Any) -> Iterator[tuple[nn.
     try:
         yield module, plain, pipeline
     finally:
-        pipeline.finish()
+        pipeline.close()
 
 
 def compare(module: nn.Sequential, plain: nn.Sequential, pipeline: Pipeline, x: Tensor) -> None:
@@ -81,7 +83,7 @@ def compare(module: nn.Sequential, plain: nn.Sequential, pipeline: Pipeline, x: 
         assert ours is None
     else:
         torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-9)
-    grads = {name: grad for remote in pipeline.remotes for name, grad in remote.ask(StageCommands.grads).wait().items()}
+    grads = {name: grad for remote in pipeline.remotes for name, grad in captured(remote, PartKind.GRADS).items()}
     grads |= {name: p.grad for name, p in module.named_parameters() if not p.is_meta}
     for name, p in plain.named_parameters():
         if p.grad is None:
@@ -124,7 +126,7 @@ def gradients_from_before_the_start() -> None:
     try:
         compare(module, plain, pipeline, x)
     finally:
-        pipeline.finish()
+        pipeline.close()
 
 
 def test_gradients_from_before_the_start_are_accumulated_as_in_one_process() -> None:
@@ -166,9 +168,7 @@ def most_suspended(graphs: frozenset[int]) -> int:
             torch.testing.assert_close(loss, expected)
             if graphs:
                 torch.testing.assert_close(scales[0].grad, scales[1].grad)
-        grads = {
-            name: grad for remote in pipeline.remotes for name, grad in remote.ask(StageCommands.grads).wait().items()
-        }
+        grads = {name: grad for remote in pipeline.remotes for name, grad in captured(remote, PartKind.GRADS).items()}
         grads |= {name: p.grad for name, p in module.named_parameters() if not p.is_meta}
         for name, p in plain.named_parameters():
             torch.testing.assert_close(grads[name], p.grad, rtol=1e-9, atol=1e-9)

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from strategies.common.errors import WorkerLost
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import PartKind
+from strategies.pipeline.control.shelf import captured
 from strategies.pipeline.driver import ModelCopy, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.optimizers import follow_optimizer
@@ -175,10 +176,10 @@ class Training:
             "average": self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "computed": values_of(computed),
-            "calls": [pickle.loads(remote.ask(StageCommands.objects).wait()[0]) for remote in pipeline.remotes],
+            "calls": [pickle.loads(captured(remote, PartKind.OBJECTS)[0]) for remote in pipeline.remotes],
             "random": torch.get_rng_state(),
         }
-        pipeline.finish()
+        pipeline.close()
         outcome.values["lists"] = [m.calls for m in self.model.modules() if isinstance(m, Killable)]
         outcome.values["objects"] = [
             (m.seen, m.calls) for m in pipeline.stages[-1].modules() if isinstance(m, Killable)
@@ -299,7 +300,7 @@ def blocks_of_a_module_list(kill: bool) -> tuple[list[float], dict[str, Tensor]]
         except WorkerLost:
             step = pipeline.recover()
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    pipeline.finish()
+    pipeline.close()
     return list(losses.values()), state
 
 
@@ -362,7 +363,7 @@ def refusals() -> None:
     with pytest.raises(RuntimeError, match="the pipeline that computed this has ended"):
         loss.backward()
     module(x).sum().backward()
-    pipeline.finish()
+    pipeline.close()
     assert (pipeline.last_snapshot, pipeline.snapshot_bytes) == (None, 0)
     with pytest.raises(RuntimeError, match="the pipeline has ended, and its snapshots with it"):
         pipeline.recover()
@@ -382,7 +383,7 @@ def refusals() -> None:
     with pytest.raises(ValueError, match=r"no snapshot can be taken of stage 0 .*: layer 1, a Hoards, cannot be sent"):
         pipeline.wait()
     assert pipeline.last_snapshot == 0
-    pipeline.finish()
+    pipeline.close()
     assert not module[0].weight.is_meta
 
 
@@ -397,7 +398,7 @@ def gradients_and_evaluation() -> None:
 
     def grads() -> dict[str, Any]:
         here = {name: p.grad.clone() for name, p in module.named_parameters() if not p.is_meta and p.grad is not None}
-        return here | pipeline.remotes[0].ask(StageCommands.grads).wait()
+        return here | captured(pipeline.remotes[0], PartKind.GRADS)
 
     module(x).sum().backward()
     pipeline.snapshot(0, with_grads=True)
@@ -422,7 +423,7 @@ def gradients_and_evaluation() -> None:
         pipeline.wait()
     pipeline.recover()
     assert set(grads().values()) == {None}
-    pipeline.finish()
+    pipeline.close()
 
 
 def test_gradients_and_evaluation() -> None:
@@ -438,7 +439,7 @@ def a_worker_that_hangs() -> None:
     with pytest.raises(WorkerLost, match="does not answer"):
         module(x)
     assert pipeline.recover() == 0 and module(x).tolist() == expected
-    pipeline.finish()
+    pipeline.close()
 
 
 @pytest.mark.slow

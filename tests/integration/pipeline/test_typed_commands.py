@@ -19,7 +19,7 @@ def right(remote: RemoteStage) -> int:
 def wrong(remote: RemoteStage) -> None:
     remote.send(StageCommands.discard, "three")
     remote.send(StageCommands.discard)
-    remote.ask(StageCommands.grads, 1).wait()
+    remote.ask(StageCommands.num_kept, 1).wait()
     remote.ask(StageCommands.valve, "0.weight")
     remote.send("discard", 3)
     kept: str = remote.ask(StageCommands.num_kept).rescue()

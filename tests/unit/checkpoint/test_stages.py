@@ -27,7 +27,9 @@ from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.parts import Piece
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.shelved import ShelvedTensor
+from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.state.state_dict import StateOfStages
 from strategies.pipeline.worker.hosted import HostedStage
 
@@ -36,8 +38,9 @@ class Stage(HostedStage):
     """A worker's stage without a data plane."""
 
     def __init__(self, layers: nn.Sequential, optimizer: Optimizer, numbers: list[int]) -> None:
-        self._layers, self._modules, self.shelf, self.states_read = layers, [layers], {}, {}
-        self._optimizers, self._numbers, self._shared_steps = [optimizer], [numbers], None
+        self._layers, self._optimizers, self.shelf = layers, [optimizer], {}
+        (own,) = cut(layers, [len(layers)])
+        self.held = HeldState(StageState(own, numbers=[numbers]), [optimizer], torch.device("cpu"))
         self._shelf_numbers, self._activity = itertools.count(), Activity()
 
 
@@ -250,7 +253,7 @@ def test_written_and_read_by_the_stages(tmp_path: Path, needs_copy: bool) -> Non
     bare, shards = load_sharded(path, ["state_dict"])
     other.states.load_optimizer_states(bare["optimizer_states"], shards)
     alike(other.gathered()["optimizer_states"], expected()["optimizer_states"], tolerance=0.0)
-    assert not other.stage.states_read
+    assert not other.stage.held.states_read
 
 
 def test_a_stage_that_cannot_write(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def trained(plane: str, schedule: str, stages: int) -> list[Tensor]:
         results += [loss.detach(), x.grad]
     with torch.no_grad():
         results += [module(x), module(x[:3])]
-    pipeline.finish()
+    pipeline.close()
     return [*results, *(p.detach() for p in module.parameters())]
 
 

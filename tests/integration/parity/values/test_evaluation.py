@@ -104,7 +104,7 @@ def passes() -> None:
         for _ in range(3):
             check(torch.randn(2, 4))
     kept = vars(module)["forward"]
-    pipeline.finish()
+    pipeline.close()
     torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()))
     try:
         kept(torch.randn(2, 4))
@@ -133,7 +133,7 @@ def killed() -> list[Any]:
         except RuntimeError as error:
             raised = str(error)
     with suppress(RuntimeError):
-        pipeline.finish()
+        pipeline.close()
     return [raised, time.monotonic() - began]
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
-from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.parts import PartKind
+from strategies.pipeline.control.shelf import captured
 
 
 class Remembers(nn.Module):
@@ -70,7 +71,7 @@ class CountActivations(Callback):
         if pipeline is None:
             layers = [m for m in model.modules() if isinstance(m, Remembers)]
             return [sum(layer.get_extra_state() for layer in layers)]
-        workers = [sum(remote.ask(StageCommands.extra_state).wait().values()) for remote in pipeline.remotes]
+        workers = [sum(captured(remote, PartKind.EXTRA_STATE).values()) for remote in pipeline.remotes]
         return [*workers, sum(layer.get_extra_state() for layer in pipeline.stages[-1])]
 
 

@@ -117,7 +117,7 @@ def test_what_fails_on_the_link_is_a_failure_and_later_results_are_behind_it(
 def test_the_version_changes_with_commands_that_may_change_values(wire: Wire) -> None:
     remote = remote_stage()
     remote.send(StageCommands.free_value, 1)
-    remote.ask(StageCommands.grads)
+    remote.ask(StageCommands.num_kept)
     assert remote.version == 0
     remote.send(StageCommands.zero_grad, 0, True)
     remote.ask(StageCommands.backward, 0)

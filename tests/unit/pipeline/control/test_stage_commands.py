@@ -21,11 +21,11 @@ def test_the_stage_implements_every_command_and_no_other() -> None:
 
 def test_a_class_that_lacks_a_command_has_no_objects() -> None:
     with pytest.raises(TypeError, match="abstract method"):
-        type("Incomplete", (StageCommands,), {"grads": lambda self: {}})()
+        type("Incomplete", (StageCommands,), {"num_kept": lambda self: 0})()
 
 
 def test_what_a_command_declares() -> None:
     declared = declarations_of(StageCommands)
     assert declared["step"].changes_values and not declared["step"].doing
-    assert not declared["grads"].changes_values
-    assert declared["extra_state"].doing == "teardown, handing over extra states"
+    assert declared["place"].changes_values and not declared["capture"].changes_values
+    assert declared["stop_trace"].doing == "handing over a trace"

@@ -340,8 +340,8 @@ def test_finish_twice_and_without_start() -> None:
     hooks = {name: len(value) for name, value in vars(layers).items() if name.endswith("_hooks")}
     with pipelined(layers, deferred_batch_norm=True) as pipeline:
         pass
-    pipeline.finish()
-    Pipeline(layers, [4], [CPU], Settings(microbatches=2)).finish()
+    pipeline.close()
+    Pipeline(layers, [4], [CPU], Settings(microbatches=2)).close()
     assert "forward" not in vars(layers)
     assert {name: len(value) for name, value in vars(layers).items() if name.endswith("_hooks")} == hooks
 
@@ -402,7 +402,7 @@ def test_the_seed_decides() -> None:
         pipeline = Pipeline(layers, [1], [CPU], Settings(microbatches=2), seeds=Seeds(seed))
         pipeline.start()
         outputs.append(layers(torch.ones(4, 50)))
-        pipeline.finish()
+        pipeline.close()
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[0], outputs[2])
 
 

@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
 from strategies.pipeline.control.operations import Layout, Operation, Reference
+from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import loop
 from strategies.pipeline.state.carriers import InSlot
@@ -64,8 +65,13 @@ def taken_over(slot: Slot, number: int, group: ProcessGroup) -> HostedStage:
     return started(InSlot(slot.address, number).take(lambda storages: None), group)
 
 
+def give_grads(stage: HostedStage, grads: Mapping[str, Tensor | None]) -> None:
+    for name, parameter in stage._layers.named_parameters():
+        parameter.grad = grads[name]
+
+
 def step(stage: HostedStage, optimizer: torch.optim.Optimizer, values: Tensor) -> None:
-    stage.load_grads({name: torch.full_like(p, float(values.mean())) for name, p in stage._layers.named_parameters()})
+    give_grads(stage, {name: torch.full_like(p, float(values.mean())) for name, p in stage._layers.named_parameters()})
     stage.step(0, hyperparameters(optimizer), {}, torch.float32, {})
 
 
@@ -74,7 +80,7 @@ def values_of(stage: HostedStage) -> dict[str, Tensor]:
     states = stage._optimizers[0].state.values()
     return {
         **{f"layers.{name}": value for name, value in stage._layers.state_dict().items()},
-        **{f"average.{name}": value for name, value in stage._copies[0].state_dict().items()},
+        **{f"average.{name}": value for name, value in stage.held.copies[0].state_dict().items()},
         **{f"state {k}.{name}": value for k, state in enumerate(states) for name, value in state.items()},
         **{f"computed {number}": value for number, value in stage._values.computed.items()},
         "random": torch.get_rng_state(),
@@ -114,9 +120,9 @@ def test_gradients(groups: tuple[ProcessGroup, ProcessGroup], slot: Slot) -> Non
     layers = nn.Sequential(nn.Linear(3, 3), Noted())
     first = stage_of(layers, torch.optim.SGD(layers.parameters(), lr=0.1), groups[0])
     grads = {name: torch.randn_like(p) if name != "0.bias" else None for name, p in layers.named_parameters()}
-    first.load_grads(grads)
+    give_grads(first, grads)
     first.snapshot(0, slot.address, True)
-    ours = taken_over(slot, 0, groups[0]).grads()
+    ours = taken_over(slot, 0, groups[0]).held.capture(Part(PartKind.GRADS))
     assert list(ours) == list(grads) and ours["0.bias"] is None
     assert all(torch.equal(ours[name], grad) for name, grad in grads.items() if grad is not None)
 

@@ -1,0 +1,124 @@
+"""The state of a stage in the process that runs it: parts of it are captured, and what the driver sends is placed.
+
+capture(part)  ──▶ a tree of tensors, for the shelf       place(part, content)  ◀── what the driver sends
+whole()        ──▶ everything, for another process        (``StageState``)
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from strategies.common.stage_layers import StageLayers
+from strategies.common.torch_compat import EXTRA_STATE_KEY_SUFFIX, tree_map_only
+from strategies.optim.restricted import load_states, parameters_of, part_of, taken_apart
+from strategies.pipeline.construction.stored import Stored
+from strategies.pipeline.control.parts import Part, PartKind
+from strategies.pipeline.optim.replicas import SharedSteps
+from strategies.pipeline.stage.layers import ProcessRandomState
+from strategies.pipeline.state.mirror import plain_attributes
+from strategies.pipeline.state.objects import objects_of
+from strategies.pipeline.state.stage_state import StageState
+
+
+class HeldState:
+    """The state of a stage between two passes, in the objects that the process trains.
+
+    Args:
+        state: What the stage has begun with, on its device; only its layers, copies, numbers and computed values count.
+        optimizers: The user's optimizers, restricted to this stage.
+        device: The device of the stage.
+        shared_steps: What divides optimizer states among the replicas of the stage, if they do.
+    """
+
+    def __init__(
+        self,
+        state: StageState,
+        optimizers: list[Optimizer],
+        device: torch.device,
+        shared_steps: SharedSteps | None = None,
+    ) -> None:
+        self._device = device
+        self.layers, self.copies, self.optimizers = state.layers, state.copies, optimizers
+        self.modules: Sequence[StageLayers] = [state.layers, *state.copies]
+        self.numbers = state.numbers
+        """For each optimizer, the numbers that the whole one gives to the parameters of this stage."""
+        self.computed = state.computed
+        """Results of operations that the driver refers to, by number."""
+        self.shared_steps = shared_steps
+        self.states_read: dict[int, Any] = {}
+        """States of optimizers that an RPC thread has read from a checkpoint, by number, until they are placed."""
+
+    def capture(self, part: Part) -> Any:
+        """Return a part of the state. Tensors in it are those of the stage, on its device."""
+        kind, number = part
+        if kind is PartKind.TENSORS:
+            module = self.modules[number]
+            return dict([*module.named_parameters(), *module.named_buffers(remove_duplicate=False)])
+        if kind is PartKind.STATE_DICT:
+            return self.modules[number].state_dict()
+        if kind is PartKind.EXTRA_STATE:
+            state = self.modules[number].state_dict()
+            return {name: value for name, value in state.items() if name.endswith(EXTRA_STATE_KEY_SUFFIX)}
+        if kind is PartKind.GRADS:
+            return {name: p.grad for name, p in self.modules[number].named_parameters()}
+        if kind is PartKind.ATTRIBUTES:
+            return plain_attributes(self.modules[number])
+        if kind is PartKind.OBJECTS:
+            return objects_of(self.modules[number])
+        states = self._states_of(number)
+        if kind is PartKind.WHOLE_OPTIMIZER and self.shared_steps is not None:
+            return self.shared_steps.gathered(states)
+        return states
+
+    def place(self, part: Part, content: Any) -> None:
+        """Replace a part of the state.
+
+        Args:
+            part: A state dict, buffers or the states of an optimizer.
+            content: What :meth:`capture` returns, or some entries of it: the driver reports what is missing. For an
+                optimizer the states may be those of the whole one; ``None`` stands for those that have been read from a
+                sharded checkpoint.
+        """
+        kind, number = part
+        if kind is PartKind.STATE_DICT:
+            self.modules[number].load_state_dict(content, strict=False)
+        elif kind is PartKind.TENSORS:
+            self._place_buffers(self.modules[number], content)
+        else:
+            assert kind is PartKind.OPTIMIZER, f"{kind} cannot be placed"
+            self._place_states(number, self.states_read.pop(number) if content is None else content)
+
+    def whole(self, *, with_grads: bool) -> StageState:
+        """Return everything, for another process."""
+        named = self.layers.named_parameters()
+        return StageState(
+            layers=self.layers,
+            copies=self.copies,
+            optimizers=[taken_apart(optimizer) for optimizer in self.optimizers],
+            numbers=self.numbers,
+            grads={name: p.grad for name, p in named if p.grad is not None} if with_grads else {},
+            computed=self.computed,
+            random_state=ProcessRandomState(),
+            owners=None if self.shared_steps is None else dict(self.shared_steps.owners),
+        )
+
+    def _states_of(self, number: int) -> dict[int, Any]:
+        own = self.optimizers[number]
+        pairs = zip(self.numbers[number], parameters_of(own), strict=True)
+        return {number: own.state[p] for number, p in pairs if own.state.get(p)}
+
+    def _place_states(self, number: int, states: Mapping[Any, Any]) -> None:
+        states = tree_map_only(Stored, lambda stored: stored.read(), states)
+        places = {number: place for place, number in enumerate(self.numbers[number])}
+        own = {places.get(key, key): state for key, state in part_of(states, self.numbers[number]).items()}
+        if self.shared_steps is not None:
+            own = self.shared_steps.own_part(self.optimizers[number], own)
+        load_states(self.optimizers[number], own)
+
+    def _place_buffers(self, layers: StageLayers, buffers: Mapping[str, Tensor]) -> None:
+        for name, buffer in buffers.items():
+            path, _, own = name.rpartition(".")
+            layers.get_submodule(path)._buffers[own] = buffer.to(self._device)
