@@ -64,7 +64,7 @@ from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
-from strategies.pipeline.state.carriers import Carrier, InSlot, Parcel, Shipped, pickled
+from strategies.pipeline.state.carriers import InSlot, Origin, Parcel, pickled
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.state.remote_operations import Holder
 from strategies.pipeline.state.returning import PartOfModule, bring_back
@@ -133,12 +133,8 @@ class _Workers:
     group: ProcessGroup | None = None
     unpacked: Sequence[Answer[int]] = ()
     """For each worker, the answer to a first command, which it runs when it has its stage."""
-
-    def await_stage(self, i: int, remote: RemoteStage) -> None:
-        """Wait until a worker has its stage, which follows the driver's link from then on."""
-        assert self.group is not None
-        self.unpacked[i].wait()
-        remote.connect(Sender(self.group, i, tag=ORDERS_TAG, limit=MOST_UNDER_WAY))
+    averaging: Averaging | None = None
+    """Averages with the drivers of the other replicas, if there are several."""
 
 
 def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
@@ -625,33 +621,27 @@ class Pipeline(NotCopyable):
         """Start workers from a snapshot, and restore what is in this process."""
         snapshots.go_back(whole)
         self.failures = Failures()
-        remotes = running.executor.remotes
+        executor = running.executor
+        slots = [InSlot(slot.address, whole.number) for slot in snapshots.slots[whole.place]]
 
-        def carrier(i: int) -> Carrier:
-            return InSlot(snapshots.slots[whole.place][i].address, whole.number)
+        def restore() -> None:
+            self.optimizers.give_up_step()
+            snapshots.restore_own(whole)
 
         def renewed(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
-            remotes[i].renew(name, hosted, process, self.failures)
-            return remotes[i]
+            executor.remotes[i].renew(name, hosted, process, self.failures)
+            return executor.remotes[i]
 
-        workers = _Workers(Connections.of_one_process(len(self.balance)))
-        if remotes:
-            workers = self._connect(carrier, renewed, running.threads, running.session)
-        self.optimizers.give_up_step()
-        snapshots.restore_own(whole)
-        for i, remote in enumerate(remotes):
-            workers.await_stage(i, remote)
-        averaging = None
-        if self._replicas is not None:
-            averaging = self._join_replicas(self._replicas, workers.wait, running.session)
-            self.optimizers.reconnect(averaging)
+        workers = self._open(slots, running.threads, running.session, client=renewed, meanwhile=restore)
+        if workers.averaging is not None:
+            self.optimizers.reconnect(workers.averaging)
         if self._blocks is not None:
             self._blocks.end()
             self._blocks.start()
-        for mirror in running.executor.mirrors:
+        for mirror in executor.mirrors:
             mirror.note_sent()
         executor, whole_batch, per_microbatch = self._executing(
-            workers, remotes, running.holders, running.session, averaging, running.executor.mirrors
+            workers, running.holders, running.session, executor.mirrors
         )
         executor.forget_shared_values()
         self._running = replace(
@@ -740,19 +730,25 @@ class Pipeline(NotCopyable):
         closing = ending.enter_context(ExitStack())  # closes the clients of stages, after the session has ended
         ending.callback(self._drop_snapshots)
         session = ending.enter_context(ExitStack())
-        workers = _Workers(Connections.of_one_process(len(self.balance)))
-        if parcels:
-            workers = self._launch(parcels, threads, holders, closing, session, ending)
-        remotes = workers.remotes
+
+        def client(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
+            remote = RemoteStage(name, hosted, describe(i, self.stages[i]), process, self.failures)
+            closing.callback(remote.close)
+            return remote
+
+        def leave(i: int, remote: RemoteStage) -> None:
+            holders.append(self._move_to_worker(i, remote))
+            ending.callback(holders[-1].end)
+
+        workers = self._open(parcels, threads, session, client=client, taken=leave)
+        remotes, averaging = workers.remotes, workers.averaging
         self.optimizers.drop_shipped_states()
-        averaging = None
-        if self._replicas is not None:
-            averaging = self._join_replicas(self._replicas, workers.wait, session)
+        if averaging is not None:
             averaging.share()
         divides = self._replicas is not None and self._replicas.divide_states
         self.optimizers.connect(remotes, numbers, dividing=averaging if divides else None)
         ending.callback(self.optimizers.end)
-        executing = self._executing(workers, remotes, holders, session, averaging)
+        executing = self._executing(workers, holders, session)
         if self._blocks is None:
             ending.callback(replaced(self.module, "forward", self._forward))
         else:
@@ -779,10 +775,8 @@ class Pipeline(NotCopyable):
     def _executing(
         self,
         workers: _Workers,
-        remotes: Sequence[RemoteStage],
         holders: Sequence[Holder],
         session: ExitStack,
-        averaging: Averaging | None = None,
         mirrors: Sequence[Mirror] = (),
     ) -> tuple[Executor, WholeBatch, PerMicrobatch | None]:
         """Create the executor and its front ends, which exist until the session ends."""
@@ -807,12 +801,12 @@ class Pipeline(NotCopyable):
                 stage=stage,
                 timetables=self.timetables,
                 connections=workers.connections,
-                remotes=remotes,
+                remotes=workers.remotes,
                 failures=self.failures,
                 settings=self.settings,
                 next_seed=partial(self._seeds.next, replica=self._replicas.number if self._replicas else 0),
                 num_updates=lambda: self.optimizers.num_steps + sum(holder.num_writes for holder in holders),
-                averaging=averaging,
+                averaging=workers.averaging,
                 mirrors=mirrors,
             )
         )
@@ -880,87 +874,87 @@ class Pipeline(NotCopyable):
             plane=self._plane,
         )
 
-    def _launch(
+    def _open(
         self,
-        parcels: Sequence[Parcel],
+        origins: Sequence[Origin],
         threads: int,
-        holders: list[Holder],
-        closing: ExitStack,
         session: ExitStack,
-        ending: ExitStack,
+        *,
+        client: Callable[[int, str, Any, StageProcess], RemoteStage],
+        meanwhile: Callable[[], None] = lambda: None,
+        taken: Callable[[int, RemoteStage], None] = lambda i, remote: None,
     ) -> _Workers:
-        """Start the workers and ship the stages, each of which leaves this process then."""
+        """Start a worker for each stage but the last, which takes its state from an origin, and connect everything.
 
-        def carrier(i: int) -> Carrier:
-            blob, parcels[i].blob = parcels[i].blob, b""
-            return Shipped(blob)
-
-        def remote_of(i: int, name: str, hosted: Any, process: StageProcess) -> RemoteStage:
-            remote = RemoteStage(name, hosted, describe(i, self.stages[i]), process, self.failures)
-            closing.callback(remote.close)
-            return remote
-
-        workers = self._connect(carrier, remote_of, threads, session)
-        for i, (parcel, remote) in enumerate(zip(parcels, workers.remotes, strict=True)):
-            assert workers.group is not None
+        Args:
+            origins: Where the state of each of these stages is.
+            threads: Number of threads that each process computes with.
+            session: Ends what has been started.
+            client: Returns the client of a stage, given its number and the RPC name, the host and the process of its
+                worker.
+            meanwhile: Called while the workers take their states.
+            taken: Called with the number and the client of a stage when its worker has the state.
+        """
+        workers = _Workers(Connections.of_one_process(len(self.balance)))
+        if origins:
+            workers = self._connect(origins, threads, session, client)
+        meanwhile()
+        for i, (origin, remote, unpacked) in enumerate(zip(origins, workers.remotes, workers.unpacked, strict=True)):
+            group = workers.group
+            assert group is not None
             with self.failures.explained():
-                send_storages(parcel.storages, workers.group, i, workers.wait)
-            workers.await_stage(i, remote)
-            holders.append(self._move_to_worker(i, remote))
-            ending.callback(holders[-1].end)
-        return workers
+                origin.deliver(partial(send_storages, group=group, peer=i, wait=workers.wait))
+            unpacked.wait()
+            remote.connect(Sender(group, i, tag=ORDERS_TAG, limit=MOST_UNDER_WAY))
+            taken(i, remote)
+        if self._replicas is None:
+            return workers
+        return replace(workers, averaging=self._join_replicas(self._replicas, workers.wait, session))
 
     def _connect(
         self,
-        carrier: Callable[[int], Carrier],
-        remote_of: Callable[[int, str, Any, StageProcess], RemoteStage],
+        origins: Sequence[Origin],
         threads: int,
-        ending: ExitStack,
+        session: ExitStack,
+        client: Callable[[int, str, Any, StageProcess], RemoteStage],
     ) -> _Workers:
-        """Start the workers and connect the data plane.
-
-        Args:
-            carrier: Returns what brings a worker, by its number, the state of its stage.
-            remote_of: Returns the client of a stage, given its number, its RPC name, the ``RRef`` and its process.
-            threads: Number of threads that each process computes with.
-            ending: Ends what has been started.
-        """
+        """Start the workers, which begin to take their states, and connect the data plane; see :meth:`_open`."""
         stages = [describe(i, layers) for i, layers in enumerate(self.stages[:-1])]
         processes = Workers(stages) if self._world is None else Ranks(self._world)
         started = False
-        ending.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if started else 0.0))
-        session = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
+        session.callback(lambda: processes.stop(grace_seconds=_END_SECONDS if started else 0.0))
+        own = processes.start(timeout_seconds=self.settings.rpc_timeout_sec, threads=threads)
         started = True
-        remotes = []
-        for i, stage in enumerate(stages):
-            name, process = session.name(i), _stage_process(processes, i)
+        clients: list[RemoteStage] = []
+        for i, (stage, origin) in enumerate(zip(stages, origins, strict=True)):
+            name, process = own.name(i), _stage_process(processes, i)
             try:
-                hosted = rpc.remote(name, host, args=(self._setup(i), carrier(i), session), timeout=0)
+                hosted = rpc.remote(name, host, args=(self._setup(i), origin.carrier(), own), timeout=0)
             except RuntimeError as error:  # RPC may know before all is connected that a process has ended
                 raise cause_of(error, stage, process) from error
-            remotes.append(remote_of(i, name, hosted, process))
-        watch = Watch(remotes, session.timeout_seconds)
-        ending.callback(watch.end)
+            clients.append(client(i, name, hosted, process))
+        watch = Watch(clients, own.timeout_seconds)
+        session.callback(watch.end)
         wait = InterruptibleWait(self.failures)
-        ending.callback(wait.end)
-        for remote in remotes:
-            ending.callback(remote.disconnect)
-        unpacked = [remote.ask(StageCommands.num_kept) for remote in remotes]
+        session.callback(wait.end)
+        for remote in clients:
+            session.callback(remote.disconnect)
+        unpacked = [remote.ask(StageCommands.num_kept) for remote in clients]
         with self.failures.explained():
-            group = join_data_plane(session, len(stages), self.failures.raise_untold)
+            group = join_data_plane(own, len(stages), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         rank_of = self.timetables.rank_of
-        store = partial(store_at, f"{session.rendezvous}/devices", session.size)
+        store = partial(store_at, f"{own.rendezvous}/devices", own.size)
         routes = routes_of(rank_of, self._ties)
-        variables = variables_of_nccl(session) if self._plane == NCCL else {}
+        variables = variables_of_nccl(own) if self._plane == NCCL else {}
         with self.failures.explained(), environment_variables(**variables):
             transport = open_transport(self._plane, group, len(stages), self.device, routes, wait, store)
-        ending.callback(transport.close)
+        session.callback(transport.close)
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
-            self.failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in remotes]))
+            self.failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
         connections = Connections.to_workers(transport, rank_of, self._ties, named)
-        return _Workers(connections, remotes, processes, wait, group, unpacked)
+        return _Workers(connections, clients, processes, wait, group, unpacked)
 
     # End
 

@@ -43,10 +43,20 @@ _ALL = -1
 
 
 class Carrier(Protocol):
-    """Where the state of a stage is until its worker takes it."""
+    """What brings a worker the state of its stage."""
 
     def take(self, receive: Receive) -> StageState:
         """Return the state, in memory of its own; called once, in the process of the worker."""
+
+
+class Origin(Protocol):
+    """Where the state of a stage is, as the driver sees it."""
+
+    def carrier(self) -> Carrier:
+        """Return what the worker gets; called once."""
+
+    def deliver(self, send: Callable[[list[UntypedStorage]], None]) -> None:
+        """Send what the carrier lacks; called when all workers have begun to take their states."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +87,12 @@ class InSlot:
 
     address: SlotAddress
     number: int
+
+    def carrier(self) -> Carrier:
+        return self
+
+    def deliver(self, send: Callable[[list[UntypedStorage]], None]) -> None:
+        """Send nothing: everything is in the slot."""
 
     def take(self, receive: Receive) -> StageState:
         slot = Slot.opened(self.address)
@@ -134,6 +150,15 @@ class Parcel:
     blob: bytes
     storages: list[UntypedStorage]
     built: frozenset[int] = frozenset()
+
+    def carrier(self) -> Carrier:
+        """Return what goes over RPC, of which nothing stays here."""
+        blob, self.blob = self.blob, b""
+        return Shipped(blob)
+
+    def deliver(self, send: Callable[[list[UntypedStorage]], None]) -> None:
+        """Send the storages, of which nothing stays here."""
+        send(self.storages)
 
 
 @dataclass(frozen=True)
