@@ -1,7 +1,6 @@
 """Checkpoints of a pipeline: the stages' state under the names of one process.
 
-    collecting          driver ──── shelve ───▶ every stage sets its state aside, in order with its other commands
-    collecting   driver ──── shelve ───▶ every stage sets its state aside, in order with its other commands
+    collecting   driver ─── capture ───▶ every stage sets its state aside, in order with its other commands
                  driver ◀── layouts ──── names, shapes and dtypes; values travel when they are read
 
     full         thread ◀── tensors ──── one after another, each written when it has arrived
