@@ -38,7 +38,6 @@ from strategies.optim.restricted import numbers_of, parameters_of
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.recording import Construction
 from strategies.pipeline.control.client import (
-    MOST_UNDER_WAY,
     Answer,
     Failures,
     InterruptibleWait,
@@ -49,7 +48,7 @@ from strategies.pipeline.control.client import (
 )
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
-from strategies.pipeline.executor.executor import Connections, Executor, PipelineParts
+from strategies.pipeline.executor.executor import Executor, PipelineParts
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.executor.whole_batch import WholeBatch
@@ -58,6 +57,7 @@ from strategies.pipeline.optim.replicas import Averaging, JointRecovery, Replica
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
 from strategies.pipeline.partition.sequential import Pipelined, cut
+from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
 from strategies.pipeline.stage.recorder import Recorder
@@ -77,7 +77,7 @@ from strategies.pipeline.transport.device import num_links, routes_of
 from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport, with_index
 from strategies.pipeline.transport.storages import send_storages
-from strategies.pipeline.transport.ties import find_ties, owned_parameters
+from strategies.pipeline.transport.ties import TiedParameters, find_ties, owned_parameters
 from strategies.pipeline.worker.process import abort_transfers, host
 from strategies.pipeline.worker.setup import StageSetup
 
@@ -126,7 +126,8 @@ class _Running:
 class _Workers:
     """The workers of a pipeline, connected."""
 
-    connections: Connections
+    edges: Edges
+    ties: TiedParameters | None = None
     remotes: Sequence[RemoteStage] = ()
     processes: Workers | Ranks | None = None
     wait: Wait = wait_here
@@ -784,13 +785,14 @@ class Pipeline(NotCopyable):
         stage = Stage(
             chunks_of(
                 self.stages[last],
-                workers.connections.ports,
+                workers.edges.ports(),
                 self.device,
                 deferred_batch_norm=self.settings.deferred_batch_norm,
                 call=call_in_turn if self._blocks is None else self._blocks.call,
                 side_outputs=SideOutputs.of(last, self.stages[last]),
             ),
-            posting=workers.connections.posting,
+            workers.edges,
+            ties=workers.ties,
             name=describe(last, self.stages[last]),
         )
         session.callback(stage.close)
@@ -800,7 +802,8 @@ class Pipeline(NotCopyable):
                 stages=self.stages,
                 stage=stage,
                 timetables=self.timetables,
-                connections=workers.connections,
+                edges=workers.edges,
+                ties=workers.ties,
                 remotes=workers.remotes,
                 failures=self.failures,
                 settings=self.settings,
@@ -895,7 +898,7 @@ class Pipeline(NotCopyable):
             meanwhile: Called while the workers take their states.
             taken: Called with the number and the client of a stage when its worker has the state.
         """
-        workers = _Workers(Connections.of_one_process(len(self.balance)))
+        workers = _Workers(Edges(0, [0] * len(self.balance), None))
         if origins:
             workers = self._connect(origins, threads, session, client)
         meanwhile()
@@ -905,7 +908,7 @@ class Pipeline(NotCopyable):
             with self.failures.explained():
                 origin.deliver(partial(send_storages, group=group, peer=i, wait=workers.wait))
             unpacked.wait()
-            remote.connect(Sender(group, i, tag=ORDERS_TAG, limit=MOST_UNDER_WAY))
+            remote.connect(Sender(group, i, tag=ORDERS_TAG))
             taken(i, remote)
         if self._replicas is None:
             return workers
@@ -953,8 +956,10 @@ class Pipeline(NotCopyable):
         self.failures.first.add_done_callback(partial(_abort, ref(transport)))
         if self._plane != GLOO:
             self.failures.first.add_done_callback(partial(_abort_on_workers, [ref(remote) for remote in clients]))
-        connections = Connections.to_workers(transport, rank_of, self._ties, named)
-        return _Workers(connections, clients, processes, wait, group, unpacked)
+        rank = rank_of[-1]
+        ties = TiedParameters(rank, self._ties, named, transport) if self._ties else None
+        edges = Edges(rank, rank_of, transport)
+        return _Workers(edges, ties, clients, processes, wait, group, unpacked)
 
     # End
 

@@ -24,7 +24,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from strategies.pipeline.schedule.operations import Computation, Group, Meeting, Operation, Post, edge_from, edge_to
+from strategies.pipeline.schedule.operations import (
+    Computation,
+    DeviceOperation,
+    Group,
+    Meeting,
+    Post,
+    edge_from,
+    edge_to,
+)
 
 Communicator: TypeAlias = Callable[[int, Post], Hashable]
 """Returns the name of the communicator of a send or receive that a process posts."""
@@ -52,7 +60,7 @@ class Deadlock(ValueError):
         cycle: Processes and their operations. Each operation waits for the next one, and the last for the first.
     """
 
-    def __init__(self, cycle: list[tuple[int, Operation]]) -> None:
+    def __init__(self, cycle: list[tuple[int, DeviceOperation]]) -> None:
         self.cycle = cycle
         chain = [f"{_named(operation)} of process {r}" for r, operation in cycle]
         super().__init__(f"deadlock: {' waits for '.join([*chain, chain[0]])}")
@@ -63,7 +71,7 @@ def _no_time(computation: Computation) -> float:
 
 
 def check_runs(
-    rows: Iterable[Iterable[Operation]],
+    rows: Iterable[Iterable[DeviceOperation]],
     *,
     communicator: Communicator = per_edge,
     independent_streams: bool = False,
@@ -112,7 +120,7 @@ class _Nodes(NamedTuple):
     """
 
     r: int
-    operation: Operation
+    operation: DeviceOperation
     before: Sequence[int]
     posted: int
     started: int
@@ -133,7 +141,7 @@ class _Devices:
         self._seconds, self._posting_seconds = seconds, posting_seconds
         self._waits_for: list[list[int]] = []
         self._seconds_of: list[float] = []
-        self._owner: list[tuple[int, Operation]] = []
+        self._owner: list[tuple[int, DeviceOperation]] = []
         self._ends: dict[tuple[Hashable, int, int], tuple[list[_End], list[_End]]] = {}
         """For each communicator, source and target, the sends and the receives."""
         self._meetings: dict[Meeting, dict[int, _Nodes]] = {}
@@ -142,7 +150,7 @@ class _Devices:
         self._partners: dict[int, list[_Nodes]] = {}
         """Those that they run together with."""
 
-    def add(self, r: int, row: Iterable[Operation]) -> None:
+    def add(self, r: int, row: Iterable[DeviceOperation]) -> None:
         """Add what a process posts."""
         last: dict[Hashable, int] = {}  # stream -> end of its last operation
         unsent: dict[_Value, int] = {}  # result of an action -> end of the action
@@ -260,7 +268,7 @@ class _Devices:
             raise Deadlock(self._cycle(num_missing))
         return max(times, default=0.0)
 
-    def _cycle(self, num_missing: Sequence[int]) -> list[tuple[int, Operation]]:
+    def _cycle(self, num_missing: Sequence[int]) -> list[tuple[int, DeviceOperation]]:
         node = next(node for node, missing in enumerate(num_missing) if missing)
         path: dict[int, None] = {}
         while node not in path:
@@ -270,7 +278,11 @@ class _Devices:
         return [owner for owner, before in zip(owners, [owners[-1], *owners], strict=False) if owner != before]
 
     def _node(
-        self, r: int, operation: Operation, waits_for: Iterable[int], seconds: Callable[[Computation], float] = _no_time
+        self,
+        r: int,
+        operation: DeviceOperation,
+        waits_for: Iterable[int],
+        seconds: Callable[[Computation], float] = _no_time,
     ) -> int:
         self._waits_for.append(list(waits_for))
         self._seconds_of.append(0.0 if isinstance(operation, Post | Group | Meeting) else seconds(operation))
@@ -296,11 +308,11 @@ def _value(post: Post) -> _Value:
     return post.kind, post.edge, post.microbatch
 
 
-def _posts(operation: Operation) -> tuple[Post, ...]:
+def _posts(operation: DeviceOperation) -> tuple[Post, ...]:
     if isinstance(operation, Group):
         return operation.posts
     return (operation,) if isinstance(operation, Post) else ()
 
 
-def _named(operation: Operation) -> str:
+def _named(operation: DeviceOperation) -> str:
     return f"{operation} (edge {operation.edge})" if isinstance(operation, Post) else repr(operation)

@@ -37,7 +37,7 @@ _DECLARATIONS = declarations_of(StageCommands)
 _MESSAGE_BYTES = 512
 """Orders take a multiple of this size, so that few have different layouts."""
 
-MOST_UNDER_WAY = 32
+_MOST_UNDER_WAY = 32
 """How many orders may be under way to a stage."""
 
 _END_SECONDS = 1.0
@@ -437,7 +437,7 @@ class RemoteStage(NotCopyable):
         message = pickle.dumps(order)
         padded = message.ljust(-(-len(message) // _MESSAGE_BYTES) * _MESSAGE_BYTES, b"\0")
         with suppress(RuntimeError):  # the process of the stage has ended, which the reply to follow reports
-            link.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0)
+            link.send(torch.frombuffer(bytearray(padded), dtype=torch.uint8), 0, 0, keep=_MOST_UNDER_WAY)
 
     def _taken_from_queue(self) -> list[Call]:
         return [self._queued.popleft() for _ in range(len(self._queued))]

@@ -6,7 +6,7 @@ unless said otherwise. ``module`` is the number of a module of the stage: 0 for 
 ``k``-th copy of the model. ``optimizer`` is the number of one of the user's optimizers, ``number`` that of a pass.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +16,7 @@ from strategies.commands.declaration import command
 from strategies.optim.calls import MethodCall
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, Piece
-from strategies.pipeline.schedule.operations import Operation as Posted
+from strategies.pipeline.schedule.operations import Row
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.stage import Pass
@@ -36,27 +36,18 @@ class StageCommands(Protocol):
     # Passes
 
     @command()
-    def forward(self, this: Pass, actions: Sequence[Posted], later: Sequence[Posted]) -> None:
-        """Run the forward actions of a pass, and keep ``later`` for :meth:`backward`.
+    def run(self, this: Pass, program: Hashable, row: Row | None) -> None:
+        """Run this process's row of a program.
 
-        Under a transport with one order of posting, sends and receives stand among the actions.
+        Args:
+            this: The pass. If it gathers, its gradients stay apart from ``.grad`` until :meth:`release`.
+            program: The name of the program.
+            row: The row; ``None`` if it has been sent before under this name.
         """
-
-    @command()
-    def backward(self, number: int) -> None:
-        """Run the backward actions of a pass."""
-
-    @command()
-    def interleave(self, this: Pass, actions: Sequence[Posted]) -> None:
-        """Run all actions of a pass. Its gradients stay apart from ``.grad`` until :meth:`release`."""
 
     @command(can_wait=True)
     def release(self, number: int, factor: float, kept: float) -> None:
-        """Add the gradients of an interleaved pass, times ``factor``, to those of the parameters, times ``kept``."""
-
-    @command()
-    def share_values(self, number: int) -> None:
-        """Send or receive the values of tied parameters ahead of a pass."""
+        """Add the gradients of a pass that gathers, times ``factor``, to those of the parameters, times ``kept``."""
 
     @command(changes_values=False, can_wait=True)
     def discard(self, number: int) -> None:

@@ -11,9 +11,9 @@ Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
@@ -23,68 +23,13 @@ from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStag
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
-from strategies.pipeline.schedule.operations import Operation
-from strategies.pipeline.schedule.timetable import Timetables
+from strategies.pipeline.schedule.timetable import Timetable, Timetables
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, num_recomputed
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
-from strategies.pipeline.stage.stage import Mailbox, Pass, Stage
+from strategies.pipeline.stage.stage import DriverCode, Pass, Stage
 from strategies.pipeline.state.mirror import Mirror
-from strategies.pipeline.transport.channel import Sender
-from strategies.pipeline.transport.interface import Transport
-from strategies.pipeline.transport.ties import Tie, TiedParameters
-
-
-class Connections:
-    """The driver's ends of all channels.
-
-    Args:
-        edges: The ends of edges between chunks, and between chunks and the driver's code.
-        transport: What carries values to other processes; ``None`` if there are none.
-        ties: Tied parameters; ``None`` if no two processes share a parameter.
-
-    Attributes:
-        feed: Inputs of micro-batches, to the first chunk.
-        fed_back: Gradients of those inputs, from the first chunk.
-        outputs: Outputs of the last chunk.
-        output_grads: Gradients of those outputs.
-        posting: Posts sends and receives in the order of a row; ``None`` if those of an action run with it.
-        senders: Channels that carry values of every pass.
-    """
-
-    def __init__(self, edges: Edges, transport: Transport | None = None, ties: TiedParameters | None = None) -> None:
-        self.transport, self.ties = transport, ties
-        self.posting = edges if transport is not None and transport.is_ordered else None
-        code, last = edges.sources[0], edges.targets[len(edges.rank_of)]
-        assert isinstance(code.values, Mailbox | Sender)
-        assert isinstance(last.values, Mailbox) and isinstance(last.grads, Mailbox)
-        self.feed, self.fed_back, self.outputs, self.output_grads = code.values, code.grads, last.values, last.grads
-        self.ports, self.senders = edges.ports(), edges.senders
-
-    @classmethod
-    def of_one_process(cls, num_chunks: int) -> "Connections":
-        """Connections of a driver without workers."""
-        return cls(Edges(0, [0] * num_chunks, None))
-
-    @classmethod
-    def to_workers(
-        cls,
-        transport: Transport,
-        rank_of: Sequence[int],
-        ties: Sequence[Tie],
-        parameters: Mapping[str, nn.Parameter],
-    ) -> "Connections":
-        """Connections of a driver with workers.
-
-        Args:
-            transport: What carries the values.
-            rank_of: The stage of each chunk.
-            ties: All ties of the pipeline.
-            parameters: Those of the whole module, by name.
-        """
-        driver = rank_of[-1]
-        tied = TiedParameters(driver, ties, parameters, transport) if ties else None
-        return cls(Edges(driver, rank_of, transport), transport, tied)
+from strategies.pipeline.transport.ties import TiedParameters
 
 
 @dataclass(frozen=True)
@@ -96,7 +41,8 @@ class PipelineParts:
         stages: The parts of ``module``.
         stage: The last stage, on this process.
         timetables: What each process does in a pass.
-        connections: The driver's ends of all channels.
+        edges: The driver's ends of all edges.
+        ties: The tied parameters of the driver; ``None`` if no two processes share a parameter.
         remotes: The other stages, in order.
         failures: Failures of all stages.
         settings: How to run.
@@ -110,7 +56,8 @@ class PipelineParts:
     stages: Sequence[StageLayers]
     stage: Stage
     timetables: Timetables
-    connections: Connections
+    edges: Edges
+    ties: TiedParameters | None
     remotes: Sequence[RemoteStage]
     failures: Failures
     settings: Settings
@@ -128,13 +75,18 @@ class Executor(NotCopyable):
     """
 
     def __init__(self, parts: PipelineParts) -> None:
-        self._parts, self.stage, self.connections, self.remotes = parts, parts.stage, parts.connections, parts.remotes
+        self._parts, self.stage, self.edges, self.remotes = parts, parts.stage, parts.edges, parts.remotes
         self.module, self.settings = parts.module, parts.settings
         self.timetables, self.num_stages = parts.timetables, len(parts.stages)
         self.last_chunk = len(parts.timetables.rank_of) - 1
         """Number of the chunk whose output goes to the driver's code."""
-        self.bundles_inputs = parts.connections.posting is None and not isinstance(parts.connections.feed, Mailbox)
-        """Whether :meth:`feed` may send several inputs in one message."""
+        mail = parts.edges.mail
+        self.inputs, self.input_grads = mail["F", 0], mail["B", 0]
+        """Inputs of micro-batches, to the first chunk, and their gradients."""
+        self.outputs, self.output_grads = mail["F", self.last_chunk + 1], mail["B", self.last_chunk + 1]
+        """Outputs of the last chunk, and their gradients."""
+        self._told: set[Hashable] = set()
+        """The programs of which the stages have their rows."""
         self.mirrors = list(parts.mirrors) or [
             Mirror(layers, remote.description) for layers, remote in zip(parts.stages, parts.remotes, strict=False)
         ]
@@ -146,7 +98,7 @@ class Executor(NotCopyable):
         self._shared = self._state_of_ties()
 
     def begin(
-        self, microbatches: int, *, grad: bool, context: PassContext | None = None, limit: int | None = None
+        self, microbatches: int, *, grad: bool, context: PassContext | None = None, gathers: bool = False
     ) -> Pass:
         """Start a pass, and queue for every stage the changes since the last one.
 
@@ -154,15 +106,13 @@ class Executor(NotCopyable):
             microbatches: Number of micro-batches.
             grad: Whether a backward part may follow.
             context: Settings that forward passes run under; by default those of the calling thread.
-            limit: How many values on one channel may be under way; ``None``: no limit.
+            gathers: Whether gradients stay apart from ``.grad`` until they are released.
         """
         if list(self.module._modules.values()) != self._children:
             raise RuntimeError(
                 "the pipelined module has other layers than when the pipeline started; layers cannot be replaced "
                 "during a run. Change the model before fit, or in configure_model."
             )
-        for sender in self.connections.senders:
-            sender.flush()  # what earlier passes sent has arrived: their results are here
         number, self._num_passes = self._num_passes, self._num_passes + 1
         this = Pass(
             number=number,
@@ -172,10 +122,10 @@ class Executor(NotCopyable):
             at_once=not self.settings.pipelined_backward,
             seed=self._parts.next_seed(grad),
             context=context or PassContext.capture(self.stage.device.type),
-            limit=limit,
             splits=grad and self.timetables.training[microbatches].splits,
+            gathers=gathers,
+            shares=self._ties_have_changed(),
         )
-        self._share_ties(number)
         self.carry_changes()
         return this
 
@@ -183,74 +133,49 @@ class Executor(NotCopyable):
         """Count a pass whose gradients are not averaged yet."""
         self._num_backward += 1
 
-    def feed(
-        self, parts: Sequence[Any], this: Pass, m: int, requires_grad: list[bool], *, begun: int | None = None
-    ) -> int:
-        """Send the inputs of micro-batches to the first chunk, as many as one message takes; return their number.
+    def run(self, part: str, this: Pass, code: DriverCode) -> None:
+        """Run a part of a pass on all stages, those on workers at the same time.
 
         Args:
-            parts: The inputs of consecutive micro-batches.
+            part: ``"forward"``, ``"backward"``, or ``"training"`` for both in turn.
             this: The pass.
-            m: Index of the first one.
-            requires_grad: For each tensor of an input, whether it requires a gradient.
-            begun: Index of the last micro-batch whose code has begun, under which the time is recorded; by default
-                ``m``.
+            code: What this process runs between its actions.
         """
-        feed, recorder, num_fed = self.connections.feed, self.stage.recorder, 1
-        if recorder is not None:
-            recorder.begin()
-            recorder.computed()
-        if isinstance(feed, Mailbox):
-            feed.send((parts[0], {}), this.number, m, requires_grad=requires_grad)  # no skip before the first layer
-        else:
-            num_fed = feed.send_inputs(parts, this.number, m, requires_grad)
-        if recorder is not None:
-            recorder.end("feed", m if begun is None else begun, number=this.number)
-        return num_fed
-
-    def run(self, operations: Iterable[Operation], this: Pass, *, with_graph: bool = False) -> None:
-        """Run actions of the driver's stage, with the sends and receives between them if they have an order.
-
-        For ``with_graph`` see :meth:`~strategies.pipeline.stage.stage.Stage.run`.
-        """
-        with self._own_values():
-            self.stage.run(operations, this, with_graph=with_graph)
+        program = (part, this.microbatches)
+        timetable: Timetable = getattr(self.timetables, part)[this.microbatches]
+        this = replace(this, limit=timetable.limit)
+        is_new = program not in self._told
+        for remote, row in zip(self.remotes, timetable.operations, strict=False):
+            remote.send(StageCommands.run, this, program, row if is_new else None)
+        self._told.add(program)
+        self.stage.run(timetable.operations[-1], this, code)
 
     @contextmanager
     def in_backward(self, this: Pass, m: int) -> Iterator[None]:
         """Run the body, a backward pass through an output that the last chunk has given away with its graph."""
-        with self._own_values(), self.stage.in_backward(this, m, self.last_chunk):
+        with self.own_values(), self.stage.in_backward(this, m, self.last_chunk):
             yield
 
-    def _own_values(self) -> AbstractContextManager[None]:
+    def own_values(self) -> AbstractContextManager[None]:
+        """Return the context in which layers of the driver have the values that they have stored in attributes."""
         return self.side_outputs.removed_for_layers() if self.side_outputs.known else nullcontext()
 
     def output(self, this: Pass, m: int) -> Any:
         """Return the output of the last layer for a micro-batch, with packed objects. Every skip has been popped."""
-        value = self.connections.outputs.receive(this.number, m)
+        value = self.outputs.receive(this.number, m)
         if isinstance(value, WithSideOutputs):
             value = self.side_outputs.unwrapped(value)
         return value[0]
-
-    def move_tied_gradients(self, this: Pass) -> None:
-        """Move the gradients of tied parameters to the process that owns them."""
-        if self.connections.ties is not None:
-            self.connections.ties.move_gradients(this.number)
 
     def carry_changes(self) -> None:
         """Queue for every worker what has changed on the driver's copies of its layers."""
         for mirror, remote in zip(self.mirrors, self.remotes, strict=True):
             mirror.carry(remote)
 
-    def _share_ties(self, number: int) -> None:
-        """Update copies of tied parameters, if values may have changed since the last time."""
-        if self.connections.ties is None:
-            return
+    def _ties_have_changed(self) -> bool:
+        """Return whether values of tied parameters may have changed since the last call."""
         before, self._shared = self._shared, self._state_of_ties()
-        if self._shared != before:
-            for remote in self.remotes:
-                remote.send(StageCommands.share_values, number)
-            self.connections.ties.share_values(number)
+        return self._shared != before
 
     def forget_shared_values(self) -> None:
         """Share the values of tied parameters ahead of the next pass in any case."""
@@ -258,7 +183,7 @@ class Executor(NotCopyable):
 
     def _state_of_ties(self) -> tuple[int, list[int]] | None:
         """Changes whenever the value of a tied parameter may have changed."""
-        ties = self.connections.ties
+        ties = self._parts.ties
         return None if ties is None else (self._parts.num_updates(), ties.versions)
 
     def average_gradients(self, share: float | None = None) -> None:
@@ -293,8 +218,8 @@ class Executor(NotCopyable):
         return leading(self._parts.failures, self.remotes, self._fail)
 
     def _fail(self) -> None:
-        if self.connections.transport is not None:
-            self.connections.transport.fail()
+        if self.edges.transport is not None:
+            self.edges.transport.fail()
 
 
 class Leader(Protocol):

@@ -13,8 +13,8 @@ Gradients are kept apart from ``.grad`` until the backward pass of the returned 
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -27,19 +27,13 @@ from strategies.common.autograd import GatheredGradients, with_backward
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
 from strategies.pipeline.executor.suspended import Step, Steps
-from strategies.pipeline.schedule.operations import Operation, UserCode
+from strategies.pipeline.schedule.operations import Operation, Post, Result, Row, UserCode
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.schedule.timetable import Timetable
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
 from strategies.pipeline.stage.microbatch.split import pack_objects, plain, unpack_objects
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import is_fresh
 from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, leaves_of, tensors_of, with_leaves
-from strategies.pipeline.transport.channel import MOST_BUNDLED_BYTES
-
-_MOST_TOGETHER = 4
-"""Of how many micro-batches the user's code begins together, at most. What it keeps until it gets the output of the
-module takes memory, beside the inputs. Less than the number of values that may be under way (at least p + 2)."""
 
 Code = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
@@ -95,20 +89,15 @@ class PerMicrobatch:
         """
         executor = self._executor
         with torch.no_grad(), executor.explained():
-            timetable = executor.timetables.training[len(codes)]
-            this = executor.begin(len(codes), grad=True, context=context, limit=timetable.limit)
+            this = executor.begin(len(codes), grad=True, context=context, gathers=True)
             run = Run(this, executor)
-            for remote, row in zip(executor.remotes, timetable.operations, strict=False):
-                remote.send(StageCommands.interleave, this, row)
             gathered = GatheredGradients(self._parameters())
-            pass_ = _Pass(executor, self.steps, this, codes, [weight * scale for weight in weights])
-            with gathered.gathering(), preserved_random_state(executor.stage.device):
-                losses = pass_.run(timetable)
-                if not pass_.learns and any(loss is not None for loss in losses):
-                    raise RuntimeError(
-                        "the loss that training_step returns does not depend on anything that is trained"
-                    )
-                executor.move_tied_gradients(this)
+            code = _TrainingStep(executor, self.steps, this, codes, [weight * scale for weight in weights])
+            with gathered.gathering(), preserved_random_state(executor.stage.device), code.abandoned_on_error():
+                executor.run("training", this, code)
+            losses = code.losses
+            if not code.learns and any(loss is not None for loss in losses):
+                raise RuntimeError("the loss that training_step returns does not depend on anything that is trained")
         known = [(weight, loss) for weight, loss in zip(weights, losses, strict=True) if loss is not None]
         if not known:
             return None
@@ -136,79 +125,56 @@ def _release(
     return []
 
 
-class _Pass:
-    """One pass, as the driver leads it."""
+class _TrainingStep:
+    """``training_step`` of each micro-batch of one pass, between the actions of the driver.
+
+    Args:
+        executor: Leads the stages.
+        steps: Begins suspended runs.
+        this: The pass.
+        codes: What to run for each micro-batch.
+        weights: The factor on each loss in its backward pass.
+    """
 
     def __init__(
         self, executor: Executor, steps: Steps, this: Pass, codes: Sequence[Code], weights: Sequence[float]
     ) -> None:
-        self._executor, self._connections, self._side_outputs = executor, executor.connections, executor.side_outputs
+        self._executor, self._side_outputs = executor, executor.side_outputs
         self._threads, self._this, self._codes, self._weights = steps, this, codes, weights
+        self.losses: list[Tensor | None] = []
+        """The loss of each micro-batch, detached."""
         self.learns = False
         """Whether the loss of any micro-batch requires a backward pass."""
         self._steps: list[Step] = []
         self._inputs: list[list[Tensor]] = []
         """Per micro-batch, the tensors in the module's input that require a gradient."""
+        self._is_joined = False
+        """Whether the last output has its graph."""
 
-    def run(self, timetable: Timetable) -> list[Tensor | None]:
-        """Return the loss of each micro-batch, detached."""
-        executor, last = self._executor, self._executor.last_chunk
-        losses: list[Tensor | None] = []
-        ahead: list[Operation] = []
-        operations = timetable.operations[-1]
+    def run(self, operation: UserCode | Result) -> None:
+        if isinstance(operation, Result):
+            self.losses.append(self._loss(operation.microbatch))
+            self._executor.edges.release(self._this.limit)
+        elif operation.part == "b":
+            self._begin(operation.microbatch)
+        else:
+            self._answer(operation.microbatch)
+
+    def around(self) -> AbstractContextManager[None]:
+        return self._executor.own_values()
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """Within this, end the suspended runs if an error occurs."""
         try:
-            for place, step in enumerate(operations):
-                if not isinstance(step, UserCode) and not _gives_output(step, last):
-                    ahead.append(step)
-                    continue
-                if ahead:
-                    executor.run(ahead, self._this)
-                    ahead = []
-                if isinstance(step, Action):
-                    losses.append(
-                        self._forward_and_loss(step, self._is_joined(step, islice(operations, place + 1, None)))
-                    )
-                    for sender in executor.connections.senders:
-                        sender.release(keep=timetable.limit)
-                elif isinstance(step, UserCode):
-                    if step.part == "a":
-                        self._answer(step.microbatch)
-                    elif step.microbatch == len(self._steps):  # else it has begun with an earlier one
-                        self._begin(step.microbatch)
-            executor.run(ahead, self._this)
-            return losses
+            yield
         except BaseException:
             for suspended in self._steps:
                 suspended.abandon()
             raise
 
     def _begin(self, m: int) -> None:
-        """Run the user's code until it calls the module, and send the module's input to stage 0.
-
-        A message costs the same for several small inputs as for one. So code of a few more micro-batches begins, if
-        their inputs fit into the message and have no graph, which would wait for its backward pass. The first input
-        goes alone, so that stage 0 starts at once.
-        """
-        executor, this = self._executor, self._this
-        input, requires_grad = self._input(m)
-        inputs, other = [input], None
-        if m and executor.bundles_inputs and not any(requires_grad):
-            size_bytes = sum(tensor.nbytes for tensor in tensors_of(input))
-            num = min(_MOST_TOGETHER, MOST_BUNDLED_BYTES // max(size_bytes, 1), this.microbatches - m)
-            while len(inputs) < num and other is None:
-                input, flags = self._input(m + len(inputs))
-                if flags == requires_grad:
-                    inputs.append(input)
-                else:
-                    other = input, flags
-        num_fed, begun = 0, len(self._steps) - 1
-        while num_fed < len(inputs):
-            num_fed += executor.feed(inputs[num_fed:], this, m + num_fed, requires_grad, begun=begun)
-        if other is not None:
-            executor.feed([other[0]], this, m + num_fed, other[1], begun=begun)
-
-    def _input(self, m: int) -> tuple[Any, list[bool]]:
-        """Run the user's code until it calls the module; return its argument, and which tensors require a gradient."""
+        """Run the user's code until it calls the module, and put the module's input into the mailbox of stage 0."""
         this, recorder = self._this, self._executor.stage.recorder
         if recorder is not None:
             recorder.begin()
@@ -234,42 +200,51 @@ class _Pass:
         if recorder is not None:
             recorder.end("b", m, number=this.number)
         self._inputs.append([t for t in tensors if t.requires_grad])
-        return with_leaves(sent, spec), [t.requires_grad for t in tensors]
+        flags = [t.requires_grad for t in tensors]
+        self._executor.inputs.send((with_leaves(sent, spec), {}), this.number, m, requires_grad=flags)
 
     def _in_context(self, code: Code) -> Any:
         with self._this.context.entered(grad=True):
             return code()
 
-    def _is_joined(self, forward: Action, later: Iterable[Operation]) -> bool:
+    def joins(self, row: Row, place: int) -> bool:
         """Whether the backward pass of a micro-batch's loss goes on through the last chunk.
 
-        It does if its backward action follows at once and is whole. Two calls of autograd with the output as a leaf in
-        between would cost more.
-
-        Args:
-            forward: The forward action of the last chunk.
-            later: The operations behind it.
+        It does if the action is the forward pass of the last chunk, and the chunk's backward action follows the loss at
+        once and is whole. Two calls of autograd with the output as a leaf in between would cost more.
         """
-        this, m = self._this, forward.microbatch
-        if m < this.recomputed or this.at_once or this.splits:
+        action, this = row[place], self._this
+        if not isinstance(action, Action) or action.kind != "F" or action.stage != self._executor.last_chunk:
             return False
-        if self._inputs[m]:  # the code before the call has a graph, which is gone through again
-            return False
-        for step in later:
-            if isinstance(step, UserCode):
-                if self._inputs[step.microbatch] if step.part == "a" else step.microbatch == len(self._steps):
+        m = action.microbatch
+        self._is_joined = (
+            not (m < this.recomputed or this.at_once or this.splits)
+            and not self._inputs[m]  # the code before the call has a graph, which is gone through again
+            and self._comes_next(Action("B", m, action.stage), islice(row, place + 1, None))
+        )
+        return self._is_joined
+
+    def _comes_next(self, backward: Action, later: Iterable[Operation]) -> bool:
+        for operation in later:
+            if isinstance(operation, UserCode):
+                if operation.part == "b" or self._inputs[operation.microbatch]:
                     return False
-            else:
-                return step == Action("B", m, forward.stage)
+            elif not isinstance(operation, Result) and not self._is_empty(operation):
+                return operation == backward
         return False
 
-    def _forward_and_loss(self, action: Action, is_joined: bool) -> Tensor | None:
-        """Run the last forward action of a micro-batch, and the code after it with its backward pass."""
-        executor, this, m = self._executor, self._this, action.microbatch
+    def _is_empty(self, operation: Operation) -> bool:
+        """Whether an operation receives the gradients of an input that requires none."""
+        if not isinstance(operation, Post) or (operation.way, operation.kind, operation.edge) != ("RECV", "B", 0):
+            return False
+        return not self._inputs[operation.microbatch]
+
+    def _loss(self, m: int) -> Tensor | None:
+        """Run the code after the call of the module for a micro-batch, with its backward pass."""
+        executor, this, is_joined = self._executor, self._this, self._is_joined
         step = self._steps[m]
         if self._side_outputs.known:
             self._side_outputs.restore()
-        executor.run([action], this, with_graph=is_joined)
         if (recorder := executor.stage.recorder) is not None:
             recorder.begin()
         output = executor.output(this, m)
@@ -280,7 +255,7 @@ class _Pass:
         slots: list[GradientSlot] = []
         ended: list[bool] = []
         if is_joined and recorder is not None:
-            self._end_at_output(recorder, output, action, ended)
+            self._end_at_output(recorder, output, m, ended)
         if not is_joined:
             slots = [GradientSlot() for tensor in tensors_of(output) if tensor.requires_grad]
             output = entered(output, slots)
@@ -302,25 +277,25 @@ class _Pass:
             with executor.in_backward(this, m) if is_joined else nullcontext():
                 loss.backward(torch.full_like(loss, self._weights[m]), retain_graph=keep)
         if slots:
-            self._connections.output_grads.send([slot.value for slot in slots], this.number, m)
+            executor.output_grads.send([slot.value for slot in slots], this.number, m)
         if recorder is not None and not ended:
-            recorder.end("loss", m, action.stage, this.number)
+            recorder.end("loss", m, executor.last_chunk, this.number)
         return None if loss is None else loss.detach().clone()  # later code may change what it has returned
 
-    def _end_at_output(self, recorder: Recorder, output: Any, action: Action, ended: list[bool]) -> None:
+    def _end_at_output(self, recorder: Recorder, output: Any, m: int, ended: list[bool]) -> None:
         """Have the record of the code end where its backward pass comes to the output, and that of the chunk begin.
 
         Args:
             recorder: The recorder.
             output: The output, with its graph.
-            action: The forward action of the last chunk.
+            m: The micro-batch.
             ended: Gets an entry when that has happened.
         """
 
         def end(_: Tensor) -> None:
             if not ended:
                 ended.append(True)
-                recorder.split("loss", action.microbatch, action.stage, self._this.number)
+                recorder.split("loss", m, self._executor.last_chunk, self._this.number)
 
         for tensor in tensors_of(output):
             if tensor.requires_grad:
@@ -332,15 +307,10 @@ class _Pass:
         if inputs:
             if (recorder := self._executor.stage.recorder) is not None:
                 recorder.begin()
-            grads = self._connections.fed_back.receive(self._this.number, m)
+            grads = self._executor.input_grads.receive(self._this.number, m)
             if recorder is not None:
                 recorder.received()
             known = [(t, grad) for t, grad in zip(inputs, grads, strict=True) if grad is not None]
             torch.autograd.backward([t for t, _ in known], [grad for _, grad in known])
             if recorder is not None:
                 recorder.end("a", m, number=self._this.number)
-
-
-def _gives_output(operation: Operation, last: int) -> bool:
-    """Whether an operation is a forward action of the last chunk, whose output goes to the user's code."""
-    return isinstance(operation, Action) and operation.stage == last and operation.kind == "F"

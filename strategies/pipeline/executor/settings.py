@@ -11,7 +11,7 @@ from strategies.common.names import did_you_mean
 from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.schedule.custom import CustomTable, custom_table
 from strategies.pipeline.schedule.planned import AUTO as AUTO_SCHEDULE
-from strategies.pipeline.schedule.posting import posting_order
+from strategies.pipeline.schedule.posting import direct_order, posting_order
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
 from strategies.pipeline.schedule.timetable import Timetables
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
@@ -66,18 +66,20 @@ class Settings:
 
         Args:
             processes: The number of stages.
-            ordered: Whether the rows contain sends and receives, in one order of all processes.
+            ordered: Whether sends and receives are in one order of all processes; see
+                :func:`~strategies.pipeline.schedule.posting.posting_order`.
 
         Raises:
             ValueError: If the file of a table cannot be read, or a table of one's own cannot run on this number of
                 processes.
         """
-        order = posting_order if ordered else None
+        order = posting_order if ordered else direct_order
         schedule = "1f1b" if self.is_auto else self.schedule
         if isinstance(schedule, str) and schedule in SCHEDULES:
             named = SCHEDULES[schedule]
             chunks = 1 if self.is_auto else self.chunks_per_stage or named.chunks[1]
-            return Timetables(lambda m: named.table(processes, m, chunks), named.placement(processes, chunks), order)
+            placement, at_once = named.placement(processes, chunks), not self.pipelined_backward
+            return Timetables(lambda m: named.table(processes, m, chunks), placement, order, at_once=at_once)
         try:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))
         except OSError as error:

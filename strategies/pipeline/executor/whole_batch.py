@@ -9,7 +9,8 @@ its own part inside the node and does not wait for the others, whose work overla
 Index letters: ``m`` micro-batch, ``i`` stage.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +19,8 @@ import torch
 from torch import Tensor
 
 from strategies.common.autograd import with_backward
-from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.executor import Executor, Run
-from strategies.pipeline.schedule.operations import Operation, UserCode
-from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.schedule.timetable import Timetable
+from strategies.pipeline.schedule.operations import Result, Row, UserCode
 from strategies.pipeline.stage.microbatch.split import (
     NoChunk,
     has_rows,
@@ -35,7 +33,6 @@ from strategies.pipeline.stage.microbatch.split import (
 )
 from strategies.pipeline.stage.side_outputs import with_graph
 from strategies.pipeline.stage.stage import Pass, tensors_of
-from strategies.pipeline.transport.channel import Sender
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,8 @@ class WholeBatch:
         inputs = [t for t in given if grad and t.requires_grad]
         with torch.no_grad(), self._executor.explained():
             parts = split(input, microbatches or self._executor.settings.microbatches)
-            timetable = self._executor.timetables.forward[len(parts)]
-            backward = self._executor.timetables.backward[len(parts)]
-            this = self._executor.begin(len(parts), grad=grad, limit=max(timetable.limit, backward.limit))
-            results = self._forward(parts, this, timetable, [grad and t.requires_grad for t in given])
+            this = self._executor.begin(len(parts), grad=grad)
+            results = self._forward(parts, this, [grad and t.requires_grad for t in given])
             output = merge(results)
         columns = [*zip(*map(tensors_of, results), strict=True)]
         required = [[t.requires_grad for t in column] for column in columns]
@@ -97,39 +92,17 @@ class WholeBatch:
         output = with_backward(output, wanted, [plain(t) for t in inputs], partial(_backward, run, gradients))
         return unpack_objects(output)
 
-    def _forward(self, parts: Sequence[Any], this: Pass, timetable: Timetable, requires_grad: list[bool]) -> list[Any]:
+    def _forward(self, parts: Sequence[Any], this: Pass, requires_grad: list[bool]) -> list[Any]:
         """Run the forward part of a pass, and return the output of each micro-batch."""
         executor = self._executor
-        later = executor.timetables.backward[this.microbatches].operations if this.grad else timetable.operations
-        for remote, forward, backward in zip(executor.remotes, timetable.operations, later, strict=False):
-            remote.send(StageCommands.forward, this, forward, backward)
-        if executor.side_outputs.known:
-            executor.side_outputs.restore()
-        results: list[Any] = []
-        feed = executor.connections.feed
-
-        def fed() -> Iterator[Operation]:
-            """The forward actions of the driver; the first chunk gets its inputs a bounded number ahead of them."""
-            num_fed = 0
-            for step in timetable.operations[-1]:
-                if isinstance(step, UserCode):
-                    if step.microbatch == num_fed:  # else it has been sent with an earlier one
-                        num_fed += executor.feed(parts[num_fed:], this, num_fed, requires_grad)
-                    continue
-                yield step
-                if isinstance(step, Action) and step.stage == executor.last_chunk:
-                    results.append(executor.output(this, step.microbatch))
-
-        executor.run(fed(), this)
+        code = _Code(executor, this, parts, requires_grad)
+        executor.run("forward", this, code)
         if executor.stage.recorder is not None:
             executor.stage.recorder.begin(pass_of_code=this.number)  # which runs until the backward part
-        if isinstance(feed, Sender):
-            feed.release()  # the outputs were computed from all of it
-        if not this.grad and executor.connections.ties is not None:
-            executor.connections.ties.flush()
         if executor.side_outputs.known:
+            executor.side_outputs.restore()
             executor.side_outputs.insert(partial(_is_of_whole_batch, this))
-        return results
+        return code.results
 
     def backward(
         self, this: Pass, gradients: _Gradients, grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
@@ -145,7 +118,7 @@ class WholeBatch:
         Returns:
             The gradients of ``inputs``.
         """
-        executor, connections = self._executor, self._executor.connections
+        executor = self._executor
         executor.note_backward()
         if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code == this.number:
             recorder.end("loss", this.microbatches - 1, executor.last_chunk, this.number)
@@ -156,23 +129,61 @@ class WholeBatch:
             ]
             for m in range(this.microbatches):
                 parts = [column[m] for column, flags in zip(columns, gradients.required, strict=True) if flags[m]]
-                connections.output_grads.send(parts, this.number, m)
+                executor.output_grads.send(parts, this.number, m)
             executor.carry_changes()  # autograd computes no gradient for what requires none by now
-            for remote in executor.remotes:
-                remote.send(StageCommands.backward, this.number)
-            timetable = executor.timetables.backward[this.microbatches]
-            executor.run([step for step in timetable.operations[-1] if not isinstance(step, UserCode)], this)
-            order = [step.microbatch for step in timetable.driver if isinstance(step, UserCode)] if inputs else []
-            received = {m: connections.fed_back.receive(this.number, m) for m in order}
-            executor.move_tied_gradients(this)  # stage 0 does so when it has sent these
+            code = _Code(executor, this, [], [], answered=bool(inputs))
+            executor.run("backward", this, code)
         return [
-            merge_gradients([received[m][k] for m in range(this.microbatches)], original, is_split=is_split)
+            merge_gradients([code.received[m][k] for m in range(this.microbatches)], original, is_split=is_split)
             for k, (original, is_split) in enumerate(zip(inputs, gradients.inputs_split, strict=True))
         ]
 
     def forget(self, number: int) -> None:
         """Make every stage forget a pass whose backward part can no longer come."""
         self._executor.forget(number)
+
+
+class _Code:
+    """What the driver does between the actions of a pass: it gives inputs, takes outputs and takes gradients of inputs.
+
+    Args:
+        executor: Leads the stages.
+        this: The pass.
+        parts: The input of each micro-batch.
+        requires_grad: For each tensor of an input, whether it requires a gradient.
+        answered: Whether gradients of inputs are wanted.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        this: Pass,
+        parts: Sequence[Any],
+        requires_grad: list[bool],
+        *,
+        answered: bool = False,
+    ) -> None:
+        self._executor, self._this, self._parts, self._requires_grad = executor, this, parts, requires_grad
+        self._answered = answered
+        self.results: list[Any] = []
+        """The output of each micro-batch."""
+        self.received: dict[int, list[Tensor | None]] = {}
+        """The gradients of the input of each micro-batch."""
+
+    def run(self, operation: UserCode | Result) -> None:
+        executor, number, m = self._executor, self._this.number, operation.microbatch
+        if isinstance(operation, Result):
+            self.results.append(executor.output(self._this, m))
+        elif operation.part == "b":  # no skip before the first layer
+            executor.inputs.send((self._parts[m], {}), number, m, requires_grad=self._requires_grad)
+        elif self._answered:
+            self.received[m] = executor.input_grads.receive(number, m)
+
+    def joins(self, row: Row, place: int) -> bool:
+        return False
+
+    def around(self) -> AbstractContextManager[None]:
+        return self._executor.own_values()
 
 
 def _backward(

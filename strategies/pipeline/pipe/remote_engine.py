@@ -38,8 +38,9 @@ from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Run
 from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
 from strategies.pipeline.pipe.local_engine import ForwardPass, clock_cycles
-from strategies.pipeline.pipe.routing import Inbox, MessageKey, Post, Router, Routes, give_up
+from strategies.pipeline.pipe.routing import Inbox, Letters, MessageKey, Router, Routes, give_up
 from strategies.pipeline.pipe.with_device import Partition
+from strategies.pipeline.schedule.operations import Operation, Post
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.calling import call_partition
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
@@ -70,7 +71,7 @@ class RemoteEngine(NotCopyable):
         self._module = weakref.ref(module)
         self._descriptions = [partition.describe(i) for i, partition in enumerate(partitions)]
         carriers = {i: _shipped(p.layers) for i, p in enumerate(partitions) if p.place.worker is not None}
-        self._num_passes, self._current, self._post = 0, -1, Post()
+        self._num_passes, self._current, self._letters = 0, -1, Letters()
         self._own_inbox = Inbox()
         inboxes: list[Any] = [
             rpc.RRef(Inbox()) if p.place.worker is None else rpc.remote(p.place.worker, Inbox) for p in partitions
@@ -78,7 +79,6 @@ class RemoteEngine(NotCopyable):
         own_inbox: Any = rpc.RRef(self._own_inbox)
         self._first, self._last, self._inboxes = inboxes[0], inboxes[-1], inboxes
         self._failures = self._no_failures()
-        self._routers: dict[int, Router] = {}
         self._stages: dict[int, Stage] = {}
         self.remotes: dict[int, RemoteStage] = {}
         """The partitions that live elsewhere, by number."""
@@ -130,17 +130,16 @@ class RemoteEngine(NotCopyable):
         num, last = len(parts), len(self._inboxes) - 1
         for i, remote in self.remotes.items():
             self._carry_changes(i)
-            forward = [Action("F", m, i) for m in range(num)]
-            backward = [Action("B", m, i) for m in reversed(range(num))]
-            remote.send(StageCommands.forward, this, forward, backward)
+            row = [operation for m in range(num) for operation in _forward_row(m, i)]
+            remote.send(StageCommands.run, this, ("forward", num), row)
         for m, part in enumerate(parts):
             flags = [this.grad and tensor.requires_grad for tensor in tensors_in(part)]
             own = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), part)  # a layer may change it in place
-            self._post.send(self._first, MessageKey("F", this.number, m, None), (own, flags))
+            self._letters.send(self._first, MessageKey("F", this.number, m, None), (own, flags))
         for m, i in clock_cycles(num, last + 1):
             if i in self._stages:
-                self._stages[i].run([Action("F", m, i)], this)
-        self._settle()
+                self._stages[i].run(_forward_row(m, i), this)
+        self._letters.flush()
         return [self._own_inbox.take(MessageKey("F", this.number, m, None)) for m in range(num)]
 
     def backward(
@@ -166,15 +165,16 @@ class RemoteEngine(NotCopyable):
             for m, flags in enumerate(required):
                 if any(flags):
                     part = [next(ahead) for flag in flags if flag]
-                    self._post.send(self._last, MessageKey("B", this.number, m, None), part)
+                    self._letters.send(self._last, MessageKey("B", this.number, m, None), part)
             answers = []
             for i, remote in self.remotes.items():
                 self._carry_changes(i)  # autograd skips parameters that have been frozen since
-                answers.append(remote.ask(StageCommands.backward, this.number))
+                row = [operation for m in reversed(range(this.microbatches)) for operation in _backward_row(m, i)]
+                answers.append(remote.ask(StageCommands.run, this, ("backward", this.microbatches), row))
             for m, i in reversed(list(clock_cycles(this.microbatches, len(self._inboxes)))):
                 if i in self._stages:
-                    self._stages[i].run([Action("B", m, i)], this)
-            self._settle()
+                    self._stages[i].run(_backward_row(m, i), this)
+            self._letters.flush()
             for answer in answers:
                 answer.wait()
             if not inputs:
@@ -187,17 +187,11 @@ class RemoteEngine(NotCopyable):
 
     def forget(self, number: int) -> None:
         """Drop a pass on every partition, because its backward part can no longer come."""
-        for i, stage in self._stages.items():
+        for stage in self._stages.values():
             stage.discard(number)
-            self._routers[i].forget(number)
         self._own_inbox.forget(number)
         for remote in self.remotes.values():
             remote.send(StageCommands.discard, number)
-
-    def _settle(self) -> None:
-        self._post.flush()
-        for router in self._routers.values():
-            router.settle()
 
     def _carry_changes(self, i: int) -> None:
         self._mirrors[i].carry(self.remotes[i])
@@ -233,11 +227,10 @@ class RemoteEngine(NotCopyable):
         return failures
 
     def _add_local(self, i: int, partition: Partition, routes: Routes, deferred_batch_norm: bool) -> None:
-        router = self._routers[i] = Router(routes, partition.place.device)
-        device, ports = partition.place.device, router.wiring(i).ports
-        self._stages[i] = Stage(
-            chunks_of(partition.layers, ports, device, deferred_batch_norm=deferred_batch_norm, call=call_partition)
-        )
+        device, call = partition.place.device, call_partition
+        router = Router(i, routes, device)
+        chunks = chunks_of(partition.layers, router.ports(), device, deferred_batch_norm=deferred_batch_norm, call=call)
+        self._stages[i] = Stage(chunks, router)
 
     def _remote(self, worker: str, host: Any, description: str) -> RemoteStage:
         process = StageProcess(
@@ -247,6 +240,15 @@ class RemoteEngine(NotCopyable):
             kill=lambda: None,  # the user has started it
         )
         return RemoteStage(worker, host, description, process, self._failures)
+
+
+def _forward_row(m: int, i: int) -> list[Operation]:
+    """Return what partition ``i`` does with a micro-batch; peers are known to its router."""
+    return [Post("RECV", "F", m, i, -1), Action("F", m, i), Post("SEND", "F", m, i + 1, -1)]
+
+
+def _backward_row(m: int, i: int) -> list[Operation]:
+    return [Post("RECV", "B", m, i + 1, -1), Action("B", m, i), Post("SEND", "B", m, i, -1)]
 
 
 def _backward(
@@ -318,8 +320,8 @@ def host_partition(setup: StageSetup, carrier: Carrier, routes: Routes) -> Host[
     activity = Activity()
 
     def create() -> HostedStage:
-        wiring = Router(routes, torch.device(setup.device), activity.wait).wiring(setup.index)
-        return HostedStage(setup, taken(carrier, activity), wiring, activity)
+        router = Router(setup.index, routes, torch.device(setup.device), activity.wait)
+        return HostedStage(setup, taken(carrier, activity), router, activity)
 
     return Host(create, StageCommands, name=routes.description, activity=activity).start()
 

@@ -9,7 +9,7 @@ The user's process has an inbox, too, for the outputs of the last partition and 
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -23,9 +23,10 @@ from strategies.common.torch_compat import tree_map_only
 from strategies.common.trees import tensors_in
 from strategies.common.waiting import Wait, wait_here
 from strategies.pipeline.pipe.local_engine import check_output
+from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.skip import Key
-from strategies.pipeline.stage.stage import Ports
-from strategies.pipeline.worker.wiring import Wiring
+from strategies.pipeline.stage.stage import Mailbox, Pass, Ports
+from strategies.pipeline.transport.interface import Transport
 
 _UNDER_WAY = 8
 """Number of messages of a partition in flight before it waits for the oldest."""
@@ -93,7 +94,7 @@ def give_up(inbox: Any, number: int) -> None:
     inbox.local_value().give_up(number)
 
 
-class Post:
+class Letters:
     """Sends messages to inboxes without waiting for their arrival."""
 
     def __init__(self) -> None:
@@ -141,22 +142,43 @@ class Router:
     A stage takes and returns a pair: a value, and skips by their keys.
     """
 
-    def __init__(self, routes: Routes, device: torch.device, wait: Wait = wait_here) -> None:
-        self._routes, self._device, self._wait, self._post = routes, device, wait, Post()
+    transport: Transport | None = None
+    waits_in_receives = True
+
+    def __init__(self, partition: int, routes: Routes, device: torch.device, wait: Wait = wait_here) -> None:
+        self._partition = partition
+        self._inputs, self._outputs, self._output_grads, self._input_grads = (Mailbox() for _ in range(4))
+        self._routes, self._device, self._wait, self._letters = routes, device, wait, Letters()
         self._inbox: Inbox = routes.own.local_value()
         self._wanting: dict[tuple[int, int], list[tuple[Key | None, int]]] = {}
         self._expected: dict[tuple[int, int], list[Key | None]] = {}
 
-    def wiring(self, number: int) -> Wiring:
-        """Return the connections of the partition with this number."""
-        outputs, input_grads = _Output(self.send, self._post), _Output(self.send_grads, self._post)
-        return Wiring(
-            ports={number: Ports(_Input(self.receive), outputs, _Input(self.receive_grads), input_grads)},
-            outputs=[outputs],
-            input_grads=[input_grads],
-            settle=self.settle,
-            forget=self.forget,
-        )
+    def ports(self) -> dict[int, Ports]:
+        """Return the ports of the partition."""
+        return {self._partition: Ports(self._inputs, self._outputs, self._output_grads, self._input_grads)}
+
+    def post(self, post: Post, this: Pass) -> None:
+        """Send or receive a value of a pass; see :class:`~strategies.pipeline.stage.stage.Connections`."""
+        number, m = this.number, post.microbatch
+        if post.way == "RECV" and post.kind == "F":
+            self._inputs.put(self.receive(number, m), number, m)
+        elif post.way == "RECV":
+            if (number, m) in self._expected:
+                self._output_grads.put(self.receive_grads(number, m), number, m)
+        elif post.kind == "F":
+            self.send(self._outputs.receive(number, m), number, m)
+        elif self._input_grads.has(number, m):
+            self.send_grads(self._input_grads.receive(number, m), number, m)
+
+    def begin(self, this: Pass) -> None:
+        """Do nothing: :meth:`end` has waited for earlier rows."""
+
+    def end(self, this: Pass) -> None:
+        """Wait until every message has arrived."""
+        self._wait(self._letters.flush)
+
+    def release(self, keep: int | None) -> None:
+        """Do nothing: what has arrived is not kept."""
 
     def receive(self, number: int, m: int) -> Any:
         """Return the input of a micro-batch and the skips that the partition pops."""
@@ -171,18 +193,17 @@ class Router:
             self._wanting[number, m] = wanting
         return parts.pop(None), parts
 
-    def send(self, value: Any, number: int, m: int, *, requires_grad: Sequence[bool] = ()) -> None:
+    def send(self, value: Any, number: int, m: int) -> None:
         """Send the output of a micro-batch and the skips that the partition stashes."""
         output, skips = value
         check_output(output, self._routes.description)
-        ahead = iter(requires_grad)
         expected = []
         for skip, part in {None: output, **skips}.items():
-            flags = [next(ahead) for _ in tensors_in(part)]
+            flags = [tensor.requires_grad for tensor in tensors_in(part)]
             if any(flags):
                 expected.append(skip)
             detached = tree_map_only(Tensor, lambda tensor: tensor.detach(), part)
-            self._post.send(self._routes.targets[skip], MessageKey("F", number, m, skip), (detached, flags))
+            self._letters.send(self._routes.targets[skip], MessageKey("F", number, m, skip), (detached, flags))
         if expected:
             self._expected[number, m] = expected
 
@@ -192,16 +213,12 @@ class Router:
         grads = [self._wait(partial(self._inbox.take, MessageKey("B", number, m, skip))) for skip in expected]
         return [None if grad is None else grad.to(self._device) for part in grads for grad in part]
 
-    def send_grads(self, grads: Sequence[Tensor | None], number: int, m: int, **_: Any) -> None:
+    def send_grads(self, grads: Sequence[Tensor | None], number: int, m: int) -> None:
         """Send the gradients of received values to the senders."""
         ahead = iter(grads)
         for skip, count in self._wanting.pop((number, m)):
             part = [next(ahead) for _ in range(count)]
-            self._post.send(self._routes.sources[skip], MessageKey("B", number, m, skip), part)
-
-    def settle(self) -> None:
-        """Wait until every message has arrived."""
-        self._wait(self._post.flush)
+            self._letters.send(self._routes.sources[skip], MessageKey("B", number, m, skip), part)
 
     def _received(self, value: Any, flags: Sequence[bool]) -> Any:
         ahead = iter(flags)
@@ -211,27 +228,12 @@ class Router:
 
         return tree_map_only(Tensor, here, value)
 
-    def forget(self, number: int) -> None:
-        """Drop the remains of a pass."""
+    def discard(self, number: int) -> None:
+        """Drop the remains of a pass. The garbage collector may call this at any time."""
         self._inbox.forget(number)
+        for mail in (self._inputs, self._outputs, self._output_grads, self._input_grads):
+            mail.discard(number)
         for kept in (self._wanting, self._expected):
             for key in list(kept):
                 if key[0] == number:
                     kept.pop(key, None)
-
-
-@dataclass(frozen=True)
-class _Input:
-    receive: Callable[[int, int], Any]
-
-
-class _Output:
-    def __init__(self, send: Callable[..., None], post: Post) -> None:
-        self._send, self._post = send, post
-        self.limit: int | None = None
-
-    def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
-        self._send(value, pass_number, microbatch, requires_grad=requires_grad or [])
-
-    def flush(self, keep: int = 0) -> None:
-        self._post.flush(keep)

@@ -5,6 +5,7 @@ Legend: m micro-batch, i stage of a table (a chunk of layers), e edge, r rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from strategies.pipeline.schedule.tables import Action
@@ -77,7 +78,41 @@ class Group(NamedTuple):
         return f"({' '.join(map(repr, self.posts))})"
 
 
-Operation: TypeAlias = Computation | Post | Meeting | Group
+class Result(NamedTuple):
+    """The driver's code takes the output of the last stage for a micro-batch. Prints as ``r0``.
+
+    It keeps the output, or runs the code after the call of the module, with its backward pass.
+
+    Attributes:
+        microbatch: The micro-batch.
+    """
+
+    microbatch: int
+
+    def __repr__(self) -> str:
+        return f"r{self.microbatch}"
+
+
+class Tied(NamedTuple):
+    """An exchange of tied parameters with other processes, in one order of all processes.
+
+    Attributes:
+        what: ``"values"`` of owners, before forward passes, or ``"gradients"`` of copies, after backward passes.
+    """
+
+    what: Literal["values", "gradients"]
+
+    def __repr__(self) -> str:
+        return f"TIED_{self.what.upper()}"
+
+
+DeviceOperation: TypeAlias = Computation | Post | Meeting | Group
+"""What a process gives to its device."""
+
+Operation: TypeAlias = DeviceOperation | Result | Tied
+
+Row: TypeAlias = Sequence[Operation]
+"""What one process does in a pass, or in a part of one, in order."""
 
 
 Edge: TypeAlias = tuple[Literal["F", "B"], int]

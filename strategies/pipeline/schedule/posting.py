@@ -22,12 +22,41 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from strategies.pipeline.schedule.operations import Computation, Meeting, Operation, Post, edge_to
+from strategies.pipeline.schedule.operations import Computation, DeviceOperation, Meeting, Post, edge_to
 from strategies.pipeline.schedule.running_order import assumed_times, running_order
-from strategies.pipeline.schedule.timetable import Timetable
 
 
-def posting_order(timetable: Timetable, num_stages: int) -> list[list[Operation]]:
+def direct_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> list[list[DeviceOperation]]:
+    """Return the rows with each receive directly before and each send directly after the computation it belongs to.
+
+    For processes whose sends do not wait for their receives: there, a receive that is posted early would only delay the
+    computations in between.
+
+    Args:
+        rows: The computations of each process.
+        num_stages: The number of stages.
+    """
+    row_of = {computation: r for r, row in enumerate(rows) for computation in row}
+    receives: dict[Computation, Post] = {}
+    sends: dict[Computation, list[Post]] = {}
+    for r, computation, awaited in running_order(rows, num_stages):
+        if awaited is not None:
+            to = edge_to(computation)
+            assert to is not None
+            kind, edge = to
+            receives[computation] = Post("RECV", kind, computation.microbatch, edge, row_of[awaited])
+            sends.setdefault(awaited, []).append(Post("SEND", kind, computation.microbatch, edge, r))
+    posted: list[list[DeviceOperation]] = []
+    for row in rows:
+        posted.append([])
+        for computation in row:
+            if computation in receives:
+                posted[-1].append(receives[computation])
+            posted[-1] += [computation, *sends.get(computation, ())]
+    return posted
+
+
+def posting_order(rows: Sequence[Sequence[Computation]], num_stages: int) -> list[list[DeviceOperation]]:
     """Return what each process posts in a pass: its row, with sends and receives.
 
     A send follows the action that it belongs to, before the next action. A receive precedes the action that needs it,
@@ -36,13 +65,15 @@ def posting_order(timetable: Timetable, num_stages: int) -> list[list[Operation]
     the order costs no time where streams are independent, neither on the devices nor where posting takes the time.
 
     Args:
-        timetable: The rows.
+        rows: The computations of each process.
         num_stages: The number of stages.
     """
-    return _Posting([*timetable.rows[:-1], timetable.driver], num_stages).run()
+    return _Posting(rows, num_stages).run()
 
 
-def with_meetings(rows: Iterable[Sequence[Operation]], meetings: Sequence[Meeting]) -> list[list[Operation]]:
+def with_meetings(
+    rows: Iterable[Sequence[DeviceOperation]], meetings: Sequence[Meeting]
+) -> list[list[DeviceOperation]]:
     """Append to the row of each process the meetings that it takes part in, in the order given."""
     return [[*row, *(meeting for meeting in meetings if r in meeting.ranks)] for r, row in enumerate(rows)]
 
@@ -68,7 +99,7 @@ class _Posting:
                 self._source[computation] = source
                 self._targets.setdefault(source, []).append(computation)
         self._start, self._end = assumed_times(order)
-        self._posted: list[list[Operation]] = [[] for _ in rows]
+        self._posted: list[list[DeviceOperation]] = [[] for _ in rows]
         self._next = [0] * len(rows)
         self._num_unsent = [0] * len(rows)
         """For each process, how many results of its last computation have not been transferred."""
@@ -78,7 +109,7 @@ class _Posting:
         self._can_run: list[tuple[float, bool, Computation]] = []
         """A heap of transfers to computations (``False``) and of computations (``True``), by time."""
 
-    def run(self) -> list[list[Operation]]:
+    def run(self) -> list[list[DeviceOperation]]:
         """Return the operations of each process."""
         for r in range(len(self._rows)):
             self._look_at(r)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from strategies.pipeline.schedule.operations import Computation, Operation, UserCode
+from strategies.pipeline.schedule.operations import Computation, Operation, Post, Result, Row, Tied, UserCode
+from strategies.pipeline.schedule.posting import direct_order
 from strategies.pipeline.schedule.running_order import assumed_times, check_complete, running_order, sources_of
 from strategies.pipeline.schedule.tables import Action, ActionTable, Placement
 
@@ -31,19 +32,19 @@ class Timetable:
         limit: How many values may be under way on one channel. A process that has sent more waits for the arrival of
             the oldest, which bounds memory and, with this limit, causes no deadlock.
         splits: Whether some backward passes have two parts.
-        operations: What each rank does, with the user's code in the driver's row, and with the sends and receives
-            between processes if their order matters.
+        operations: What each rank does: its actions with the sends and receives between them, the exchange of tied
+            parameters, and in the driver's row the user's code.
     """
 
     rows: list[list[Action]]
     driver: list[Computation]
     limit: int
     splits: bool
-    operations: Sequence[Sequence[Operation]]
+    operations: Sequence[Row]
 
 
-Order = Callable[[Timetable, int], Sequence[Sequence[Operation]]]
-"""Returns the rows of a timetable, which has a number of stages, with the sends and receives between processes."""
+Order = Callable[[Sequence[Sequence[Computation]], int], Sequence[Row]]
+"""Returns the computations of each process, of a number of stages, with the sends and receives between processes."""
 
 
 class _Computed(dict[int, Timetable]):
@@ -67,7 +68,9 @@ class Timetables:
     Args:
         schedule: Returns the table for a number of micro-batches.
         placement: Which row of the table has which stages.
-        order: Adds sends and receives; ``None`` if their order does not matter.
+        order: Adds sends and receives.
+        at_once: Whether each process runs its backward passes after it has received all gradients, where these follow
+            all forward passes.
 
     Attributes:
         training: Forward and backward passes in turn.
@@ -77,9 +80,14 @@ class Timetables:
     """
 
     def __init__(
-        self, schedule: Callable[[int], ActionTable], placement: Placement, order: Order | None = None
+        self,
+        schedule: Callable[[int], ActionTable],
+        placement: Placement,
+        order: Order = direct_order,
+        *,
+        at_once: bool = False,
     ) -> None:
-        self._schedule, self.placement, self._order = schedule, placement, order
+        self._schedule, self.placement, self._order, self._at_once = schedule, placement, order, at_once
         self.rank_of = ranks_of(placement)
         self.training: Mapping[int, Timetable] = _Computed(self._training)
         self.forward: Mapping[int, Timetable] = _Computed(partial(forward_timetable, placement, order=order))
@@ -97,15 +105,19 @@ class Timetables:
         with_code: list[list[Computation]] = [list(row) for row in table]
         with_code[driver] = driver_row(table)
         limit = _limit(with_code, self.placement)
-        return _timetable(table, with_code[driver], limit, self.placement, self._order, splits=splits)
+        exchanges = Tied("values"), Tied("gradients")
+        return _timetable(table, with_code[driver], limit, self.placement, self._order, exchanges, splits=splits)
 
     def _backward(self, microbatches: int) -> Timetable:
         table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
         driver, last = self.placement.driver, self.placement.num_stages - 1
         answered = [action.microbatch for action in table[driver] if action.stage == last and action.kind != "W"]
         code = [UserCode("a", m) for m in answered]
-        limit = _limit(table, self.placement)
-        return _timetable(table, [*table[driver], *code], limit, self.placement, self._order)
+        with_code: list[list[Computation]] = [list(row) for row in table]
+        with_code[driver] += code
+        limit, exchange = _limit(with_code, self.placement), Tied("gradients")
+        found = _timetable(table, with_code[driver], limit, self.placement, self._order, (None, exchange))
+        return replace(found, operations=[_at_once(row) for row in found.operations]) if self._at_once else found
 
 
 def ranks_of(placement: Placement) -> tuple[int, ...]:
@@ -158,7 +170,7 @@ def driver_row(table: ActionTable) -> list[Computation]:
 
 
 @lru_cache(maxsize=256)
-def forward_timetable(placement: Placement, microbatches: int, order: Order | None = None) -> Timetable:
+def forward_timetable(placement: Placement, microbatches: int, order: Order = direct_order) -> Timetable:
     """Return a timetable of forward passes only, in which each process prefers the last of its stages that can run.
 
     The driver sends inputs at most two micro-batches per process ahead of its own actions.
@@ -189,7 +201,7 @@ def forward_timetable(placement: Placement, microbatches: int, order: Order | No
             with_code.append(UserCode("b", m))
             num_fed = m + 1
         with_code.append(action)
-    return _timetable(table, with_code, _limit(table, placement), placement, order)
+    return _timetable(table, with_code, _limit(table, placement), placement, order, (Tied("values"), None))
 
 
 def _timetable(
@@ -197,13 +209,45 @@ def _timetable(
     driver: list[Computation],
     limit: int,
     placement: Placement,
-    order: Order | None,
+    order: Order,
+    exchanges: tuple[Tied | None, Tied | None],
     *,
     splits: bool = False,
 ) -> Timetable:
     rows = _by_rank(table, placement.driver)
-    unordered = Timetable(rows, driver, limit, splits, [*rows[:-1], driver])
-    return unordered if order is None else replace(unordered, operations=order(unordered, placement.num_stages))
+    *others, own = order([*rows[:-1], driver], placement.num_stages)
+    first, last = ([] if exchange is None else [exchange] for exchange in exchanges)
+    operations = [[*first, *row, *last] for row in [*others, _with_results(own, placement.num_stages - 1)]]
+    return Timetable(rows, driver, limit, splits, operations)
+
+
+def _with_results(row: Row, last: int) -> list[Operation]:
+    """Return the driver's row with the places where the user's code takes the outputs of stage ``last``."""
+    results: list[Operation] = []
+    for operation in row:
+        results.append(operation)
+        if isinstance(operation, Action) and operation.kind == "F" and operation.stage == last:
+            results.append(Result(operation.microbatch))
+    return results
+
+
+def _at_once(row: Row) -> list[Operation]:
+    """Return a row of backward passes with all receives before the passes, and all sends after them."""
+    ends = [k for k, operation in enumerate(row) if isinstance(operation, Action)]
+    if not ends:
+        return list(row)
+    begin = ends[0] - sum(isinstance(operation, Post) for operation in row[: ends[0]])
+    end = ends[-1] + 1
+    while end < len(row) and (sent := row[end]) and isinstance(sent, Post) and sent.way == "SEND":
+        end += 1
+    part = row[begin:end]
+    return [
+        *row[:begin],
+        *(each for each in part if isinstance(each, Post) and each.way == "RECV"),
+        *(each for each in part if isinstance(each, Action)),
+        *(each for each in part if isinstance(each, Post) and each.way == "SEND"),
+        *row[end:],
+    ]
 
 
 def _by_rank(table: ActionTable, driver: int) -> list[list[Action]]:

@@ -4,33 +4,20 @@ Edge e leads to chunk e; edge 0 comes from the driver's code, and the last edge 
 
     driver's code ──edge 0──▶ chunk 0 ──edge 1──▶ chunk 1 ──edge 2──▶ driver's code
 
-Values travel in the direction of the arrows, gradients against it. An edge between two processes has a channel for
-each; within a process, values go through a :class:`~strategies.pipeline.stage.stage.Mailbox`.
+Values travel in the direction of the arrows, gradients against it. At each end of an edge there is a
+:class:`~strategies.pipeline.stage.stage.Mailbox` for values and one for gradients; if both ends are in one process,
+they are the same. Between two processes, the sends and receives in the rows move what is in them::
+
+    chunk ──▶ mailbox ── SEND ──▶ channel ──▶ RECV ──▶ mailbox ──▶ chunk of another process
 """
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
 
-from strategies.pipeline.schedule.operations import Post
-from strategies.pipeline.stage.stage import Input, Mailbox, Output, Ports
-from strategies.pipeline.transport.channel import EDGE_TAG, Inputs, Sender
-from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender
+from strategies.pipeline.schedule.operations import Edge, Post
+from strategies.pipeline.stage.stage import Mailbox, Pass, Ports
+from strategies.pipeline.transport.channel import EDGE_TAG, Receiver, Sender
 from strategies.pipeline.transport.interface import Transport
-
-
-class Source(NamedTuple):
-    """The end of an edge where values come from."""
-
-    values: Output
-    grads: Input
-
-
-class Target(NamedTuple):
-    """The end of an edge where values go to."""
-
-    values: Input
-    grads: Output
 
 
 class Edges:
@@ -42,74 +29,76 @@ class Edges:
         transport: Opens channels to other processes; ``None`` if there are none.
 
     Attributes:
-        sources: The ends of edges that come from this process, by number.
-        targets: The ends of edges that go to this process, by number.
+        mail: The mailboxes of this process, by kind and number of the edge.
     """
 
     def __init__(self, rank: int, rank_of: Sequence[int], transport: Transport | None) -> None:
         driver = rank_of[-1]
         ends = [driver, *rank_of, driver]
-        self.rank, self.rank_of = rank, tuple(rank_of)
-        self.sources: dict[int, Source] = {}
-        self.targets: dict[int, Target] = {}
+        self.rank, self.rank_of, self.transport = rank, tuple(rank_of), transport
+        self.waits_in_receives = transport is None or not transport.is_ordered
+        self.mail: dict[Edge, Mailbox] = {}
+        self._senders: dict[Edge, Sender] = {}
+        self._receivers: dict[Edge, Receiver] = {}
+        self._answered: set[tuple[int, int, int]] = set()
+        """Values for which gradients will come back, by pass, micro-batch and edge."""
         for e, (source, target) in enumerate(pairwise(ends)):
-            tag = EDGE_TAG + 2 * e
-            if source == target == rank:
-                values, grads = Mailbox(copies=e == 0), Mailbox()  # layers may change the user's tensors in place
-                self.sources[e], self.targets[e] = Source(values, grads), Target(values, grads)
-            elif rank in (source, target):
+            if rank not in (source, target):
+                continue
+            is_local = source == target
+            self.mail["F", e] = Mailbox(copies=e == 0 and is_local)  # layers may change the user's tensors in place
+            self.mail["B", e] = Mailbox()
+            if not is_local:
                 assert transport is not None, f"edge {e} leads to another process"
-                other = target if source == rank else source
-                sender, receiver = transport.sender(other, tag), transport.receiver(other, tag)
-                if source == rank:
-                    self.sources[e] = Source(sender, receiver)
-                else:
-                    self.targets[e] = Target(Inputs(receiver) if e == 0 else receiver, sender)
-
-    def post(self, post: Post, pass_number: int) -> None:
-        """Post a send or receive of a pass, under a transport whose processes have one order of posting.
-
-        What does not travel is left out: both ends know from the value whether there will be a gradient.
-        """
-        number, m, e = pass_number, post.microbatch, post.edge
-        source, target = self.sources.get(e), self.targets.get(e)
-        if post.way == "SEND":
-            assert source is not None or target is not None
-            sender = source.values if post.kind == "F" and source is not None else target and target.grads
-            assert isinstance(sender, DeviceSender)
-            sender.post(number, m)
-        elif post.kind == "F":
-            assert target is not None
-            receiver = target.values.receiver if isinstance(target.values, Inputs) else target.values
-            assert isinstance(receiver, DeviceReceiver)
-            receiver.begin(number, m)
-        else:
-            assert source is not None
-            assert isinstance(source.values, DeviceSender) and isinstance(source.grads, DeviceReceiver)
-            if source.values.takes_answer(number, m):
-                source.grads.begin(number, m)
-
-    def discard(self, pass_number: int) -> None:
-        """Forget a pass that will have no backward part. The garbage collector may call this at any time."""
-        for source in self.sources.values():
-            if isinstance(source.values, DeviceSender):
-                source.values.discard(pass_number)
+                tag, other = EDGE_TAG + 2 * e, target if source == rank else source
+                self._senders["F" if source == rank else "B", e] = transport.sender(other, tag)
+                self._receivers["B" if source == rank else "F", e] = transport.receiver(other, tag)
 
     def ports(self) -> dict[int, Ports]:
         """Return the ports of each chunk of this process."""
         return {
-            chunk: Ports(
-                self.targets[chunk].values,
-                self.sources[chunk + 1].values,
-                self.sources[chunk + 1].grads,
-                self.targets[chunk].grads,
-            )
-            for chunk, rank in enumerate(self.rank_of)
+            i: Ports(self.mail["F", i], self.mail["F", i + 1], self.mail["B", i + 1], self.mail["B", i])
+            for i, rank in enumerate(self.rank_of)
             if rank == self.rank
         }
 
-    @property
-    def senders(self) -> list[Sender]:
-        """All channels that bring values or gradients to other processes."""
-        ends = [*(source.values for source in self.sources.values()), *(t.grads for t in self.targets.values())]
-        return [end for end in ends if isinstance(end, Sender)]
+    def post(self, post: Post, this: Pass) -> None:
+        """Move a value of a pass; see :class:`~strategies.pipeline.stage.stage.Connections`.
+
+        What does not travel is left out: both ends know from the value whether there will be a gradient.
+        """
+        kind, m, e = post.kind, post.microbatch, post.edge
+        mail, key = self.mail[kind, e], (this.number, m, e)
+        if post.way == "SEND":
+            if mail.has(this.number, m):
+                value = mail.receive(this.number, m)
+                if self._senders[kind, e].send(value, this.number, m, keep=this.limit) and kind == "F":
+                    self._answered.add(key)
+        elif kind == "F" or key in self._answered:
+            self._answered.discard(key)
+            mail.expect(self._receivers[kind, e].begin(this.number, m), this.number, m)
+
+    def begin(self, this: Pass) -> None:
+        """Drop what has been sent in earlier passes, which has arrived: this pass comes after them everywhere."""
+        for sender in self._senders.values():
+            sender.flush()
+
+    def end(self, this: Pass) -> None:
+        """Drop what has been sent to later stages, which has arrived: what was computed from it is back."""
+        for (kind, _), sender in self._senders.items():
+            if kind == "F":
+                sender.flush()
+
+    def release(self, keep: int | None) -> None:
+        """Drop all sent values but the last ``keep`` on each channel, which have arrived."""
+        if keep is not None:
+            for sender in self._senders.values():
+                sender.release(keep)
+
+    def discard(self, number: int) -> None:
+        """Forget a pass that will have no backward part. The garbage collector may call this at any time."""
+        for key in list(self._answered):  # a copy, which CPython makes without switching threads
+            if key[0] == number:
+                self._answered.discard(key)
+        for mail in self.mail.values():
+            mail.discard(number)

@@ -322,24 +322,24 @@ class RandomStateKeeper:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._is_entered = device, False
+        self._device, self._depth = device, 0
         self._state: list[Any] | None = None
 
     @contextmanager
     def preserving(self) -> Iterator[None]:
-        """Restore the state after the body, if :meth:`keep` has been called in it."""
-        self._is_entered = True
+        """Restore the state after the body, if :meth:`keep` has been called in it. May be nested."""
+        self._depth += 1
         try:
             yield
         finally:
-            self._is_entered = False
-            if self._state is not None:
+            self._depth -= 1
+            if self._state is not None and not self._depth:
                 set_random_state(self._state, self._device)
                 self._state = None
 
     def keep(self) -> None:
         """Store the state, before it changes for the first time."""
-        if self._is_entered and self._state is None:
+        if self._depth and self._state is None:
             self._state = random_state(self._device)
 
 

@@ -40,12 +40,16 @@ class Recorder:
         """The pass whose code after the call of the module is what is being recorded; -1 if it is something else."""
 
     def begin(self, pass_of_code: int = -1) -> None:
-        """The process is ready for what it records next; without effect after :meth:`split`."""
+        """The process is ready for what it records next; without effect after :meth:`hold` and :meth:`split`."""
         if self._has_begun:
             self._has_begun = False
             return
         self._begin = self._received = self._now()
         self._computed, self.pass_of_code = None, pass_of_code
+
+    def hold(self) -> None:
+        """What has begun goes on: :meth:`begin` has no effect the next time."""
+        self._has_begun = True
 
     def received(self) -> None:
         """The process has what it waited for; left out if it waits for nothing."""

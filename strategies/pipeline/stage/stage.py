@@ -11,10 +11,11 @@ Under most schedules a stage has one chunk. In tables of actions each chunk coun
 Index letters: ``m`` micro-batch, ``i`` chunk.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from strategies.common.activity import Activity
 from strategies.common.stage_layers import StageLayers
 from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten, version_of
-from strategies.pipeline.schedule.operations import Operation, Post
+from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, UserCode
 from strategies.pipeline.schedule.tables import Action
 from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, PassContext, RandomStateKeeper
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
@@ -31,6 +32,9 @@ from strategies.pipeline.stage.out_of_memory import Memory, Situation, explained
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 from strategies.pipeline.stage.weight_gradients import WeightGradients
+from strategies.pipeline.transport.channel import Arriving
+from strategies.pipeline.transport.interface import Transport
+from strategies.pipeline.transport.ties import TiedParameters
 
 Note = Callable[[str], None]
 """Records what a stage does, such as ``F3, layer 5``."""
@@ -50,6 +54,8 @@ class Pass:
         context: The driver's settings, such as autocast and default dtype.
         limit: How many values on one channel may not have arrived yet; ``None``: no limit.
         splits: Whether backward passes have two parts.
+        gathers: Whether gradients stay apart from ``.grad`` until they are released.
+        shares: Whether values of tied parameters may have changed since the pass before.
     """
 
     number: int
@@ -61,38 +67,61 @@ class Pass:
     context: PassContext
     limit: int | None = None
     splits: bool = False
+    gathers: bool = False
+    shares: bool = False
 
 
-class Output(Protocol):
-    """A port to which a stage sends values; see :class:`~strategies.pipeline.transport.channel.Sender`."""
+class Connections(Protocol):
+    """Connects a process to others: moves values between its mailboxes and them.
 
-    def send(
-        self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None
-    ) -> None: ...
+    Attributes:
+        waits_in_receives: Whether a receive returns when the value is here, rather than let computation wait for it.
+        transport: What carries the values; ``None`` if calls of RPC do.
+    """
+
+    waits_in_receives: bool
+    transport: Transport | None
+
+    def ports(self) -> Mapping[int, "Ports"]:
+        """Return the ports of each chunk of this process."""
+
+    def post(self, post: Post, this: Pass) -> None:
+        """Send a value of a pass out of a mailbox, or receive one into a mailbox."""
+
+    def begin(self, this: Pass) -> None:
+        """Begin with a row of a pass."""
+
+    def end(self, this: Pass) -> None:
+        """End a row of a pass."""
+
+    def release(self, keep: int | None) -> None:
+        """Drop all sent values but the last ``keep`` on each channel, which have arrived."""
+
+    def discard(self, number: int) -> None:
+        """Forget a pass that will have no backward part. The garbage collector may call this at any time."""
 
 
-class Posting(Protocol):
-    """What posts sends and receives in the order of a row; see :class:`~strategies.pipeline.stage.edges.Edges`."""
+class DriverCode(Protocol):
+    """What the driver runs between the actions of its row."""
 
-    def post(self, post: Post, pass_number: int) -> None: ...
+    def run(self, operation: UserCode | Result) -> None:
+        """Run the user's code, or take an output."""
 
-    def discard(self, pass_number: int) -> None: ...
+    def joins(self, row: Row, place: int) -> bool:
+        """Return whether the code differentiates through the output of the action at this place, within the code."""
 
-
-class Input(Protocol):
-    """A port from which a stage receives values; see :class:`~strategies.pipeline.transport.channel.Receiver`."""
-
-    def receive(self, pass_number: int, microbatch: int) -> Any: ...
+    def around(self) -> AbstractContextManager[None]:
+        """Return the context in which layers of the driver run."""
 
 
 @dataclass(frozen=True)
 class Ports:
     """The four ports of one chunk, as in the picture above."""
 
-    inputs: Input
-    outputs: Output
-    output_grads: Input
-    input_grads: Output
+    inputs: "Mailbox"
+    outputs: "Mailbox"
+    output_grads: "Mailbox"
+    input_grads: "Mailbox"
 
 
 _ALONE, _WITHOUT_SKIPS = tree_flatten(0)[1], tree_flatten((0, {}))[1]
@@ -129,7 +158,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 class Mailbox:
-    """A port between a stage and code of the same process: it returns to the receiver what the sender has put in.
+    """Holds values, by pass and micro-batch, until they are taken out.
 
     Args:
         copies: Whether the receiver gets copies of tensors, which it may change in place.
@@ -138,19 +167,45 @@ class Mailbox:
     def __init__(self, *, copies: bool = False) -> None:
         self._copies = copies
         self._values: dict[tuple[int, int], Any] = {}
+        self._arriving: dict[tuple[int, int], Arriving] = {}
 
-    def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
+    def send(self, value: Any, number: int, m: int, *, requires_grad: list[bool] | None = None) -> None:
+        """Put in a value, detached.
+
+        Args:
+            value: The value.
+            number: The pass.
+            m: The micro-batch.
+            requires_grad: For each tensor, whether the receiver sends a gradient back; by default as it is set.
+        """
         leaves, spec = leaves_of(value)
         flags = iter(requires_grad or [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
         own = [self._own(leaf).requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._values[pass_number, microbatch] = with_leaves(own, spec)
+        self._values[number, m] = with_leaves(own, spec)
 
-    def put(self, value: Any, pass_number: int, microbatch: int) -> None:
+    def put(self, value: Any, number: int, m: int) -> None:
         """Put in a value as it is, with its graph."""
-        self._values[pass_number, microbatch] = value
+        self._values[number, m] = value
 
-    def receive(self, pass_number: int, microbatch: int) -> Any:
-        return self._values.pop((pass_number, microbatch))
+    def expect(self, arriving: Arriving, number: int, m: int) -> None:
+        """Put in a value whose receive has begun."""
+        self._arriving[number, m] = arriving
+
+    def has(self, number: int, m: int) -> bool:
+        """Return whether a value has been put in."""
+        return (number, m) in self._values
+
+    def receive(self, number: int, m: int) -> Any:
+        """Take a value out."""
+        arriving = self._arriving.pop((number, m), None)
+        return self._values.pop((number, m)) if arriving is None else arriving.value()
+
+    def discard(self, number: int) -> None:
+        """Drop the values of a pass. The garbage collector may call this at any time."""
+        for kept in (self._values, self._arriving):
+            for key in list(kept):  # a copy, which CPython makes without switching threads
+                if key[0] == number:
+                    kept.pop(key, None)
 
     def _own(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if self._copies else tensor.detach()
@@ -217,28 +272,29 @@ class _Kept:
 
 
 class Stage:
-    """The layers of one process: runs actions of a schedule on one or several chunks.
+    """The layers of one process, and the only loop over operations, the same in every process.
 
     Args:
         chunks: The chunks by their numbers, which are those of stages in tables of actions.
+        connections: Connects the chunks to those of other processes.
+        ties: The tied parameters of this process; ``None`` if there are none.
         activity: Records what the stage does; ``None`` on the driver.
-        posting: Posts sends and receives; ``None`` if those of an action run when the action does.
         name: The stage in words, for errors.
     """
 
     def __init__(
         self,
-        chunks: "Mapping[int, Chunk]",
+        chunks: Mapping[int, "Chunk"],
+        connections: Connections,
         *,
+        ties: TiedParameters | None = None,
         activity: Activity | None = None,
-        posting: Posting | None = None,
         name: str = "a stage",
     ) -> None:
-        self._name, self._now = name, ""
-        self.chunks, self._activity, self._posting = chunks, activity, posting
         first = next(iter(chunks.values()))
-        self.device = first.device
-        self._random_state = first.random_state
+        self.chunks, self.device, self._random_state = chunks, first.device, first.random_state
+        self._connections, self._ties, self._activity, self._name = connections, ties, activity, name
+        self._now, self._runs_code = "", False
         self.recorder: Recorder | None = None
         """Records what the stage does; ``None`` if nobody wants to know."""
 
@@ -254,8 +310,7 @@ class Stage:
 
     def discard(self, pass_number: int) -> None:
         """Discard a pass that will have no backward part. The garbage collector may call this at any time."""
-        if self._posting is not None:
-            self._posting.discard(pass_number)
+        self._connections.discard(pass_number)
         for chunk in self.chunks.values():
             chunk.discard(pass_number)
 
@@ -264,23 +319,59 @@ class Stage:
         if self._activity is not None:
             self._activity.doing = what
 
-    def run(self, operations: Iterable[Operation], this: Pass, *, with_graph: bool = False) -> None:
-        """Run actions of one pass in the given order.
+    def run(self, row: Row, this: Pass, code: DriverCode | None = None) -> None:
+        """Run the operations of a row in order.
 
         Args:
-            operations: The actions, with sends and receives in between if there is one order of these. An iterator may
-                do other work of the pass between two of them.
+            row: What this process does in a pass, or in a part of one.
             this: The pass.
-            with_graph: Whether code of the same process gets the outputs of forward actions with their graphs. It
-                differentiates them within :meth:`in_backward`, and the backward actions only send what results.
+            code: What the driver runs between the actions; ``None`` on a worker.
 
         Raises:
-            Exception: Whatever a layer raises.
+            Exception: Whatever a layer or the code raises.
             RuntimeError: If a neighbour fails or does not answer in time.
             torch.OutOfMemoryError: If the device has no memory left; it says what helps.
         """
-        with self._explaining(this):
-            self._run(operations, this, with_graph)
+        self._connections.begin(this)
+        try:
+            with self._random_state.preserving():
+                self._run(row, this, code)
+        except torch.OutOfMemoryError as error:
+            if self._runs_code:
+                raise
+            raise explained(error, self._name, Memory.of(self.device), self._situation(this)) from error
+        self._connections.end(this)
+        if self._ties is not None and not this.grad:
+            self._ties.flush()
+
+    def _run(self, row: Row, this: Pass, code: DriverCode | None) -> None:
+        ended: Callable[[], None] | None = None  # ends the record of an action, to which its send belongs
+        at_once: list[Action] = []
+        for place, operation in enumerate(row):
+            if ended is not None and not (isinstance(operation, Post) and operation.way == "SEND"):
+                ended()
+                ended = None
+            if isinstance(operation, Action):
+                at_once.append(operation)
+                if this.at_once and operation.kind != "F" and isinstance(row[place + 1], Action):
+                    continue
+                with nullcontext() if code is None else code.around():
+                    self._act(at_once, this, with_graph=code is not None and code.joins(row, place))
+                if self.recorder is not None:
+                    kind, m, i = at_once[0]
+                    ended = partial(self.recorder.end, kind, m, i, this.number)
+                at_once = []
+            elif isinstance(operation, Post):
+                self._post(operation, this)
+            elif isinstance(operation, Tied):
+                self._exchange(operation, this)
+            else:
+                assert code is not None and isinstance(operation, UserCode | Result)
+                self._runs_code = True
+                code.run(operation)
+                self._runs_code = False
+        if ended is not None:
+            ended()
 
     @contextmanager
     def in_backward(self, this: Pass, m: int, i: int) -> Iterator[None]:
@@ -288,23 +379,15 @@ class Stage:
 
         Args:
             this: The pass.
-            m: The micro-batch, whose forward action has run with ``with_graph``.
+            m: The micro-batch, whose output the code has taken with its graph.
             i: The chunk.
-
-        Raises:
-            torch.OutOfMemoryError: If the device has no memory left; it says what helps.
         """
         self._now = f"B{m}"
         self.note(self._now)
-        with self._explaining(this), self._random_state.preserving(), self.chunks[i].in_backward():
+        self._runs_code = False
+        with self._random_state.preserving(), self.chunks[i].in_backward():
             yield
-
-    @contextmanager
-    def _explaining(self, this: Pass) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise explained(error, self._name, Memory.of(self.device), self._situation(this)) from error
+        self._runs_code = True
 
     def _situation(self, this: Pass) -> Situation:
         chunks = self.chunks.values()
@@ -318,47 +401,45 @@ class Stage:
             not any(on for _, on, _ in this.context.autocast) and any(is_float32(chunk.layers) for chunk in chunks),
         )
 
-    def _run(self, operations: Iterable[Operation], this: Pass, with_graph: bool) -> None:
-        chunks, note, recorder, at_once = self.chunks, self.note, self.recorder, []
-        with self._random_state.preserving():
-            for kind, m, i in self._actions(operations, this):
-                self._now = f"{kind}{m}"
-                if this.at_once and kind != "F":
-                    at_once.append((i, m))
-                    continue
-                if recorder is not None:
-                    recorder.begin()
-                if kind == "F":
-                    chunks[i].forward(this, m, note, recorder, with_graph=with_graph)
-                elif kind == "W":
-                    chunks[i].weight_gradients(this, m, note)
-                else:
-                    chunks[i].backward(this, [m], note, recorder, splits=kind == "I")
-                if recorder is not None:
-                    recorder.end(kind, m, i, this.number)
-            for i in dict.fromkeys(i for i, _ in at_once):
-                microbatches = [m for chunk, m in at_once if chunk == i]
-                if recorder is not None:
-                    recorder.begin()
-                chunks[i].backward(this, microbatches, note, recorder)
-                if recorder is not None:
-                    recorder.end("B", microbatches[0], i, this.number)
+    def _act(self, actions: Sequence[Action], this: Pass, *, with_graph: bool) -> None:
+        """Run one action, or backward passes of several micro-batches in one call of autograd."""
+        kind, m, i = actions[0]
+        chunk, note, recorder = self.chunks[i], self.note, self.recorder
+        self._now = f"{kind}{m}"
+        if recorder is not None:
+            recorder.begin()
+        if kind == "F":
+            chunk.forward(this, m, note, recorder, with_graph=with_graph)
+        elif kind == "W":
+            chunk.weight_gradients(this, m, note)
+        else:
+            chunk.backward(this, [action.microbatch for action in actions], note, recorder, splits=kind == "I")
 
-    def _actions(self, operations: Iterable[Operation], this: Pass) -> Iterable[Action]:
-        """Return the actions; between two of them, sends and receives are posted."""
-        if self._posting is None:
-            return cast(Iterable[Action], operations)
-        return self._in_turn(operations, self._posting, this)
+    def _post(self, post: Post, this: Pass) -> None:
+        recorder, waits = self.recorder, self._connections.waits_in_receives
+        sends, is_feed = post.way == "SEND", post.way == "SEND" and post.kind == "F" and post.edge == 0
+        self._now = f"{post.kind}{post.microbatch}" if waits else str(post)
+        if not waits:
+            self.note(f"{post}, waiting for process {post.peer}")
+        elif not sends:
+            self.note(f"{self._now}, waiting for its {'input' if post.kind == 'F' else 'gradients'}")
+        if recorder is not None and (is_feed or (waits and not sends)):
+            recorder.begin()
+            if is_feed:
+                recorder.computed()
+        self._connections.post(post, this)
+        if recorder is not None and is_feed:
+            recorder.end("feed", post.microbatch, number=this.number)
+        elif recorder is not None and waits and not sends:
+            recorder.hold()
 
-    def _in_turn(self, operations: Iterable[Operation], posting: Posting, this: Pass) -> Iterator[Action]:
-        for operation in operations:
-            if isinstance(operation, Post):
-                self._now = str(operation)
-                self.note(f"{operation}, waiting for process {operation.peer}")
-                posting.post(operation, this.number)
-            else:
-                assert isinstance(operation, Action)
-                yield operation
+    def _exchange(self, exchange: Tied, this: Pass) -> None:
+        if self._ties is None:
+            return
+        if exchange.what == "gradients":
+            self._ties.move_gradients(this.number)
+        elif this.shares:
+            self._ties.share_values(this.number)
 
 
 class Chunk:
@@ -407,8 +488,16 @@ class Chunk:
     def forward(
         self, this: Pass, m: int, note: Note, recorder: Recorder | None = None, *, with_graph: bool = False
     ) -> None:
-        """Run the forward pass of a micro-batch; for ``with_graph`` see :meth:`Stage.run`."""
-        note(f"F{m}, waiting for its input")
+        """Run the forward pass of a micro-batch.
+
+        Args:
+            this: The pass.
+            m: The micro-batch.
+            note: Records what the stage does.
+            recorder: Records when it waits, computes and sends.
+            with_graph: Whether code of the same process gets the output with its graph. It differentiates it within
+                :meth:`in_backward`, and the backward pass only sends what results.
+        """
         x = self._ports.inputs.receive(this.number, m)
         if recorder is not None:
             recorder.received()
@@ -444,7 +533,7 @@ class Chunk:
             recorder.computed()
         value, outputs = WithSideOutputs(y, attributes) if attributes else y, self._ports.outputs
         if with_graph:
-            assert isinstance(outputs, Mailbox) and not recompute, "there is no graph, or it is in another process"
+            assert not recompute, "there is no graph"
             outputs.put(value, this.number, m)
         else:
             outputs.send(value, this.number, m, requires_grad=flags)
@@ -477,7 +566,6 @@ class Chunk:
             done.append((m, kept.inputs))
             if not kept.outputs:  # no gradient passes through this stage; the stage before still waits for a message
                 continue
-            note(f"B{m}, waiting for its gradients")
             received = self._ports.output_grads.receive(this.number, m)
             if recorder is not None and m == microbatches[0]:
                 recorder.received()

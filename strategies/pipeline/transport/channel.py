@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import cloudpickle
 import torch
@@ -70,9 +70,6 @@ SMALL_BYTES = 2**18
 """Maximum size of all tensors of a value that are sent in the message of its header. A tensor in a message of its own
 takes one more round trip, because the receiver posts a buffer for it after it has received the layout. The buffer for
 the header's message is posted in advance, and may be larger than that message."""
-
-MOST_BUNDLED_BYTES = SMALL_BYTES // 2
-"""Maximum size of the inputs that are sent in one message. In it, each tensor starts at an aligned place."""
 
 _ALIGNMENT = 16
 """Tensors in a message start at multiples of this number of bytes, the size of the largest dtype."""
@@ -195,6 +192,8 @@ class Layout:
         self.message_bytes = end if self.is_small else _HEADER.size
         """Size of the message of the header."""
         self.total_bytes = end
+        self.has_gradients = any(tensor.requires_grad for tensor in self.tensors)
+        """Whether the receiver sends gradients back."""
 
     def places(self, message: Tensor) -> list[Tensor]:
         """Return the tensors of a value as views of the message of its header, if they are small."""
@@ -303,37 +302,35 @@ class Sender:
         group: A process group for point-to-point messages of CPU tensors.
         peer: The receiver's rank in ``group``.
         tag: Distinguishes the channel from others between the same two processes. It uses ``tag`` and ``tag + 1``.
-        limit: Maximum number of sent values that have not arrived; beyond it, :meth:`send` waits for the oldest, as
-            :meth:`flush` does. ``None``: no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller
-            that waits for it, so the sender cannot poll.)
         wait: Runs a function that blocks until values have arrived.
     """
 
     small_bytes = SMALL_BYTES
     """Maximum size of all tensors of a value that are sent in the message of its header."""
 
-    def __init__(
-        self, group: ProcessGroup, peer: int, *, tag: int = 0, limit: int | None = None, wait: Wait = wait_here
-    ) -> None:
+    def __init__(self, group: ProcessGroup, peer: int, *, tag: int = 0, wait: Wait = wait_here) -> None:
         self._post, self._peer, self._tag, self._wait = cpu_backend(group).send, peer, tag, wait
-        self.limit = limit
         self._timeout = timeout_of(group)
         self._known: dict[Any, _Numbered] = {}
         self._free_bytes = self._bytes_under_way = self._num_not_copied = 0
         self._under_way: deque[Sent] = deque()
         self._has_failed = False
 
-    def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
+    def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
         """Send ``value``. The caller must not change its tensors until they have arrived.
 
         Args:
             value: What to send.
             pass_number: Identifies the pass; the receiver checks it.
             microbatch: Identifies the micro-batch; the receiver checks it.
-            requires_grad: For each tensor of ``value``, whether the receiver sends a gradient back; by default the
-                tensor's own ``requires_grad``.
+            keep: Maximum number of values that have not arrived; beyond it, wait for the oldest, as :meth:`flush` does.
+                ``None``: no maximum, until :meth:`flush`. (gloo reports an arrival only to a caller that waits for it,
+                so the sender cannot poll.)
+
+        Returns:
+            Whether a tensor requires a gradient, which the receiver sends back.
         """
-        known, tensors, description = self._look_up(value, requires_grad)
+        known, tensors, description = self._look_up(value)
         layout, post, peer, tag = known.layout, self._post, self._peer, self._tag
         message = self._message(known)
         message.write_header(known.number, pass_number, microbatch, len(description))
@@ -347,31 +344,9 @@ class Sender:
         self._under_way.append(Sent(works, message, others, known))
         self._bytes_under_way += layout.total_bytes
         self._num_not_copied += not layout.is_small
-        if self.limit is not None:
-            self.flush(self.limit)
-
-    def send_inputs(self, inputs: Sequence[Any], pass_number: int, first: int, requires_grad: list[bool]) -> int:
-        """Send as many inputs of stage 0 as are small together, but at least one; :class:`Inputs` receives them.
-
-        A message costs the same for several small inputs as for one.
-
-        Args:
-            inputs: The inputs of consecutive micro-batches.
-            pass_number: Identifies the pass.
-            first: Index of the first one's micro-batch.
-            requires_grad: For each tensor of an input, whether the receiver sends a gradient back.
-
-        Returns:
-            The number of inputs that were sent.
-        """
-        number, size_bytes = 0, 0
-        for value in inputs:
-            size_bytes += sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
-            if number and size_bytes > MOST_BUNDLED_BYTES:
-                break
-            number += 1
-        self.send(list(inputs[:number]), pass_number, first, requires_grad=requires_grad * number)
-        return number
+        if keep is not None:
+            self.flush(keep)
+        return layout.has_gradients
 
     def fail(self) -> None:
         """Tell the receiver, if its process still runs, that this process has failed, so that it stops waiting."""
@@ -424,23 +399,23 @@ class Sender:
         self._free_bytes -= known.layout.message_bytes
         return known.free.pop()
 
-    def _look_up(self, value: Any, requires_grad: list[bool] | None) -> tuple[_Numbered, list[Tensor], bytes]:
+    def _look_up(self, value: Any) -> tuple[_Numbered, list[Tensor], bytes]:
         """Return the layout of a value, the tensors, and the pickled layout if the receiver lacks it."""
         tensors: list[Tensor] = []
         key: Any
         try:
             structure = _structure(value, tensors)
-            key = structure, *(requires_grad or [tensor.requires_grad for tensor in tensors])
+            key = structure, *[tensor.requires_grad for tensor in tensors]
         except _Unusual:
             tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            key = _pickled(_described(value, requires_grad or [tensor.requires_grad for tensor in tensors]))
+            key = _pickled(_described(value, [tensor.requires_grad for tensor in tensors]))
         known = self._known.get(key)
         if known is not None:
             return known, tensors, b""
         if len(self._known) == _MAX_LAYOUTS:
             self._known.clear()  # the receiver overwrites its layouts as new ones arrive
             self._free_bytes = 0
-        tree = _described(value, requires_grad or [tensor.requires_grad for tensor in tensors])
+        tree = _described(value, [tensor.requires_grad for tensor in tensors])
         known = self._known[key] = _Numbered(len(self._known), Layout(tree, self.small_bytes), [])
         return known, tensors, cloudpickle.dumps(tree)
 
@@ -459,6 +434,27 @@ def _in_order(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cuda":
         return tensor.cpu()
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(tensor)
+
+
+class Arriving(Protocol):
+    """A value whose receive has begun."""
+
+    def value(self) -> Any:
+        """Return the value, for computation that waits until it has arrived."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A value that is here.
+
+    Attributes:
+        known: The value.
+    """
+
+    known: Any
+
+    def value(self) -> Any:
+        return self.known
 
 
 class Receiver:
@@ -508,6 +504,13 @@ class Receiver:
                 self._free.append(message)
                 return
             self._posted.append((message, work))
+
+    def begin(self, pass_number: int, microbatch: int) -> Arriving:
+        """Begin to receive the next value, which must have the given pass and micro-batch; here: wait for it.
+
+        For the errors see :meth:`receive`.
+        """
+        return Arrived(self.receive(pass_number, microbatch))
 
     def receive(self, pass_number: int, microbatch: int) -> Any:
         """Wait for the next value, which must have the given pass and micro-batch.
@@ -602,25 +605,3 @@ class Receiver:
 
     def _post_other(self, memory: Tensor) -> Work:
         return unrecorded(self._recv, [memory], self._peer, self._tag + 1)
-
-
-class Inputs:
-    """The port at which stage 0 receives the inputs of micro-batches; no skip is under way before the first layer.
-
-    Args:
-        receiver: Receives what :meth:`Sender.send_inputs` sends.
-    """
-
-    def __init__(self, receiver: Receiver) -> None:
-        self.receiver = receiver
-        self._ahead: deque[Any] = deque()
-        self._next = 0, 0
-
-    def receive(self, pass_number: int, microbatch: int) -> Any:
-        """Return the input of a micro-batch, without skips. For the errors see :meth:`Receiver.receive`."""
-        if not self._ahead:
-            self._ahead.extend(self.receiver.receive(pass_number, microbatch))
-            self._next = pass_number, microbatch
-        assert self._next == (pass_number, microbatch), f"expected {pass_number, microbatch}, got {self._next}"
-        self._next = pass_number, microbatch + 1
-        return self._ahead.popleft(), {}

@@ -32,6 +32,7 @@ from strategies.common.waiting import Wait
 from strategies.pipeline.transport.channel import (
     EDGE_TAG,
     MAX_UNDER_WAY,
+    Arriving,
     Layout,
     Receiver,
     Sender,
@@ -204,24 +205,10 @@ class DeviceSender(Sender):
     def __init__(self, group: ProcessGroup, route: Route, link: Link, device: torch.device, wait: Wait) -> None:
         super().__init__(group, route.target, tag=route.tag, wait=wait)
         self._route, self._link, self._device = route, link, device
-        self._queued: dict[tuple[int, int], tuple[Any, list[bool] | None]] = {}
-        self._answered: set[tuple[int, int]] = set()
-        """Values for which gradients will come back, by pass and micro-batch."""
 
-    def send(self, value: Any, pass_number: int, microbatch: int, *, requires_grad: list[bool] | None = None) -> None:
-        """Queue a value of a pass until :meth:`post`; send a value of tied parameters at once."""
-        self._queued[pass_number, microbatch] = value, requires_grad
-        if self._tag < EDGE_TAG:
-            self.post(pass_number, microbatch)
-
-    def post(self, pass_number: int, microbatch: int) -> None:
-        """Post the value that has been queued; there is none if nothing requires this gradient."""
-        queued = self._queued.pop((pass_number, microbatch), None)
-        if queued is None:
-            return
+    def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
         self.let_go()
-        value, requires_grad = queued
-        known, tensors, description = self._look_up(value, requires_grad)
+        known, tensors, description = self._look_up(value)
         payload = [self._contiguous(tensor) for tensor in tensors if tensor.numel()]
         message = self._message(known)
         message.write_header(known.number, pass_number, microbatch, len(description))
@@ -232,27 +219,9 @@ class DeviceSender(Sender):
         self._under_way.append(_SentByDevice(works, message, others, known, transfer))
         self._bytes_under_way += known.layout.total_bytes
         self._num_not_copied += bool(payload)
-        if any(tensor.requires_grad for tensor in known.layout.tensors):
-            self._answered.add((pass_number, microbatch))
-        if self.limit is not None:
-            self.flush(self.limit)
-
-    def takes_answer(self, pass_number: int, microbatch: int) -> bool:
-        """Return, once for each value, whether gradients come back for it."""
-        known = (pass_number, microbatch) in self._answered
-        self._answered.discard((pass_number, microbatch))
-        return known
-
-    def discard(self, pass_number: int) -> None:
-        """Forget a pass that will have no backward part."""
-        for key in list(self._answered):  # a copy, which CPython makes without switching threads
-            if key[0] == pass_number:
-                self._answered.discard(key)
-
-    def send_inputs(self, inputs: Sequence[Any], pass_number: int, first: int, requires_grad: list[bool]) -> int:
-        """Send one input of stage 0: each has its place in the order of sends and receives."""
-        self.send(list(inputs[:1]), pass_number, first, requires_grad=requires_grad)
-        return 1
+        if keep is not None:
+            self.flush(keep)
+        return known.layout.has_gradients
 
     def flush(self, keep: int = 0) -> None:
         """Have later computation wait for the transfers of all values except the last ``keep``.
@@ -312,12 +281,20 @@ class DeviceSender(Sender):
 
 
 @dataclass(frozen=True)
-class _Arriving:
+class _Posted:
     """A value whose receive has been posted: its layout, its tensors, and their transfer if any has elements."""
 
     layout: Layout
     tensors: list[Tensor]
     transfer: Transfer | None
+
+    def value(self) -> Any:
+        if self.transfer is not None:
+            self.transfer.wait()
+        for tensor, described in zip(self.tensors, self.layout.tensors, strict=True):
+            if described.requires_grad:
+                tensor.requires_grad_()
+        return self.layout.filled(self.tensors)
 
 
 class DeviceReceiver(Receiver):
@@ -336,44 +313,29 @@ class DeviceReceiver(Receiver):
     def __init__(self, group: ProcessGroup, route: Route, link: Link, device: torch.device, wait: Wait) -> None:
         super().__init__(group, route.source, device=device, tag=route.tag, wait=wait)
         self._link = link
-        self._arriving: dict[tuple[int, int], _Arriving] = {}
 
-    def begin(self, pass_number: int, microbatch: int) -> None:
+    def begin(self, pass_number: int, microbatch: int) -> Arriving:
         """Wait for the header of the next value, and post the receives of its tensors.
 
-        Raises:
-            Exception: As :meth:`receive` does.
-        """
-        layout = self._next_layout(pass_number, microbatch)
-        has_elements = not layout.is_small
-        arriving = self._received_later(layout) if has_elements else _Arriving(layout, self._arrived(layout), None)
-        self._end_message()
-        self._arriving[pass_number, microbatch] = arriving
-
-    def receive(self, pass_number: int, microbatch: int) -> Any:
-        """Return a value of a pass that has begun; the transfer of a value of tied parameters begins here.
-
-        What is computed from now on waits until the tensors have arrived. For the errors see
+        What is computed after :meth:`Arriving.value` waits until they have arrived. For the errors see
         :meth:`Receiver.receive`.
         """
-        if self._tag < EDGE_TAG:
-            self.begin(pass_number, microbatch)
-        arrived = self._arriving.pop((pass_number, microbatch))
-        if arrived.transfer is not None:
-            arrived.transfer.wait()
-        for tensor, described in zip(arrived.tensors, arrived.layout.tensors, strict=True):
-            if described.requires_grad:
-                tensor.requires_grad_()
-        return arrived.layout.filled(arrived.tensors)
+        layout = self._next_layout(pass_number, microbatch)
+        transfer: Transfer | None = None
+        if layout.is_small:  # no tensor has elements
+            tensors = self._arrived(layout)
+        else:
+            received, transfer = self._link.receive([each for each in layout.tensors if 0 not in each.shape])
+            ahead = iter(received)
+            tensors = [
+                torch.empty(each.shape, dtype=each.dtype, device=self._device) if 0 in each.shape else next(ahead)
+                for each in layout.tensors
+            ]
+        self._end_message()
+        return _Posted(layout, tensors, transfer)
 
-    def _received_later(self, layout: Layout) -> _Arriving:
-        received, transfer = self._link.receive([each for each in layout.tensors if 0 not in each.shape])
-        ahead = iter(received)
-        tensors = [
-            torch.empty(each.shape, dtype=each.dtype, device=self._device) if 0 in each.shape else next(ahead)
-            for each in layout.tensors
-        ]
-        return _Arriving(layout, tensors, transfer)
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        return self.begin(pass_number, microbatch).value()
 
 
 class DeviceTransport:

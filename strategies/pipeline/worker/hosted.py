@@ -3,7 +3,7 @@
 import itertools
 import pickle
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,22 +28,22 @@ from strategies.pipeline.control.commands import Attributes, StageCommands
 from strategies.pipeline.control.operations import Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
-from strategies.pipeline.schedule.operations import Operation as Posted
+from strategies.pipeline.schedule.operations import Row
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.out_of_memory import explaining
 from strategies.pipeline.stage.recorder import Recorder
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
-from strategies.pipeline.stage.stage import Pass, Stage, chunks_of
+from strategies.pipeline.stage.stage import Connections, Pass, Stage, chunks_of
 from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
 from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.mirror import set_attributes
 from strategies.pipeline.state.remote_operations import HeldValues
 from strategies.pipeline.state.stage_state import StageState
+from strategies.pipeline.transport.channel import Receiver
 from strategies.pipeline.transport.slots import SlotAddress
 from strategies.pipeline.transport.ties import TiedParameters
 from strategies.pipeline.worker.setup import StageSetup
-from strategies.pipeline.worker.wiring import Wiring
 
 _CAPTURING = {
     PartKind.TENSORS: "teardown, handing over weights",
@@ -73,35 +73,45 @@ class HostedStage(StageCommands):
     Args:
         setup: How the stage runs.
         state: The state with which it begins.
-        wiring: The connections of the stage.
+        connections: The connections of the stage to other processes.
         activity: Where the stage records what it does.
+        orders: Brings the driver's orders; ``None`` if all commands come over RPC.
     """
 
-    def __init__(self, setup: StageSetup, state: StageState, wiring: Wiring, activity: Activity) -> None:
+    def __init__(
+        self,
+        setup: StageSetup,
+        state: StageState,
+        connections: Connections,
+        activity: Activity,
+        orders: Receiver | None = None,
+    ) -> None:
         device = torch.device(setup.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self._index, self._activity, self._wiring = setup.index, activity, wiring
+        self._index, self._activity, self._orders = setup.index, activity, orders
+        self._transport = connections.transport
         self._layers = state.layers
         with explaining(self.describe(), self._layers, device, "set-up, with its parameters"):
             self._optimizers = state.place(device)
+        ties: TiedParameters | None = None
+        if setup.ties and connections.transport is not None:
+            named = dict(self._layers.named_parameters(remove_duplicate=False))
+            ties = TiedParameters(setup.index, setup.ties, named, connections.transport)
         self._stage = Stage(
             chunks_of(
                 self._layers,
-                wiring.ports,
+                connections.ports(),
                 device,
                 deferred_batch_norm=setup.deferred_batch_norm,
                 call=setup.call,
                 side_outputs=SideOutputs.of(setup.index, self._layers) if setup.reports_side_outputs else None,
             ),
+            connections,
+            ties=ties,
             activity=activity,
-            posting=wiring.posting,
             name=self.describe(),
         )
-        named = dict(self._layers.named_parameters(remove_duplicate=False))
-        self._ties: TiedParameters | None = None
-        if setup.ties and wiring.transport is not None:
-            self._ties = TiedParameters(setup.index, setup.ties, named, wiring.transport)
         self._averaging = _averaging(setup, self._layers, activity, shares=state.random_state is None)
         self._shared_steps: SharedSteps | None = None
         if self._averaging is not None and setup.replicas is not None and setup.replicas.divide_states:
@@ -109,10 +119,10 @@ class HostedStage(StageCommands):
         self.held = HeldState(state, self._optimizers, device, self._shared_steps)
         self._modules, self._numbers = self.held.modules, self.held.numbers
         self._values = HeldValues(self._modules, self.held.computed)
-        self._passes: dict[int, tuple[Pass, Sequence[Posted]]] = {}
-        """Passes that wait for their backward part, by number, with its actions."""
+        self._rows: dict[Hashable, Row] = {}
+        """What this process does in a pass, or in a part of one, by the name of the program."""
         self._gathered: dict[int, GatheredGradients] = {}
-        """Gradients of interleaved passes that have not been released, by the number of the pass."""
+        """Gradients of passes that have not been released, by the number of the pass."""
         self._shelf_numbers = itertools.count()
         self.shelf: dict[int, dict[str, Tensor]] = {}
         """Tensors set aside, by number and flattened path.
@@ -131,76 +141,39 @@ class HostedStage(StageCommands):
         return describe(self._index, self._layers)
 
     def announce_failure(self) -> None:
-        if self._wiring.transport is not None:  # over RPC, the user's process tells the other partitions
-            self._wiring.transport.fail()
+        if self._transport is not None:  # over RPC, the user's process tells the other partitions
+            self._transport.fail()
 
     def abort_transfers(self) -> None:
         """End all waits for devices, because another process has failed; called on a thread of RPC."""
-        if self._wiring.transport is not None:
-            self._wiring.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
     def next_order(self) -> Order:
         """Wait for the driver's next order; see :meth:`~strategies.commands.host.Host.follow`."""
-        assert self._wiring.orders is not None
-        order: Order = pickle.loads(self._wiring.orders.receive(0, 0).numpy())
+        assert self._orders is not None
+        order: Order = pickle.loads(self._orders.receive(0, 0).numpy())
         return order
 
     # Passes
 
-    def forward(self, this: Pass, actions: Sequence[Posted], later: Sequence[Posted]) -> None:
-        if this.number and self._wiring.fed_back is not None:
-            self._wiring.fed_back.flush()  # the driver has received those of earlier passes
-        self._set_limit(this.limit)
+    def run(self, this: Pass, program: Hashable, row: Row | None) -> None:
+        if row is not None:
+            self._rows[program] = row
         this.context.apply()
-        if this.grad:
-            self._passes[this.number] = this, later
-        self._stage.run(actions, this)
-        if not this.grad and self._ties is not None:
-            self._ties.flush()
-        self._wiring.settle()
-
-    def backward(self, number: int) -> None:
-        this, actions = self._passes.pop(number)
-        self._set_limit(this.limit)
-        self._stage.run(actions, this)
-        for sender in self._wiring.outputs:
-            sender.flush()  # they have arrived, since their gradients are here
-        self._move_tied_gradients(number)
-        self._wiring.settle()
-
-    def interleave(self, this: Pass, actions: Sequence[Posted]) -> None:
-        self._set_limit(this.limit)
-        if self._wiring.fed_back is not None:
-            self._wiring.fed_back.limit = this.limit  # the driver receives them in between
-        this.context.apply()
-        gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
-        with gathered.gathering():
-            self._stage.run(actions, this)
-            self._move_tied_gradients(this.number)
-
-    def _move_tied_gradients(self, number: int) -> None:
-        if self._ties is not None:
-            self._ties.move_gradients(number)
+        if this.gathers:
+            gathered = self._gathered[this.number] = GatheredGradients(self._layers.parameters())
+            with gathered.gathering():
+                self._stage.run(self._rows[program], this)
+        else:
+            self._stage.run(self._rows[program], this)
 
     def release(self, number: int, factor: float, kept: float) -> None:
         self._gathered.pop(number).release(factor, kept)
 
-    def _set_limit(self, limit: int | None) -> None:
-        """Bound what is under way. The driver receives gradients of inputs after its own backward part only."""
-        for sender in (*self._wiring.outputs, *self._wiring.input_grads):
-            sender.limit = limit
-        if self._wiring.fed_back is not None:
-            self._wiring.fed_back.limit = None
-
-    def share_values(self, number: int) -> None:
-        assert self._ties is not None
-        self._ties.share_values(number)
-
     def discard(self, number: int) -> None:
-        self._passes.pop(number, None)
         self._gathered.pop(number, None)
         self._stage.discard(number)
-        self._wiring.forget(number)
 
     def num_kept(self) -> int:
         return self._stage.num_kept
@@ -275,8 +248,8 @@ class HostedStage(StageCommands):
         torch.set_default_dtype(dtype)
         self._activity.doing = "optimizer step"
         own, shared, recorder = self._optimizers[optimizer], self._shared_steps, self._stage.recorder
-        if self._wiring.transport is not None:
-            self._wiring.transport.let_go()  # their memory can hold what the step needs
+        if self._transport is not None:
+            self._transport.let_go()  # their memory can hold what the step needs
         if recorder is not None:
             recorder.begin()
         set_hyperparameters(own, values)

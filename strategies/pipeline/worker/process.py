@@ -17,13 +17,15 @@ from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, environment_variables, join_data_plane, join_rpc, variables_of_nccl
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.carriers import Carrier
+from strategies.pipeline.transport.channel import NO_LIMIT, ORDERS_TAG, Receiver
 from strategies.pipeline.transport.device import routes_of
+from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.planes import GLOO, NCCL, open_transport
 from strategies.pipeline.transport.storages import receive_storages
 from strategies.pipeline.worker.hosted import HostedStage, taken
 from strategies.pipeline.worker.setup import StageSetup
-from strategies.pipeline.worker.wiring import Wiring, to_neighbours
 
 
 def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedStage]:
@@ -40,8 +42,10 @@ def host(setup: StageSetup, carrier: Carrier, session: Session) -> Host[HostedSt
     receive = partial(receive_storages, group=group, peer=session.size - 1, wait=activity.idle)
 
     def create() -> HostedStage:
-        wiring = _wire(setup, group, session, activity)
-        return HostedStage(setup, taken(carrier, activity, receive), wiring, activity)
+        transport = _transport(setup, group, session, activity)
+        edges = Edges(rank, ranks_of(setup.placement), transport)
+        orders = Receiver(group, session.size - 1, device=torch.device("cpu"), tag=ORDERS_TAG, timeout=NO_LIMIT)
+        return HostedStage(setup, taken(carrier, activity, receive), edges, activity, orders)
 
     name, next_order = f"stage {rank}", HostedStage.next_order
     return Host(create, StageCommands, name=name, activity=activity, next_order=next_order).start()
@@ -56,12 +60,12 @@ def abort_transfers(host: Any) -> None:
     host.local_value().hosted.abort_transfers()
 
 
-def _wire(setup: StageSetup, group: ProcessGroup, session: Session, activity: Activity) -> Wiring:
-    """Connect a stage to the others, each process at the same time."""
+def _transport(setup: StageSetup, group: ProcessGroup, session: Session, activity: Activity) -> Transport:
+    """Connect the device of a stage to those of the others, each process at the same time."""
     if setup.plane != GLOO:
         activity.doing = "connecting to the devices of other stages"
     with environment_variables(**(variables_of_nccl(session) if setup.plane == NCCL else {})):
-        transport = open_transport(
+        return open_transport(
             setup.plane,
             group,
             setup.index,
@@ -70,7 +74,6 @@ def _wire(setup: StageSetup, group: ProcessGroup, session: Session, activity: Ac
             activity.wait,
             partial(store_at, f"{session.rendezvous}/devices", session.size),
         )
-    return to_neighbours(setup, group, transport)
 
 
 def join(directory: str, rank: int) -> None:

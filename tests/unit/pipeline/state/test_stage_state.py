@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from strategies.pipeline.worker.wiring import to_neighbours
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -23,7 +24,6 @@ from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.transport.slots import Slot, have_slots
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.setup import StageSetup
-from strategies.pipeline.worker.wiring import to_neighbours
 
 CPU = torch.device("cpu")
 

@@ -4,6 +4,7 @@ import pickle
 from typing import Any
 
 import torch
+from strategies.pipeline.worker.wiring import to_neighbours
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -17,7 +18,6 @@ from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.setup import StageSetup
-from strategies.pipeline.worker.wiring import to_neighbours
 
 
 def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> HostedStage:
