@@ -177,7 +177,10 @@ def host_new_module(packed: bytes, device: str, num_callers: int) -> Host[Hosted
         make, args, kwargs = cloudpickle.loads(packed)
         module = make(*args, **kwargs)
         if not isinstance(module, nn.Module):
-            raise TypeError(f"expected an nn.Module of {make!r}, got {type(module).__name__}")
+            raise ValueError(
+                "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but it returns an "
+                f"instance of {type(module)}; module_cls is {make!r}"
+            )
         hosted = HostedModule(module.to(device), device, num_callers)
         if (host := own()) is not None:
             HostedModule.hosts[id(hosted.module)] = host

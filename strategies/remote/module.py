@@ -6,6 +6,7 @@ nothing outside of a distributed autograd context, and ``loss.backward()`` fails
 """
 
 import random
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -50,9 +51,10 @@ class RemoteModule(nn.Module):
     model around it. Its parameters are not among that model's, so ``DistributedDataParallel`` and local optimizers
     leave them alone.
 
-    It can be sent to other processes by RPC, and they call the same module. If several train it, each on its share of a
-    batch, tell by ``num_callers``: gradients are then means over the callers, as DDP makes them, and ``zero_grad`` and
-    ``step`` happen once, when all callers have asked for them.
+    It can be sent to other processes by RPC, and they call the same module; attributes and hooks that were added to
+    this object stay here. If several processes train it, each on its share of a batch, tell by ``num_callers``:
+    gradients are then means over the callers, as DDP makes them, and ``zero_grad`` and ``step`` happen once, when all
+    callers have asked for them.
 
     Args:
         remote_device: ``"<workername>/<device>"`` or ``"rank:<rank>/<device>"``, such as ``"ps/cuda:0"``; without
@@ -64,8 +66,8 @@ class RemoteModule(nn.Module):
 
     Raises:
         RuntimeError: If RPC is not initialised in this process.
-        ValueError: For an address that RPC does not know, or no callers.
-        TypeError: If the class or its arguments cannot be pickled, or make no module.
+        ValueError: For an address that RPC does not know, no callers, or a class that makes no module.
+        TypeError: If the class or its arguments cannot be pickled.
         Exception: What the class itself raises, with the traceback there as its cause.
     """
 
@@ -324,6 +326,26 @@ class RemoteModule(nn.Module):
             raise _not_supported("add_module")
         super().__setattr__(name, value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what another process needs to call the module, as torch's ``RemoteModule`` sends it."""
+        fresh = vars(nn.Module())
+        added = [
+            name
+            for name, value in vars(self).items()
+            if name not in _SENT and (name not in fresh or fresh[name] != value)
+        ]
+        if added:
+            warnings.warn(
+                f"RemoteModule ({self.extra_repr()}) is sent without {', '.join(added)}: attributes and hooks that "
+                "were added to it stay in this process. Set them on the other process, or send them as arguments.",
+                stacklevel=2,
+            )
+        return {name: vars(self)[name] for name in _SENT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__init__(self)
+        vars(self).update(state)
+
     def extra_repr(self) -> str:
         return f"{self._class_name} on {self._address}"
 
@@ -363,6 +385,10 @@ class RemoteModule(nn.Module):
             raise TypeError(
                 f"{name} cannot be sent to {self._address}, as it or its arguments cannot be pickled: {error}. {advice}"
             ) from error
+
+
+_SENT = ("training", "_address", "_class_name", "_client", "module_rref")
+"""The attributes of a :class:`RemoteModule` that RPC sends to another process."""
 
 
 def _not_supported(name: str) -> ValueError:

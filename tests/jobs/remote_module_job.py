@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -311,6 +312,7 @@ def like_torchs(Remote: Any) -> dict[str, Any]:
     seen["twin"]["num_callers"] = Remote.init_from_module_rref("owner", shared.module_rref)._client.num_callers
     foreign = Remote.init_from_module_rref("rank:1", rpc.remote("owner", nn.Linear, args=(3, 1)))
     seen["foreign"] = list(foreign.train(False)(x).shape)
+    seen["sent"] = sent(Remote)
     names: list[str] = []
     around = Around(linear)
     mistakes: dict[str, Callable[[], Any]] = {
@@ -329,6 +331,36 @@ def like_torchs(Remote: Any) -> dict[str, Any]:
     }
     seen["refused"] = {name: attempt(function) for name, function in mistakes.items()}
     return seen
+
+
+def sent(Remote: Any) -> dict[str, Any]:
+    """What another process finds in a module with an attribute and a hook, and what this one is told."""
+    linear, x = Remote("owner", nn.Linear, args=(3, 2)).eval(), torch.ones(2, 3)
+    own = sorted(vars(linear))
+    with warnings.catch_warnings(record=True) as quiet:
+        warnings.simplefilter("always")
+        rpc.rpc_sync("owner", attributes, args=(linear,))
+    linear.scale = 3
+    linear.register_forward_hook(lambda module, args, output: output * module.scale)  # cannot be pickled
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        there = rpc.rpc_sync("owner", attributes, args=(linear,))
+        output = rpc.rpc_sync("owner", called, args=(linear, x))
+    return {
+        "attributes": (there, own),
+        "training": rpc.rpc_sync("owner", getattr, args=(linear, "training")),
+        "told": [str(each.message) for each in (*quiet, *told[:1])],
+        "same": torch.equal(output * 3, linear(x)),
+    }
+
+
+def attributes(module: nn.Module) -> list[str]:
+    return sorted(vars(module))
+
+
+def called(module: nn.Module, x: Tensor) -> Tensor:
+    result: Tensor = module(x).detach()
+    return result
 
 
 def is_training(module: Any) -> bool:

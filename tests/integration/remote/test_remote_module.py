@@ -79,6 +79,15 @@ def test_references_to_the_module_and_its_parameters(seen: dict[str, Any]) -> No
     assert like["foreign"] == [2, 1]
 
 
+def test_attributes_and_hooks_that_are_added_stay_in_their_process(seen: dict[str, Any]) -> None:
+    sent = seen["like torch's"]["sent"]
+    there, own = sent["attributes"]
+    assert there == own and "module_rref" in own
+    assert sent["training"] is False and sent["same"]
+    (message,) = sent["told"]
+    assert message.startswith("RemoteModule (Linear on owner/cpu) is sent without _forward_hooks, scale: attributes")
+
+
 def test_a_distributed_optimizer_trains_as_in_one_process(seen: dict[str, Any]) -> None:
     start, losses = seen["like torch's"]["distributed optimizer"]
     linear = torch.nn.Linear(3, 2)
@@ -130,7 +139,7 @@ def test_graphs_are_kept_no_longer_than_needed(seen: dict[str, Any]) -> None:
         ("no callers", "ValueError", "num_callers must be at least 1, got 0"),
         ("cannot be pickled", "TypeError", "Linear cannot be sent to owner/cpu.*'_thread.lock'.*give a function that"),
         ("constructor", "KeyError", "no such table"),
-        ("no module", "TypeError", "expected an nn.Module of <class 'dict'>, got dict"),
+        ("no module", "ValueError", r"Expect `module_cls\(\*args, .* <class nn.Module>.*of <class 'dict'>"),
         ("forward", "ZeroDivisionError", "in the layer"),
         ("forward_async", "ZeroDivisionError", "in the layer"),
         ("exit", "RuntimeError", "Exits, process .* in forward failed: SystemExit: a layer exits"),
