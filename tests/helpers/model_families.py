@@ -1,13 +1,15 @@
 """Small models of many families of ``transformers``, and batches for each: the rows of the table in docs/models.md."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from strategies.launch.fork_server import OwnForkServer
 from strategies.launch.workers import WORKER_MODULES, environment_of_worker
@@ -285,6 +287,37 @@ BOTH_SIDES = [
     ),
 ]
 FAMILIES = [*DECODERS, *EXPERTS, *ENCODERS, *VISION_AND_SOUND, *BOTH_SIDES]
+
+
+class Trained(LightningModule):
+    """Trains a model on all of its logits, in the precision of the model: losses of ``transformers`` are in float32.
+
+    Args:
+        make: Makes the model.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.model = make()
+        self.losses: list[float] = []
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
+        logits = self.model(**batch).logits
+        logits = logits.reshape(len(logits), -1, logits.shape[-1])
+        targets = torch.arange(logits.shape[1]) % logits.shape[2]
+        return cross_entropy(logits.flatten(0, 1), targets.repeat(len(logits)))
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(next(iter(batch.values()))))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def workers_import_transformers() -> None:

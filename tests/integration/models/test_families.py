@@ -1,53 +1,22 @@
 """Models of ``transformers``, unmodified: every parameter after training as a pipeline is that of one process."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from harness import OWN_SERVER, run
-from model_families import FAMILIES, SIZES, Family, workers_import_transformers
+from model_families import FAMILIES, SIZES, Family, Trained, workers_import_transformers
 from parity import compare, fit
 from paths import ROOT
-from pytorch_lightning import LightningModule
 from pytorch_lightning.strategies import SingleDeviceStrategy
-from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
 
 FEW = ("Gemma 3", "T5 decoder")
-
-
-class Trained(LightningModule):
-    """Trains a model of a family on all of its logits, in the precision of the model."""
-
-    def __init__(self, family: Family) -> None:
-        super().__init__()
-        self.model = family.make()
-        self.losses: list[float] = []
-
-    def loss(self, batch: Mapping[str, Tensor]) -> Tensor:
-        logits = self.model(**batch).logits
-        logits = logits.reshape(len(logits), -1, logits.shape[-1])
-        targets = torch.arange(logits.shape[1]) % logits.shape[2]
-        return cross_entropy(logits.flatten(0, 1), targets.repeat(len(logits)))
-
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].item())
-
-    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), batch_size=len(next(iter(batch.values()))))
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def loader(family: Family) -> Any:
@@ -68,7 +37,7 @@ def equal_one_process(names: Sequence[str], stages: Sequence[int], *schedules: S
     for number, (family, devices) in enumerate(zip(families, stages, strict=True)):
         data = partial(loader, family)
         settings: dict[str, Any] = {"train": data, "val": data, "max_epochs": 1}
-        single = fit(partial(Trained, family), SingleDeviceStrategy("cpu"), 1, **settings)
+        single = fit(partial(Trained, family.make), SingleDeviceStrategy("cpu"), 1, **settings)
         path = f"model.{family.path}"
         for schedule in schedules[number % len(schedules)]:
             strategy = RPCSequentialStrategy(
@@ -81,7 +50,7 @@ def equal_one_process(names: Sequence[str], stages: Sequence[int], *schedules: S
             refusal = pytest.raises(RuntimeError, match=r"has one row per sample.*schedule='1f1b'")
             try:
                 with refusal if is_refused else nullcontext():
-                    outcome = fit(partial(Trained, family), strategy, devices, **settings)
+                    outcome = fit(partial(Trained, family.make), strategy, devices, **settings)
                     assert strategy._module_path == path, f"pipelines {strategy._module_path}"
                     compare(outcome, single, family.tolerance)
             except BaseException as error:  # pytest's own included
