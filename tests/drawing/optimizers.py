@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytorch_optimizer
 import torch
-from parity import Small, batches, compare, fit
+from parity import Outcome, Small, batches, compare, fit
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import nn
 
@@ -72,11 +72,18 @@ def examine(name: str, seed: int) -> list[Finding]:
         strategy = RPCSequentialStrategy(schedule=schedule, microbatches=1, balance="even")
         text = f"{schedule}, {words}, {steps // 2 * 2} steps"
         try:
-            compare(fit(make, strategy, 2, **settings), single)
+            compare(_without_empty_states(fit(make, strategy, 2, **settings)), _without_empty_states(single))
             findings.append(Finding(EQUAL, text))
         except BaseException as error:  # pytest's own included
             findings.append(Finding(kind_of(error), text, in_words(error)))
     return findings
+
+
+def _without_empty_states(outcome: Outcome) -> Outcome:
+    """Leaves out the entries of parameters that an optimizer has looked up and keeps nothing of."""
+    for state in outcome.optimizers:
+        state["state"] = {key: value for key, value in state["state"].items() if value}
+    return outcome
 
 
 def _options(kind: Any, generator: Random) -> dict[str, Any]:

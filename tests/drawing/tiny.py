@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from model_families import text, to_text
+from model_families import text
 from torch import Tensor
 
 _WIDTH = 32

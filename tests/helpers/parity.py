@@ -205,6 +205,11 @@ def _alike(actual: Any, expected: Any, tolerance: float, where: str) -> None:
     elif isinstance(expected, Tensor):
         message = f"{where}: {{}}".format
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
+    elif isinstance(expected, (list, tuple)):
+        _alike(dict(enumerate(actual)), dict(enumerate(expected)), tolerance, where)
+    elif hasattr(expected, "__dict__") and not callable(expected):  # an object that an optimizer keeps as a state
+        assert type(actual) is type(expected), where
+        _alike(vars(actual), vars(expected), tolerance, where)
     else:
         assert actual == pytest.approx(expected, rel=tolerance), where
 
