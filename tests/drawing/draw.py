@@ -36,8 +36,8 @@ def _families(generator: Random) -> Iterator[str]:
     models = _models()
     families = sorted(models)
     generator.shuffle(families)
-    for family in families:
-        name = generator.choice(models[family])
+    # Some families share their models with another one.
+    for name in dict.fromkeys(generator.choice(models[family]) for family in families):
         try:
             declared = getattr(transformers, name)._no_split_modules
         except (ImportError, AttributeError):  # a family that needs another package

@@ -59,7 +59,9 @@ _RANDOM = re.compile(r"drop|mask_time_prob|mask_feature_prob|jitter|noise")
 
 def configuration(kind: type) -> Any:
     """Returns a configuration of a class, with small sizes and nothing random in training."""
-    return kind(**_arguments(kind))
+    found = kind(**_arguments(kind))
+    found.classifier_dropout = 0.0  # heads take 0.1 if a configuration does not have it
+    return found
 
 
 def _arguments(kind: type) -> dict[str, Any]:

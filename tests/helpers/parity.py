@@ -210,8 +210,10 @@ def _alike(actual: Any, expected: Any, tolerance: float, where: str) -> None:
     elif hasattr(expected, "__dict__") and not callable(expected):  # an object that an optimizer keeps as a state
         assert type(actual) is type(expected), where
         _alike(vars(actual), vars(expected), tolerance, where)
-    else:
+    elif isinstance(expected, float):
         assert actual == pytest.approx(expected, rel=tolerance), where
+    else:
+        assert actual == expected, where
 
 
 def _even(make: Callable[[], LightningModule], stages: int) -> list[int]:
