@@ -104,7 +104,8 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
         del arguments
         before(place, args)
         versions = {slot: num_changes(table[slot]) for slot in call.fixed}
-        objects = {key: freeze(leaf) for key, leaf in _objects(args, kwargs)} if call.has_objects else {}
+        objects = {key: freeze(leaf) for key, leaf in objects_of(args, kwargs)} if call.has_objects else {}
+        nested = {key: tree_flatten(value) for key, value in _containers(args, kwargs)}
         assert block is not None
         with capturing(block, call.captures) as captured:
             output = block(*args, **kwargs)
@@ -112,10 +113,14 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
             table[call.captured.number] = captured
         for slot, argument in call.fixed.items():
             if num_changes(table[slot]) != versions[slot]:
-                raise _changed(f"{plan.path}.{name}", argument, "tensor")
-        for argument, leaf in _objects(args, kwargs) if objects else ():
+                raise changed_argument(f"{plan.path}.{name}", argument, "tensor")
+        for argument, leaf in objects_of(args, kwargs) if objects else ():
             if freeze(leaf) != objects[argument]:
-                raise _changed(f"{plan.path}.{name}", argument, type(leaf).__name__)
+                raise changed_argument(f"{plan.path}.{name}", argument, type(leaf).__name__)
+        for argument, value in _containers(args, kwargs):
+            (leaves, spec), (leaves_now, spec_now) = nested[argument], tree_flatten(value)
+            if spec_now != spec or any(now is not leaf for now, leaf in zip(leaves_now, leaves, strict=True)):
+                raise changed_argument(f"{plan.path}.{name}", argument, type(value).__name__)
         del args, kwargs
         if name == plan.last:
             return output, [table[slot] for slot in plan.returned]
@@ -136,14 +141,21 @@ def _is_slot(node: Any) -> bool:
     return isinstance(node, Slot)
 
 
-def _objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def objects_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the objects among the arguments, each with the name or number of its argument."""
     for argument, value in [*enumerate(args), *kwargs.items()]:
         for number, leaf in enumerate(objects_in(value)):
             yield f"{argument}" if number == 0 else f"{argument}, object {number}", leaf
 
 
-def _changed(block: str, argument: str, kind: str) -> RuntimeError:
+def _containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the arguments that are nestings of values, each with its name or number."""
+    for argument, value in [*enumerate(args), *kwargs.items()]:
+        if isinstance(value, dict | list | tuple):
+            yield f"{argument}", value
+
+
+def changed_argument(block: str, argument: str, kind: str) -> RuntimeError:
     return RuntimeError(
         f"block {block} changed its argument {argument!r}, a {kind}, in place. Other processes would not see the "
         "change. Let the block return what it computes, or change a copy. For a key-value cache of Hugging Face, call "

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from strategies.common.patching import unchanged
 from strategies.common.torch_compat import CALL_ATTRIBUTE, tree_leaves, tree_map, tree_map_only
 from strategies.common.transformers_compat import collector_hidden
+from strategies.pipeline.partition.blocks.calls import changed_argument, objects_of
 from strategies.pipeline.stage.layers import preserved_random_state
+from strategies.pipeline.stage.microbatch.split import freeze
 
 
 class ExpectedOutputs:
@@ -40,6 +42,10 @@ class ExpectedOutputs:
         Returns:
             The output, with tensors on the ``meta`` device; and whether it is a guess, because the code needs values: a
             tensor like the first one among the arguments.
+
+        Raises:
+            RuntimeError: If no argument is a tensor of floating-point numbers, or if the block changes an object among
+                its arguments.
         """
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         first = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
@@ -56,7 +62,11 @@ class ExpectedOutputs:
         shapes = [tensor.shape for tensor in tensors]
         known = self._known.get(key)
         if known is None or not (known.is_like_first or known.shapes == shapes):
+            objects = {argument: freeze(leaf) for argument, leaf in objects_of(args, kwargs)}
             found = _on_meta(block, args, kwargs)
+            for argument, leaf in objects_of(args, kwargs):
+                if freeze(leaf) != objects[argument]:  # which now holds tensors without values
+                    raise changed_argument(f"{self.path}.{name}", argument, type(leaf).__name__)
             given = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
             is_like_first = all((leaf.shape, leaf.dtype) == (first.shape, first.dtype) for leaf in given)
             # Of two arguments alike, either may be the one that the output is like.

@@ -1,6 +1,7 @@
 """Blocks of an ``nn.ModuleList`` whose calls are recorded and run stage by stage, here all in one process."""
 
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -246,6 +247,11 @@ class ChangingBlock(nn.Module):
             kept.add_(1)
         elif isinstance(kept, Notes):
             kept.kept.append(1)
+        elif isinstance(kept, list):
+            kept.append(hidden)
+        elif isinstance(kept, dict | UserDict):
+            hidden = hidden + kept.get("sum", 0)
+            kept["sum"] = hidden
         return hidden + 1
 
 
@@ -255,6 +261,9 @@ class ChangingBlock(nn.Module):
         (KeyValueCache, "block blocks.0 gets a key-value cache as argument 'kept' .*use_cache=False"),
         (lambda: torch.zeros(4), "block blocks.0 changed its argument 'kept', a tensor, in place"),
         (Notes, "block blocks.0 changed its argument 'kept', a Notes, in place"),
+        (dict, "block blocks.0 changed its argument 'kept', a dict, in place"),
+        (list, "block blocks.0 changed its argument 'kept', a list, in place"),
+        (UserDict, "block blocks.0 changed its argument 'kept', a UserDict, in place"),
         (lambda: nn.Linear(4, 4), "block blocks.0 gets a module as argument 'kept'"),
     ],
 )
