@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from strategies.lightning.hooks import (
     follow_precision,
     operations_over_stages,
     scaler_of,
+    without_logs,
 )
 from strategies.lightning.launch.rank_launcher import RanksLauncher
 from strategies.lightning.launch.replicas import ReplicatedStrategy
@@ -876,21 +877,56 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         assert model is not None
         if self._batch_norms and not self._has_warned_of_batch_norm:
             self._has_warned_of_batch_norm = checks.warn_of_batch_norm(model, self._batch_norms, self._settings)
+        pipeline = self._running()
         if self._per_microbatch is None:
-            output = super().training_step(*args, **kwargs)
+            # A second call of a step that steps its optimizers itself would do that too.
+            repeat = self._repeat_training_step if model.automatic_optimization else None
+            with pipeline.step(repeat, args, kwargs):
+                output = super().training_step(*args, **kwargs)
         else:
             if not model.automatic_optimization:  # switched off since the start
                 checks.check_automatic_optimization(model, self._settings.schedule)
             batch, *rest = (*args, *kwargs.values())
-            output = self._per_microbatch(batch, rest)
+            with pipeline.step():
+                output = self._per_microbatch(batch, rest)
         if self._recovery is not None:
             self._recovery.note()
         return output
 
+    def _repeat_training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step`` once more, for some rows of the batch, without logging anything."""
+        model = self.lightning_module
+        assert model is not None
+        checks.check_repeatable(model)
+        undo = without_logs(model)
+        try:
+            return super().training_step(*args, **kwargs)
+        finally:
+            undo()
+
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run ``validation_step``, within ``fit`` again if a worker is lost and can be replaced."""
         step = partial(super().validation_step, **kwargs)
-        return step(*args) if self._recovery is None else self._recovery.evaluate(step, *args)
+        if self._recovery is not None:
+            return self._recovery.evaluate(step, *args)
+        with self._evaluating():
+            return step(*args)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``test_step``."""
+        with self._evaluating():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``predict_step``."""
+        with self._evaluating():
+            return super().predict_step(*args, **kwargs)
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Return a context for a step of an evaluation; within ``fit``, the training steps are looked at."""
+        model = self.lightning_module
+        fits = model is None or model.trainer.state.fn == TrainerFn.FITTING
+        return nullcontext() if fits else self._running().step()
 
     def _sum_over_replicas(self, numbers: Sequence[float]) -> list[float]:
         summed = self.reduce(torch.tensor(numbers, dtype=torch.float64), reduce_op="sum")

@@ -1,10 +1,13 @@
 """Objects that are changed for a while."""
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -30,7 +33,10 @@ def replaced(holder: Any, name: str, method: Callable[..., Any]) -> Callable[[],
 
 @contextmanager
 def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore modules after the body: attributes, entries of lists, dicts and sets in them, and values of tensors.
+    """Restore modules after the body.
+
+    That is attributes, entries of lists, dicts and sets in them, values of tensors, and states of generators of random
+    numbers.
 
     Copies take the place of buffers within the body. Parameters are left to the caller.
     """
@@ -42,6 +48,7 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
         for value in values
         if type(value) is Tensor and not value.is_meta
     ]
+    generators = [restore for value in values if (restore := _restoring_generator(value)) is not None]
     copies: dict[int, Tensor] = {}
     try:
         for module, _ in attributes:
@@ -59,10 +66,25 @@ def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
             else:
                 container.clear()
                 container.update(kept)
+        for restore in generators:
+            restore()
         with torch.no_grad():
             for value, kept_value, number in tensors:
                 if num_changes(value) != number:
                     value.copy_(kept_value)
+
+
+def _restoring_generator(value: Any) -> Callable[[], Any] | None:
+    """Return what restores the state of a generator of random numbers; ``None`` for any other value."""
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, numpy.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, numpy.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    return None
 
 
 def _containers_in(values: Iterable[Any]) -> list[Any]:

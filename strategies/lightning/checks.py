@@ -365,6 +365,21 @@ def check_automatic_optimization(model: LightningModule, schedule: ScheduleChoic
         )
 
 
+def check_repeatable(model: LightningModule) -> None:
+    """Check that the code of ``training_step`` can run a second time for the same batch.
+
+    Raises:
+        RuntimeError: If a module has an iterator, such as one over a second loader, which a second call would advance.
+    """
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Iterator):
+                raise RuntimeError(
+                    f"{'.'.join(filter(None, [path, name]))} is an iterator ({type(value).__name__}), which a second "
+                    "call of training_step would advance; call the blocks in the forward of a module instead"
+                )
+
+
 def check_layer_drop(model: nn.Module, path: str) -> None:
     """Refuse a model that skips blocks at random in training (LayerDrop: Fan et al., 2020, arXiv:1909.11556).
 

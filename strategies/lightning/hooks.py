@@ -226,6 +226,11 @@ def around_log(model: LightningModule, around: Callable[[Callable[[], None]], No
     return replaced(model, "log", MethodType(log, model))
 
 
+def without_logs(model: LightningModule) -> Undo:
+    """Make ``self.log`` of a model do nothing."""
+    return replaced(model, "log", lambda *args, **kwargs: None)
+
+
 # Training steps
 
 

@@ -1,6 +1,6 @@
 """Find the part of a ``LightningModule`` that is pipelined, and the number of its layers on each stage."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -54,7 +54,8 @@ def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: 
         model: The model.
         given: The path that the user has given; ``None`` to find it: ``"sequential_module"``, else the list of blocks
             of the classes that a model of Hugging Face names in ``_no_split_modules``, else the only ``nn.ModuleList``
-            (or, without any, the only ``nn.Sequential``) with at least one layer per chunk.
+            (or, without any, the only ``nn.Sequential``) with at least one layer per chunk. An ``nn.Sequential`` beside
+            the ``nn.ModuleList`` is a candidate too if it has more parameters.
         num_stages: Number of stages.
         num_chunks: Number of chunks of layers in all stages; by default one per stage.
 
@@ -67,9 +68,9 @@ def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: 
     if hasattr(model, "sequential_module"):
         _announce(model, "sequential_module")
         return "sequential_module"
-    found, least = lists_of_blocks(model), num_chunks or num_stages
+    found, least, smaller = lists_of_blocks(model), num_chunks or num_stages, list[str]()
     if not found:
-        found = _outermost(model, nn.ModuleList, least) or _outermost(model, nn.Sequential, least)
+        found, smaller = _candidates(model, least)
     if len(found) > 1:
         listed = ", ".join(f"{path!r} ({_described(model, path)})" for path in found)
         raise MisconfigurationException(
@@ -83,14 +84,35 @@ def find_path(model: nn.Module, given: str | None, num_stages: int, num_chunks: 
             "so there is nothing to pipeline. Put its layers into one, such as "
             "`self.sequential_module = nn.Sequential(...)`, or use fewer devices."
         )
-    _announce(model, found[0])
+    _announce(model, found[0], smaller)
     return found[0]
 
 
-def _announce(model: nn.Module, path: str) -> None:
+def _candidates(model: nn.Module, num_layers: int) -> tuple[list[str], list[str]]:
+    """Return the paths of what could be pipelined, and of each ``nn.Sequential`` that is smaller than the list."""
+    lists, sequences = (_outermost(model, kind, num_layers) for kind in (nn.ModuleList, nn.Sequential))
+    if not lists:
+        return sequences, []
+    apart = [
+        one for one in sequences if not any(f"{a}.".startswith(f"{b}.") for x in lists for a, b in ((one, x), (x, one)))
+    ]
+    largest = max(_num_parameters(model, path) for path in lists)
+    larger = [path for path in apart if _num_parameters(model, path) > largest]
+    return lists + larger, [path for path in apart if path not in larger]
+
+
+def _num_parameters(model: nn.Module, path: str) -> int:
+    return sum(p.numel() for p in model.get_submodule(path).parameters() if not is_lazy(p))
+
+
+def _announce(model: nn.Module, path: str, smaller: Sequence[str] = ()) -> None:
     if isinstance(getattr(model, path.partition(".")[0]), nn.Module):  # if not, find_module refuses it
         kind = type(model).__name__
-        rank_zero_info(f"RPCSequentialStrategy pipelines {path!r} of {kind} ({_described(model, path)}).")
+        others = ", ".join(f"{other!r} ({_described(model, other)})" for other in smaller)
+        rank_zero_info(
+            f"RPCSequentialStrategy pipelines {path!r} of {kind} ({_described(model, path)})"
+            + (f"; it is larger than {others}, which runs on the driver." if others else ".")
+        )
 
 
 def _outermost(model: nn.Module, kind: type[Pipelined], num_layers: int) -> list[str]:
@@ -122,8 +144,8 @@ def find_module(
 
     Raises:
         MisconfigurationException: If there is no ``nn.Sequential`` or ``nn.ModuleList`` at the path, if its parameters
-            have no shapes or no values, if a block is in the list twice, or if the skip connections between layers do
-            not match.
+            have no shapes or no values, if a block is in the list twice or cannot be called, or if the skip connections
+            between layers do not match.
     """
     kind = type(model).__name__
     try:
@@ -149,6 +171,15 @@ def find_module(
             "because it calls the layers one after another. Move the code of that method into a layer, or use a plain "
             "nn.Sequential. Or use an nn.ModuleList, and call its blocks in the forward method of the module around it."
         )
+    for name, block in module.named_children():
+        if not _is_callable(block):
+            raise MisconfigurationException(
+                f"{kind}.{path} cannot be pipelined: its entry {name!r}, a {type(block).__name__}, has no forward, so "
+                "the model calls the parts of its entries, and no entry as a whole. Give the entries a forward that "
+                "does what the loop does for one of them, and call them in the loop. A class Block(nn.ModuleList) with "
+                "`def forward(self, x): first, second = self; ...` keeps the names of the weights. Or name another "
+                "list by module=..."
+            )
     lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
     if lazy:
         raise MisconfigurationException(
@@ -168,6 +199,12 @@ def find_module(
     with as_misconfiguration():
         verify_skippables(module)
     return module
+
+
+def _is_callable(block: nn.Module) -> bool:
+    """Return whether a module has a ``forward``, or another ``__call__`` than that of ``nn.Module``."""
+    kind = type(block)
+    return "forward" in vars(block) or kind.forward is not nn.Module.forward or kind.__call__ is not nn.Module.__call__
 
 
 def _other_modules(model: nn.Module, path: str) -> str:

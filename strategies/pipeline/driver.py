@@ -56,6 +56,7 @@ from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, JointRecovery, Replicas
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.recorder import DeferredBlocks, FindRows
+from strategies.pipeline.partition.bypass import BypassCheck
 from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
@@ -269,6 +270,7 @@ class Pipeline(NotCopyable):
         if isinstance(module, nn.ModuleList):
             order = list(module._modules)[:: -1 if is_reversed else 1]
             self._blocks = DeferredBlocks(module, self._run_blocks, path, model, order)
+        self._bypass = BypassCheck(module, path)
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
         self._snapshots: Snapshots | None = None
@@ -302,6 +304,7 @@ class Pipeline(NotCopyable):
 
     def _forward(self, input: Any) -> Any:
         """The module's forward function while the pipeline runs."""
+        self._bypass.note_call()
         self.on_call()
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
@@ -310,6 +313,7 @@ class Pipeline(NotCopyable):
 
     def _run_blocks(self, value: Value, find_rows: FindRows) -> Any:
         """Run recorded calls of blocks: those of one micro-batch, or those of a batch, which is split if possible."""
+        self._bypass.note_call()
         self.on_call()
         running = self._usable()
         steps = running.per_microbatch.steps if running.per_microbatch else None
@@ -324,6 +328,28 @@ class Pipeline(NotCopyable):
             for leaf, has_rows in zip(table, rows, strict=True)
         ]
         return running.whole_batch((marked, plan))
+
+    @contextmanager
+    def step(
+        self, repeat: Callable[..., Any] | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Iterator[None]:
+        """Within this runs a step of training or evaluation.
+
+        Args:
+            repeat: Runs the code of the step once more with fewer rows, to find out which values have rows; ``None`` if
+                that is not needed or not possible. See :meth:`DeferredBlocks.step`.
+            args: The positional arguments of the step.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            RuntimeError: If no step so far has called the layers, but this one has computed with their weights here.
+        """
+        with self._bypass.watching():
+            if self._blocks is None or repeat is None:
+                yield
+            else:
+                with self._blocks.step(repeat, args, kwargs or {}):
+                    yield
 
     @contextmanager
     def calls_in_this_process(self) -> Iterator[None]:
@@ -743,6 +769,8 @@ class Pipeline(NotCopyable):
 
         workers = self._open(parcels, threads, session, client=client, taken=leave)
         remotes, averaging = workers.remotes, workers.averaging
+        for remote in remotes:
+            remote.on_use = self._bypass.note_use
         self.optimizers.drop_shipped_states()
         if averaging is not None:
             averaging.share()

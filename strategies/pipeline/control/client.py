@@ -344,6 +344,9 @@ class RemoteStage(NotCopyable):
         """Whether the pipeline has ended."""
         self.is_gathered = True
         """Whether the driver has the values of the stage when the pipeline has ended."""
+        self.on_use: Callable[[str, bool], None] = _nothing
+        """Called when an operation on the driver combines a tensor of the stage with another one: with what the tensor
+        is, and whether it cannot be read now."""
 
     def close(self) -> None:
         """Refuse reading from now on, because the pipeline has ended.
@@ -354,6 +357,7 @@ class RemoteStage(NotCopyable):
         """
         self.has_closed, self.failures = True, Failures()
         self._link = None
+        self.on_use = _nothing
 
     def renew(self, name: str, host: Any, process: StageProcess, failures: Failures) -> None:
         """Send commands to another process from now on, which has taken over the stage of the one before.
@@ -564,6 +568,10 @@ def _add(failure: Failure, failures: Failures) -> BaseException:
         failed, failed.__cause__ = _not_ending_loops(failed), failed
     failures.add(failed, consequence=failure.consequence)
     return failed
+
+
+def _nothing(_: str, in_pass: bool) -> None:
+    pass
 
 
 def cause_of(error: Exception, stage: str, process: StageProcess) -> Exception:

@@ -370,6 +370,7 @@ def _view(
 def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with fetched values; results that share memory with them are read-only."""
     fetched: dict[int, _Remote] = {}
+    _note_use(args, kwargs)
 
     def with_value(remote: _Remote) -> Tensor:
         value = remote._tracked() if torch.is_grad_enabled() else remote._value()
@@ -388,6 +389,17 @@ def _with_values(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[
         return leaf if origin is None else _fetched(leaf, origin.relay_name, origin._stage, origin.relay_advice)
 
     return tree_map(protected, result)
+
+
+def _note_use(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Tell a stage if the driver combines one of its tensors with a tensor that is in this process."""
+    given = tensors_in((args, kwargs))
+    if all(isinstance(tensor, _Remote) for tensor in given):
+        return
+    for tensor in given:
+        if isinstance(tensor, _Remote) and (source := tensor.relay_source) is not None:
+            source.stage.on_use(f"{tensor.relay_name} of {source.stage.description}", source.stage.in_pass)
+            return
 
 
 def _fetched(value: Tensor, name: str, stage: RemoteStage, advice: str) -> FetchedTensor:

@@ -7,9 +7,9 @@
 What the model does before, between and after the calls runs on the driver, as it stands.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -23,8 +23,10 @@ from strategies.common.torch_compat import (
     CALL_ATTRIBUTE,
     call_of_module,
     not_compiled,
+    tree_flatten,
     tree_leaves,
     tree_map,
+    tree_unflatten,
 )
 from strategies.common.transformers_compat import collector_hidden
 from strategies.common.trees import tensors_in
@@ -45,10 +47,12 @@ from strategies.pipeline.partition.blocks.rows import (
 )
 from strategies.pipeline.stage.layers import (
     Before,
+    ProcessRandomState,
     is_checkpointing,
     is_recomputing,
     preserved_random_state,
 )
+from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
 
 FindRows = Callable[[], list[bool] | None]
 """Returns for each entry of the table whether it has rows; ``None`` if the batch cannot be split."""
@@ -75,6 +79,26 @@ class _Reached(BaseException):
         self.recording = recording
 
 
+@dataclass
+class _OuterCall:
+    """A call in progress of code that calls the blocks: a module that contains the list, or a step of the training.
+
+    Attributes:
+        repeat: What a probe calls.
+        arguments: Positional and keyword arguments.
+        has_run: Whether a pass of the blocks has run within the call, so that a probe would not come to the next one.
+    """
+
+    repeat: Callable[..., Any]
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    has_run: bool = False
+
+    @property
+    def packed(self) -> Any:
+        """The arguments, in which the tensors of objects can be found."""
+        return pack_objects(self.arguments)
+
+
 class DeferredBlocks:
     """Takes over the calls of the blocks in an ``nn.ModuleList`` between :meth:`start` and :meth:`end`.
 
@@ -82,7 +106,8 @@ class DeferredBlocks:
         blocks: The list.
         run: Runs the recorded calls.
         path: The dotted path of the list in ``model``.
-        model: The whole model. The calls of the modules that contain the list tell how many rows a batch has.
+        model: The whole model. The calls of the modules that contain the list tell how many rows a batch has; so does
+            :meth:`step`, for blocks that are called elsewhere.
         order: The names of the blocks in the order in which the model calls them; by default that of the list.
     """
 
@@ -99,8 +124,10 @@ class DeferredBlocks:
         self._expected = ExpectedOutputs(blocks, path)
         self._recording: Recording | None = None
         self._is_probing = self._in_stage = False
-        self._outer_calls: list[tuple[Callable[..., Any], Any]] = []
-        """Calls in progress of modules that contain the list, with their arguments; the outermost one first."""
+        self._outer_calls: list[_OuterCall] = []
+        """Calls in progress of modules that contain the list, the outermost one first."""
+        self._step: _OuterCall | None = None
+        """The step of the training in progress, which may call the blocks itself."""
         self._rows: dict[Any, tuple[Rows | None, str]] = {}
         """What has rows, or why that is not clear, by the arguments of all blocks and their kinds."""
         self._left_out: dict[bytes, list[int]] = {}
@@ -150,11 +177,28 @@ class DeferredBlocks:
         return [module for module in found if not isinstance(module, nn.ModuleList | nn.ModuleDict)]
 
     def _container_called(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._outer_calls.append((own, (args, kwargs)))
+        self._outer_calls.append(_OuterCall(own, (args, kwargs)))
         try:
             return own(*args, **kwargs)
         finally:
             self._outer_calls.pop()
+
+    @contextmanager
+    def step(self, repeat: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Within this runs a step of the training, which may call the blocks outside of any module's call.
+
+        Args:
+            repeat: Runs the code of the step once more, with some of the rows, and without lasting effects outside of
+                the model's modules.
+            args: The positional arguments of the step.
+            kwargs: Its keyword arguments.
+        """
+        # The step may take entries out of its batch.
+        self._step = _OuterCall(repeat, tree_unflatten(*tree_flatten((args, kwargs))))
+        try:
+            yield
+        finally:
+            self._step = None
 
     def _called(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Record a call of a block by the model, or run one that a stage makes."""
@@ -177,6 +221,8 @@ class DeferredBlocks:
         self._parts, self._split = [], None
         value = recording.value()
         output, returned = self._run(value, partial(self._find_rows, recording, value[1]))
+        for call in self._calls_in_progress():
+            call.has_run = True
         recording.give_values(returned, [self._can_be_joined(slot, k) for k, slot in enumerate(recording.returned)])
         self._check_last_output(name)
         self._parts, self._split = [], None
@@ -219,15 +265,14 @@ class DeferredBlocks:
         Raises:
             RuntimeError: If that is not clear in a pass that trains; another pass runs as one micro-batch then.
         """
-        outer = self._outer_calls[0] if self._outer_calls else None
-        rows = num_rows(outer[1]) if outer is not None else 0
+        outer, rows = self._outer_call()
         if rows == 1:
             return None
         key = recording.users(), kinds_of(recording.table, rows)
-        why = "no module that contains the blocks was called with tensors that have rows"
+        why = "neither a module that contains the blocks nor training_step was called with tensors that have rows"
         if outer is not None and rows:
             if key not in self._rows:
-                self._rows[key] = self._evidence(recording, *outer, rows)
+                self._rows[key] = self._evidence(recording, outer, rows)
             found, why = self._rows[key]
             if found is not None and not torch.is_grad_enabled() and not found.joins(recording.returned):
                 return None
@@ -245,16 +290,34 @@ class DeferredBlocks:
             "model once per micro-batch."
         )
 
-    def _evidence(
-        self, recording: Recording, own: Callable[..., Any], arguments: Any, rows: int
-    ) -> tuple[Rows | None, str]:
+    def _calls_in_progress(self) -> list[_OuterCall]:
+        return self._outer_calls + ([self._step] if self._step is not None else [])
+
+    def _outer_call(self) -> tuple[_OuterCall | None, int]:
+        """Return a call with rows, and their number: that of the outermost module, or else the step.
+
+        One in which no pass has run comes first, because a probe gets no further than to the first pass.
+        """
+        found: tuple[_OuterCall | None, int] = None, 0
+        for call in self._calls_in_progress():
+            if rows := num_rows(call.packed):
+                if not call.has_run:
+                    return call, rows
+                found = (call, rows) if found[0] is None else found
+        return found
+
+    def _evidence(self, recording: Recording, outer: _OuterCall, rows: int) -> tuple[Rows | None, str]:
         """Return what has rows, found by calls with half of the rows; or ``None`` and why that is not clear."""
+        if outer.has_run:
+            return None, "the model has called the blocks before in the same call, with other kinds of arguments"
+        arguments = outer.packed
         if (square := square_in(arguments, rows)) is not None:
             return None, f"the model got a tensor of shape {list(square.shape)}, which may have rows or positions"
-        half, why = max(1, rows // 2), "the model fails when it is called with half of the rows"
+        half, why = max(1, rows // 2), ""
         for part in (slice(0, half), slice(rows - half, rows)):
-            probe = self._probe(own, arguments, rows, part)
-            if probe is None:
+            probe = self._probe(outer.repeat, with_rows(arguments, rows, part))
+            if isinstance(probe, str):
+                why = why or f"the model fails when it is called with half of the rows ({probe})"
                 continue
             found, why = self._compared(recording, probe, rows, half)
             if found is not None:
@@ -284,23 +347,25 @@ class DeferredBlocks:
         }
         return Rows([bool(has_rows) for has_rows in found], is_joined, None if last[1] else follow), ""
 
-    def _probe(self, own: Callable[..., Any], arguments: Any, rows: int, part: slice) -> "Recording | None":
-        """Return the recording of a call with some of the rows; ``None`` if that call fails."""
+    def _probe(self, repeat: Callable[..., Any], arguments: Any) -> "Recording | str":
+        """Return the recording of a call, or why that call fails."""
         assert self._model is not None
         inside = set(self._blocks.modules())
         outside = [module for module in self._model.modules() if module not in inside]
-        calls, self._outer_calls, self._is_probing = self._outer_calls, [], True
-        args, kwargs = with_rows(arguments, rows, part)
+        calls, step, random_state = self._outer_calls, self._step, ProcessRandomState()
+        self._outer_calls, self._step, self._is_probing = [], None, True
+        args, kwargs = unpack_objects(arguments)
         try:
             with torch.no_grad(), preserved_random_state(self._device()), unchanged(outside):
-                own(*args, **kwargs)
+                repeat(*args, **kwargs)
         except _Reached as reached:
             return reached.recording
-        except Exception:  # whatever the model raises that cannot run with other shapes
-            return None
+        except Exception as error:  # whatever the model raises that cannot run with other shapes
+            return f"{type(error).__name__}: {error}"
         finally:
-            self._outer_calls, self._is_probing, self._recording = calls, False, None
-        return None
+            random_state.restore()
+            self._outer_calls, self._step, self._is_probing, self._recording = calls, step, False, None
+        return "it does not call all blocks then"
 
     def _device(self) -> torch.device:
         return next((p.device for p in self._blocks.parameters() if not p.is_meta), torch.device("cpu"))

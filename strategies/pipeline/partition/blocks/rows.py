@@ -52,8 +52,19 @@ def num_rows(arguments: Any) -> int:
 
 
 def with_rows(arguments: Any, rows: int, part: slice) -> Any:
-    """Return the arguments with some rows of each tensor that has ``rows`` of them."""
-    return tree_map_only(Tensor, lambda leaf: leaf[part] if leaf.dim() and len(leaf) == rows else leaf, arguments)
+    """Return a copy of the arguments, with some rows of each tensor that has ``rows`` of them.
+
+    A tensor that is among the arguments twice is so in the copy.
+    """
+    copies: dict[int, Tensor] = {}
+
+    def copied(leaf: Tensor) -> Tensor:
+        if id(leaf) not in copies:
+            has_rows = leaf.dim() and len(leaf) == rows
+            copies[id(leaf)] = (leaf[part] if has_rows else leaf).clone()
+        return copies[id(leaf)]
+
+    return tree_map_only(Tensor, copied, arguments)
 
 
 def square_in(arguments: Any, rows: int) -> Tensor | None:
