@@ -30,7 +30,11 @@ class Stage:
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double()
         self.layers(torch.rand(4, 2, dtype=torch.float64)).pow(2).sum().backward()
-        self.version, self.num_reads = 0, 0
+        self.version, self.num_reads, self.in_pass = 0, 0, False
+        self.uses: list[tuple[str, bool]] = []
+
+    def on_use(self, what: str, in_pass: bool) -> None:
+        self.uses.append((what, in_pass))
 
     def readable(self) -> "Stage":
         return self
@@ -363,3 +367,11 @@ def test_loading_leaves_it_alone() -> None:
     """A state dict is loaded after the values have been sent to where they belong, and are left without values."""
     with torch.no_grad():
         assert type(remote().copy_(torch.empty(3, 2, device="meta"))) is RemoteParameter
+
+
+def test_a_stage_hears_of_operations_that_combine_its_tensors_with_others(stage: Stage) -> None:
+    linear, _ = stage.stand_ins()
+    linear.weight.norm(), linear.weight.t(), linear.bias.clone() + 1, (linear.weight.sum() + torch.ones(())).item()
+    assert not stage.uses
+    linear(torch.ones(1, 2, dtype=torch.float64))
+    assert stage.uses == [(f"parameter 0.weight [3, 2] of {STAGE}", False)]

@@ -643,3 +643,88 @@ def test_an_object_in_an_output_is_refused() -> None:
     model = Loop([ObjectBlock(), ObjectBlock()], run)
     with deferred(model, [1, 1]), pytest.raises(RuntimeError, match=r"block blocks\.0 returns a Statistics, which is"):
         model(X)
+
+
+# Blocks that are called outside of any module's forward
+
+
+@contextmanager
+def stepping(model: nn.Module, blocks: nn.ModuleList, step: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Yields a function that runs a step of the training; what was found to have rows is noted in ``model.found``."""
+
+    def run(value: Any, find_rows: Any) -> Any:
+        model.found.append(find_rows())
+        return deferring.call(cut(blocks, [len(blocks)])[0], value, lambda place, given: None)
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with deferring.step(step, args, kwargs):
+            return step(*args, **kwargs)
+
+    model.found = []
+    deferring = DeferredBlocks(blocks, run, "blocks", model)
+    deferring.start()
+    try:
+        yield watched
+    finally:
+        deferring.end()
+
+
+def encodes(model: Loop, batch: dict[str, Any], batch_idx: int = 0) -> Tensor:
+    model.num_steps = getattr(model, "num_steps", 0) + 1
+    x = batch.pop("x").mul_(1)  # a second call finds the batch as it was
+    return looping(model, model.embed(x)) * batch["scale"]
+
+
+def test_the_call_of_a_step_tells_the_rows() -> None:
+    model = Loop([Block(), Block()], looping)
+    with stepping(model, model.blocks, partial(encodes, model)) as step:
+        step({"x": ROWS.clone(), "scale": 2.0}, batch_idx=0)
+        step({"x": ROWS[:4].clone(), "scale": 2.0})
+    assert [found[:2] for found in model.found] == [[True, False]] * 2
+    assert model.num_steps == 2  # the probe leaves no trace
+
+
+class Batch(dict[str, Any]):
+    """A batch that is no plain dict, as those of Hugging Face."""
+
+
+def test_rows_in_a_batch_that_is_an_object() -> None:
+    model = Loop([Block(), Block()], looping)
+    with stepping(model, model.blocks, lambda batch: looping(model, model.embed(batch["x"]))) as step:
+        step(Batch(x=ROWS))
+    assert model.found[0][0] is True
+
+
+def test_a_module_that_contains_the_blocks_comes_before_the_step() -> None:
+    model = Loop([Block(), Block()], looping)
+    with stepping(model, model.blocks, lambda batch: model(batch[:2])) as step:
+        step(ROWS)
+    assert model.found[0][:2] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (
+            lambda model, batch: looping(model, model.embed(model.data)),
+            "neither a module that contains the blocks nor training_step was called with tensors that have rows",
+        ),
+        (
+            lambda model, batch: looping(model, looping(model, model.embed(batch["x"]))[None]),
+            "has called the blocks before in the same call, with other kinds of arguments",
+        ),
+        (
+            lambda model, batch: looping(model, model.embed(batch["x"].reshape(6, 4))),
+            r"fails when it is called with half of the rows \(RuntimeError: shape",
+        ),
+    ],
+)
+def test_a_step_that_does_not_tell_the_rows(step: Any, message: str) -> None:
+    model = Loop([Block(), Block()], looping)
+    model.data = ROWS
+    batch = {} if message.startswith("neither") else {"x": ROWS}
+    with (
+        stepping(model, model.blocks, partial(step, model)) as run,
+        pytest.raises(RuntimeError, match=f"not clear how to split the batch into micro-batches: .*{message}"),
+    ):
+        run(batch)

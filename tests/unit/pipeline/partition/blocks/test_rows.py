@@ -56,3 +56,11 @@ def test_outputs_of_microbatches_that_can_be_joined() -> None:
     assert not are_rows([zeros(1, 2)] * 3, [2, 2, 2])
     assert not are_rows([zeros(2, 2)] * 3, [2, 2, 2])  # equal, so probably the same for all rows
     assert not are_rows([zeros(()), zeros(())], [2, 2])
+
+
+def test_fewer_rows_are_a_copy_in_which_the_same_tensor_is_the_same() -> None:
+    x = zeros(4, 2)
+    first, again, whole = with_rows([x, x, (bias := zeros(3))], 4, slice(2))
+    assert first is again and first.shape == (2, 2)
+    first.add_(1), whole.add_(1)
+    assert not x.any() and not bias.any()
