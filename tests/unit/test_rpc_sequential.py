@@ -1,5 +1,6 @@
 """Wrong settings of the pipeline are said before a process is started: what, the values, and what to do."""
 
+import logging
 import re
 import socket
 import sys
@@ -299,6 +300,19 @@ def lamb(model: Model) -> None:
     model.configure_optimizers = lambda: Lamb(model.parameters())
 
 
+def one_larger_sequence(model: Model) -> None:
+    del model.sequential_module
+    model.tokens, model.blocks = nn.ModuleList(linears(2)), nn.Sequential(*linears(3))
+
+
+def lists_in_a_list(model: Model) -> None:
+    model.sequential_module = nn.ModuleList([nn.ModuleList(linears(2)) for _ in range(3)])
+
+
+def linears(number: int) -> list[nn.Linear]:
+    return [nn.Linear(4, 4) for _ in range(number)]
+
+
 class Holder(nn.ReLU):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -324,6 +338,15 @@ def layer_with_the_model(model: Model) -> None:
             two_lists,
             "Model has several lists of layers that could be pipelined: 'down' (2 Linear), 'up' (3 Linear). Name one "
             "of them, such as RPCSequentialStrategy(module='down')",
+        ),
+        (
+            one_larger_sequence,
+            "Model has several lists of layers that could be pipelined: 'tokens' (2 Linear), 'blocks' (3 Linear). Name",
+        ),
+        (
+            lists_in_a_list,
+            "Model.sequential_module cannot be pipelined: its entry '0', a ModuleList, has no forward, so the model "
+            "calls the parts of its entries",
         ),
         (repeated, "Model.sequential_module contains the same block several times"),
         (no_sequential, "Model.sequential_module must be an nn.Sequential or an nn.ModuleList to be pipelined, but is"),
@@ -383,6 +406,20 @@ def test_the_pipelined_part_is_found(spoil: Callable[[Model], Any], expected: st
     spoil(model)
     assert find_path(model, None, 2) == expected
     assert find_path(model, "anything", 2) == "anything"
+
+
+def test_the_list_is_preferred_to_smaller_sequences_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pytorch_lightning")
+    model = Model()
+    del model.sequential_module
+    model.blocks, model.head = nn.ModuleList(linears(3)), nn.Sequential(*linears(2))
+    assert find_path(model, None, 2) == "blocks"
+    assert "pipelines 'blocks' of Model (3 Linear); it is larger than 'head' (2 Linear), which runs on the driver." in (
+        caplog.text
+    )
+    model.body = nn.Sequential(nn.Linear(4, 4), nn.Sequential(model.blocks, nn.Identity()))  # contains the list
+    del model.blocks
+    assert find_path(model, None, 2) == "body.1.0"
 
 
 def test_an_example_is_not_needed_where_nothing_is_to_be_found() -> None:

@@ -1,5 +1,6 @@
 """Models in the manner of torchvision, timm and diffusion models: trained as pipelines as in one process."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -7,14 +8,15 @@ import block_loops
 import pytest
 import torch
 from harness import run
-from parity import compare, fit
+from parity import batches, compare, fit
 from pytorch_lightning import LightningModule
 from pytorch_lightning.strategies import SingleDeviceStrategy
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
+from trainer import Trainer
 
 LOOPS: list[tuple[str, str | None, str]] = [
     ("TorchvisionViT", None, "gpipe"),
@@ -72,3 +74,115 @@ def equal_one_process() -> list[str]:
 @pytest.mark.slow
 def test_training_is_that_of_one_process() -> None:
     assert run(equal_one_process) == []
+
+
+# Blocks that no forward calls, and parts of blocks
+
+
+class Pair(nn.ModuleList):
+    """Two layers, called by :meth:`forward` or by the model; the names of the weights are those of a list."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self
+        return x + torch.tanh(down(up(x)))
+
+
+class Encoder(LightningModule):
+    """Calls its blocks in a method of its own, which ``training_step`` calls.
+
+    Args:
+        entries: Makes the list of the blocks.
+        loop: Applies the blocks to ``x [rows, 6]``.
+    """
+
+    def __init__(self, entries: Callable[[], nn.Module], loop: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.blocks, self.head = nn.Linear(6, 6), entries(), nn.Linear(6, 2)
+        self.loop, self.losses = loop, list[float]()
+
+    def encode(self, batch: list[Tensor]) -> Tensor:
+        return self.head(self.loop(self.blocks, self.embed(batch.pop(0))))
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        self.log("num_calls", 1.0, reduce_fx="sum", on_step=False, on_epoch=True)
+        target = batch[1]
+        return mse_loss(self.encode([*batch]), target)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def layers() -> list[nn.Module]:
+    return [nn.Linear(6, 6), nn.Linear(6, 6)]
+
+
+def in_turn(blocks: Any, x: Tensor) -> Tensor:
+    for block in blocks:
+        x = block(x)
+    return x
+
+
+def part_by_part(blocks: Any, x: Tensor) -> Tensor:
+    for up, down in blocks:
+        x = x + torch.tanh(down(up(x)))
+    return x
+
+
+def pairs() -> nn.Module:
+    return nn.ModuleList(Pair(layers()) for _ in range(4))
+
+
+def sequence() -> nn.Module:
+    return nn.Sequential(*(Pair(layers()) for _ in range(4)))
+
+
+def split_strategy(schedule: str) -> Any:
+    return RPCSequentialStrategy(schedule=schedule, microbatches=3, balance="even", module="blocks")
+
+
+def blocks_called_by_a_step() -> None:
+    make = partial(Encoder, pairs, in_turn)
+    single = fit(make, SingleDeviceStrategy("cpu"), 1, max_epochs=1)
+    outcome = fit(make, split_strategy("gpipe"), 2, max_epochs=1)
+    compare(outcome, single)  # also what was logged
+    assert outcome.metrics["num_calls"] == len(single.losses)
+
+
+def test_blocks_that_training_step_calls_through_a_method_train_as_in_one_process() -> None:
+    run(blocks_called_by_a_step)
+
+
+def refusals_of_bypasses() -> dict[str, str]:
+    """Returns the message for each kind of model and of run."""
+    found = {}
+    for name, entries, loop in (("parts", pairs, part_by_part), ("sequence", sequence, in_turn)):
+        for schedule in ("gpipe", "1f1b", "validate"):
+            try:
+                if schedule == "validate":
+                    settings: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+                    trainer = Trainer(devices=2, strategy=split_strategy("gpipe"), **settings)
+                    trainer.validate(Encoder(entries, loop), batches(), verbose=False)
+                else:
+                    fit(partial(Encoder, entries, loop), split_strategy(schedule), 2, max_epochs=1)
+            except RuntimeError as error:
+                found[f"{name}, {schedule}"] = str(error)
+    return found
+
+
+def test_a_model_that_never_calls_its_blocks_is_refused_in_the_first_step() -> None:
+    found = run(refusals_of_bypasses)
+    assert len(found) == 6
+    for name, message in found.items():
+        calls = "the blocks in 'blocks'" if name.startswith("parts") else "'blocks'"
+        assert message.startswith(f"the model has not called {calls}, but computes with parameter 0."), name
+        assert ("Move what the model does with the parts of a block" in message) == name.startswith("parts")
+        assert ("nn.ModuleList(model.blocks)" in message) == name.startswith("sequence")

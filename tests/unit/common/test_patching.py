@@ -1,5 +1,8 @@
 """Modules that code may change for a while."""
 
+import random
+
+import numpy
 import torch
 from torch import nn
 
@@ -33,3 +36,17 @@ def test_what_a_forward_pass_changes_is_restored() -> None:
     assert module.total is total and torch.equal(total, torch.zeros(2)) and not hasattr(module, "late")
     assert module.norm.running_mean is mean and torch.equal(mean, torch.zeros(2))
     assert module.norm.num_batches_tracked == 0
+
+
+def test_generators_of_random_numbers_are_restored() -> None:
+    module = nn.Module()
+    module.torchs, module.python = torch.Generator(), random.Random(0)
+    module.numpys, module.older = numpy.random.default_rng(0), numpy.random.RandomState(0)
+
+    def draw() -> tuple[float, ...]:
+        of_torch = torch.rand((), generator=module.torchs).item()
+        return of_torch, module.python.random(), float(module.numpys.random()), float(module.older.rand())
+
+    with unchanged([module]):
+        drawn = draw()
+    assert draw() == drawn
