@@ -93,10 +93,9 @@ class _OuterCall:
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     has_run: bool = False
 
-    @property
-    def packed(self) -> Any:
-        """The arguments, in which the tensors of objects can be found."""
-        return pack_objects(self.arguments)
+    def num_rows(self) -> int:
+        """Return the number of rows; that of tensors within objects if there are no others. 0 if nothing has rows."""
+        return num_rows(self.arguments) or num_rows(pack_objects(self.arguments))
 
 
 class DeferredBlocks:
@@ -300,7 +299,7 @@ class DeferredBlocks:
         """
         found: tuple[_OuterCall | None, int] = None, 0
         for call in self._calls_in_progress():
-            if rows := num_rows(call.packed):
+            if rows := call.num_rows():
                 if not call.has_run:
                     return call, rows
                 found = (call, rows) if found[0] is None else found
@@ -310,7 +309,7 @@ class DeferredBlocks:
         """Return what has rows, found by calls with half of the rows; or ``None`` and why that is not clear."""
         if outer.has_run:
             return None, "the model has called the blocks before in the same call, with other kinds of arguments"
-        arguments = outer.packed
+        arguments = pack_objects(outer.arguments)
         if (square := square_in(arguments, rows)) is not None:
             return None, f"the model got a tensor of shape {list(square.shape)}, which may have rows or positions"
         half, why = max(1, rows // 2), ""
