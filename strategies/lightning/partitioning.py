@@ -98,7 +98,7 @@ def _candidates(model: nn.Module, num_layers: int) -> tuple[list[str], list[str]
     ]
     largest = max(_num_parameters(model, path) for path in lists)
     larger = [path for path in apart if _num_parameters(model, path) > largest]
-    return lists + larger, [path for path in apart if path not in larger]
+    return larger + lists, [path for path in apart if path not in larger]
 
 
 def _num_parameters(model: nn.Module, path: str) -> int:

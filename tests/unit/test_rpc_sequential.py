@@ -341,7 +341,7 @@ def layer_with_the_model(model: Model) -> None:
         ),
         (
             one_larger_sequence,
-            "Model has several lists of layers that could be pipelined: 'tokens' (2 Linear), 'blocks' (3 Linear). Name",
+            "Model has several lists of layers that could be pipelined: 'blocks' (3 Linear), 'tokens' (2 Linear). Name",
         ),
         (
             lists_in_a_list,
