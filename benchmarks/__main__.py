@@ -31,7 +31,7 @@ SECTIONS = (
     "checkpoint",
     "memory",
 )
-ON_REQUEST = ("driver_part", "useful_time")
+ON_REQUEST = ("driver_part", "useful_time", "ends")
 """Sections that run only if they are named, because they take many minutes."""
 
 KNOWN = (*SECTIONS, *ON_REQUEST)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -54,6 +55,9 @@ _ABSENT_SECONDS = 3.0
 
 _DISMISSAL_SECONDS = 10.0
 """How long a rank that has lost a connection waits for rank 0 to end it: longer than rank 0 looks for the cause."""
+
+_ANSWER_SECONDS = 5.0
+"""How long a rank waits in its teardown for an answer of rank 0's store; the host of rank 0 may be cut off."""
 
 _RAISED = ", which raised "
 
@@ -294,8 +298,10 @@ class Rank0Watch:
     """Ends a rank when rank 0 ends: Lightning starts ranks as rank 0's children, and they would survive its SIGKILL.
 
     There is one object per run and rank, between the start of the process group and the teardown of the strategy. Rank
-    0 hosts the store, over a connection of which a thread of each other rank waits for a key. Rank 0 sets the key in
-    ``teardown``; if rank 0 dies, the connection closes.
+    0 hosts the store, over a connection of which a thread of each other rank waits for that rank's key. If rank 0 dies,
+    the connection closes. In ``teardown`` rank 0 sets the keys of all ranks, because it may end before them. Another
+    rank sets its own key, because it may end before rank 0, and then waits for the thread: a thread that returned from
+    torch's wait while Python ends would abort the process (see decision record 120).
 
     If the user has started the process group on another store than a TCP store, or if there is one rank, nothing is
     watched.
@@ -305,29 +311,36 @@ class Rank0Watch:
     """
 
     def __init__(self, key: str) -> None:
-        self._key, self._rank, self._ended = key, dist.get_rank(), threading.Event()
+        self._rank, self._ended = dist.get_rank(), threading.Event()
+        self._keys = [f"{key}/{rank}" for rank in range(dist.get_world_size())]
         store = default_store()
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        self._store: dist.TCPStore | None = None
-        if isinstance(store, dist.TCPStore | InterruptibleTCPStore) and dist.get_world_size() > 1:
-            # A connection of its own: a client that waits cannot make another call.
-            self._store = dist.TCPStore(store.host, store.port, is_master=False)
+        self._store: dist.Store | None = None
+        self._watchdog: Watchdog | None = None
+        if isinstance(store, dist.TCPStore | InterruptibleTCPStore) and len(self._keys) > 1:
+            self._store = store
             if self._rank != 0:
+                # A connection of its own: a client that waits cannot make another call.
+                lost = partial(self._has_lost_rank_0, dist.TCPStore(store.host, store.port, is_master=False))
                 message = f"rank {self._rank}: rank 0 is gone, so this process ends as well"
-                Watchdog("relay-rank-0-watch", self._has_lost_rank_0, message=message).start()
+                self._watchdog = Watchdog("relay-rank-0-watch", lost, message=message)
+                self._watchdog.start()
 
     def end(self) -> None:
-        """Ends the watch on this rank; rank 0 tells the others."""
+        """End the watch of this rank; rank 0 ends those of all ranks."""
         self._ended.set()
-        if self._rank == 0 and self._store is not None:
-            with suppress(dist.DistNetworkError):  # after a failure its store is closed, and the other ranks have ended
-                self._store.set(self._key, "ended")
+        if self._store is None:
+            return
+        with suppress(dist.DistNetworkError):  # after a failure of rank 0 its store is closed
+            for key in self._keys if self._watchdog is None else [self._keys[self._rank]]:
+                self._store.set(key, "ended")
+        if self._watchdog is not None:
+            self._watchdog.join(_ANSWER_SECONDS)
 
-    def _has_lost_rank_0(self) -> bool:
-        assert self._store is not None
+    def _has_lost_rank_0(self, store: dist.TCPStore) -> bool:
         try:
-            self._store.wait([self._key], _FOREVER)
+            store.wait([self._keys[self._rank]], _FOREVER)
         except dist.DistNetworkError:
             return not self._ended.is_set()
         return False

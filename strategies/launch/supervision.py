@@ -48,9 +48,9 @@ class Watchdog:
         """Starts the thread."""
         self._thread.start()
 
-    def join(self) -> None:
-        """Waits for the end of the thread."""
-        self._thread.join()
+    def join(self, timeout_seconds: float | None = None) -> None:
+        """Waits for the end of the thread, at most ``timeout_seconds``."""
+        self._thread.join(timeout_seconds)
 
     def _watch(self) -> None:
         if self._has_ended():

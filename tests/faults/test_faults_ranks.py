@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import late_rank_0_job
 import lost_connection_job
 import pytest
 import ranks_faults_job
@@ -181,6 +182,23 @@ def test_ranks_of_torchrun_that_lose_their_connection_and_catch_the_error() -> N
         assert "/gloo/" in first and ended - struck < SECONDS, (first, ended - struck)
         refused = "This process cannot train, validate, test or predict with the other ranks again, because"
         assert second.startswith(refused) and "/gloo/" in second and "--max-restarts=1" in second, second
+
+
+def left_late(strategy: str) -> tuple[int, str]:
+    """Status and words of torchrun, whose rank 0 leaves its run while Python ends in the process of rank 1."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [late_rank_0_job.__file__, strategy]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=280)
+    return done.returncode, done.stdout.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+@pytest.mark.parametrize("strategy", ["ddp", "zero"])
+def test_rank_0_leaves_its_run_while_another_rank_ends(strategy: str) -> None:
+    """A thread of rank 1 that waited inside torch would be woken now, and abort the process (SIGABRT)."""
+    status, said = run(left_late, strategy, timeout_seconds=300, allow=["tmp"])
+    assert status == 0 and "terminate called" not in said, said
 
 
 def orphan() -> tuple[int, str, float]:
