@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: device-plane device-plane-all drawing faults help demo unit test slow nightly check coverage mutation bench bench-tiny clean
+.PHONY: device-plane device-plane-all drawing ends faults help demo unit test slow nightly check coverage mutation bench bench-tiny clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
@@ -21,6 +21,7 @@ help:
 	@echo "make check    lint, format, types and the layers of imports"
 	@echo "make drawing  compare classes of public packages, drawn by the seed of the day or SEED=..., with one process (a quarter of an hour)"
 	@echo "make faults   disturb 1,000 small runs by random faults (two hours); it continues where it was interrupted"
+	@echo "make ends     show how 200 runs of torchrun end, beside as many of Lightning's DDP (an hour)"
 	@echo "make coverage run each test file under coverage (about an hour) and print what no test reaches"
 	@echo "make mutation test 60 one-line defects in strategies/ (hours; after make coverage)"
 	@echo "make bench    run the benchmarks (about an hour) and write benchmarks/results.md"
@@ -72,6 +73,9 @@ mutation: $(INSTALLED)-mutation
 
 bench: $(INSTALLED)-bench
 	python -m benchmarks
+
+ends: $(INSTALLED)
+	python -m benchmarks ends --limit=12000 --into=build/ends
 
 bench-tiny: $(INSTALLED)
 	python -m benchmarks --tiny --rounds=1 --into=build/bench-tiny
