@@ -50,7 +50,7 @@ from strategies.lightning.hooks import (
     steps_may_run_in_backward,
 )
 from strategies.optim.calls import MethodCall, follow_methods
-from strategies.optim.restricted import check_optimizer_states
+from strategies.optim.restricted import check_optimizer_states, parameters_of
 from strategies.optim.trial import check_by_element, check_divisible
 from strategies.sharding.model import ShardedModel
 from strategies.sharding.optimizers import ShardedOptimizers
@@ -242,8 +242,9 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             for optimizer in optimizers:
                 if self.stage == 3:
                     check_parameters(optimizer)
-                check_divisible(optimizer)
-                if self.stage == 3:
+                alone = self.world_size == 1
+                check_divisible(optimizer, [parameters_of(optimizer)] if alone else None)
+                if self.stage == 3 and not alone:
                     check_by_element(optimizer)
         check_dense_gradients(model)
         assert self._groups is not None

@@ -31,8 +31,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
+from strategies.common.generators import generator_states, used_since
 from strategies.common.patching import replaced
 from strategies.common.torch_compat import tree_map_only
+
+INSTEAD = (
+    "an optimizer that updates each parameter from its own gradient and state, such as AdamW, or train with "
+    "strategy='ddp' or in one process."
+)
+"""What messages advise for an optimizer that cannot be divided."""
 
 _running: ContextVar[tuple[Optimizer, ...]] = ContextVar("optimizers whose own code runs", default=())
 """The optimizers whose own code runs in this thread, the innermost last; empty while user code runs."""
@@ -73,16 +80,21 @@ def user_code() -> Iterator[None]:
         _running.reset(token)
 
 
-def track_steps(optimizer: Optimizer) -> Callable[[], None]:
+def track_steps(optimizer: Optimizer, draws: "Draws | None" = None) -> Callable[[], None]:
     """Mark the body of every ``step`` of an optimizer as its own code; see :func:`runs_own_code`.
 
     Two step hooks enclose the body. The method ``step`` of the object is replaced as well, since torch calls no hook
     after a step that raises.
 
+    Args:
+        optimizer: The optimizer.
+        draws: Refuses steps in which the body draws random numbers.
+
     Returns:
         A function that ends the tracking.
     """
-    begin, end = optimizer.register_step_pre_hook(_begin), optimizer.register_step_post_hook(_end)
+    begin = optimizer.register_step_pre_hook(partial(_begin, draws))
+    end = optimizer.register_step_post_hook(partial(_end, draws))
     method, had, tracks = optimizer.step, "step" in vars(optimizer), True
 
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -111,17 +123,78 @@ def track_steps(optimizer: Optimizer) -> Callable[[], None]:
     return undo
 
 
-def _begin(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _begin(draws: "Draws | None", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if draws is not None and not runs_own_code(optimizer):
+        draws.begin()
     _running.set((*_running.get(), optimizer))
 
 
-def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _end(draws: "Draws | None", optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _running.set(_running.get()[:-1])
+    if draws is not None and not runs_own_code(optimizer):
+        draws.check()
 
 
 def _hooks_of(handle: Any) -> Any:
     """Return the ordered dict of hooks to which a handle belongs."""
     return handle.hooks_dict_ref()
+
+
+# Random numbers
+
+
+class Draws:
+    """Refuses steps in which the own code of an optimizer draws random numbers.
+
+    Each process has generators of its own, so it would draw other numbers than one process that makes the whole step.
+    A trial on small copies (:mod:`~strategies.optim.trial`) finds most optimizers that draw before the training
+    starts. Some draw only for large parameters or in few steps, which the states of the global generators before and
+    after each step show.
+
+    Args:
+        optimizer: The optimizer.
+        is_divided: Whether several processes make the step; nothing is refused otherwise.
+        refused: Type of the error.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        is_divided: Callable[[], bool] = lambda: True,
+        refused: type[Exception] = RuntimeError,
+    ) -> None:
+        self._name, self._is_divided, self._refused = type(optimizer).__name__, is_divided, refused
+        self._before: dict[str, Any] = {}
+
+    def begin(self) -> None:
+        """Read the states of the generators: the own code of the optimizer begins or goes on."""
+        self._before = generator_states() if self._is_divided() else {}
+
+    def check(self) -> None:
+        """Compare the states: the own code of the optimizer ends or is interrupted by user code.
+
+        Raises:
+            Exception: Of the type ``refused``, if random numbers have been drawn.
+        """
+        if self._before and (used := used_since(self._before)):
+            raise self._refused(draws_message(self._name, used))
+
+    def __enter__(self) -> None:
+        self.begin()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self.check()
+
+
+def draws_message(name: str, used: Iterable[str]) -> str:
+    """Return the message of the error for an optimizer of the class ``name`` that has used some generators."""
+    return (
+        f"{name} draws random numbers in its step (from {' and '.join(used)}). Each process steps its own parameters "
+        "and would draw other numbers than one process, so it cannot be divided over processes. If an option of "
+        f"{name} switches that off, set it; if a thread that you have started draws them at the same time, give that "
+        f"thread its own generator. Otherwise use {INSTEAD}"
+    )
 
 
 # Steps
@@ -138,6 +211,7 @@ def follow_steps(
     update: Update,
     *,
     evaluate: Evaluate = lambda optimizer, arguments, closure: closure(),
+    is_divided: Callable[[], bool] = lambda: True,
     refused: type[Exception] = RuntimeError,
 ) -> list[Callable[[], None]]:
     """Call ``update`` in each step of an optimizer, as soon as the gradients for the step are computed.
@@ -149,12 +223,15 @@ def follow_steps(
         optimizer: The user's optimizer.
         update: Called once in each step.
         evaluate: Calls the closure.
-        refused: Type of the error that is raised in a step that evaluates its closure twice.
+        is_divided: Whether other processes make a part of the step, in which the optimizer must draw no random numbers.
+        refused: Type of the error that is raised in a step that evaluates its closure twice or draws random numbers.
 
     Returns:
         Functions that undo this.
     """
-    return [optimizer.register_step_pre_hook(_StepHook(update, evaluate, refused)).remove, track_steps(optimizer)]
+    draws = Draws(optimizer, is_divided, refused)
+    hook = _StepHook(update, evaluate, refused, draws)
+    return [optimizer.register_step_pre_hook(hook).remove, track_steps(optimizer, draws)]
 
 
 def after_steps(optimizer: Optimizer, function: Callable[[Optimizer], None]) -> Callable[[], None]:
@@ -171,6 +248,7 @@ class _StepHook:
     update: Update
     evaluate: Evaluate
     refused: type[Exception]
+    draws: Draws
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if runs_own_code(optimizer):
@@ -199,9 +277,11 @@ class _CalledOnce:
                 "gradient, such as AdamW."
             )
         closure, self._closure = self._closure, None
+        self._hook.draws.check()
         with user_code():
             result = self._hook.evaluate(self._optimizer, self._arguments, closure)
         self._hook.update(self._optimizer, self._arguments)
+        self._hook.draws.begin()
         return result
 
 

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from strategies.common.generators import generator_states, used_since
 from strategies.common.live_bytes import LiveBytes
 from strategies.common.trees import tensors_in
-from strategies.optim.calls import hyperparameters, set_hyperparameters
+from strategies.optim.calls import INSTEAD, draws_message, hyperparameters, set_hyperparameters
 from strategies.optim.restricted import is_by_element, parameters_of, put_together, taken_apart
 
 _STEPS = 10
@@ -48,11 +49,6 @@ _PER_PART = 2
 
 _MANY_GROUPS = 16
 _TOLERANCE = 1e-4
-
-_INSTEAD = (
-    "an optimizer that updates each parameter from its own gradient and state, such as AdamW, or train with "
-    "strategy='ddp' or in one process."
-)
 
 
 def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None = None) -> None:
@@ -76,20 +72,20 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
             f"{name} steps another optimizer ({inner[0]}) within its own step, which other processes cannot follow; "
             "return the inner optimizer."
         )
-    shares = _shares(optimizer, parts)
+    shares, alone = _shares(optimizer, parts), parts is not None and len(parts) == 1
     everything = [p for share in shares for p in share]
     missing = _required_arguments(type(optimizer))
     with _undisturbed(everything):
         if not set(missing) - {"closure"}:
-            whole, attempt = _tried_as_a_whole(optimizer, everything, always_closure=bool(missing))
+            whole, attempt = _tried_as_a_whole(optimizer, everything, always_closure=bool(missing), may_draw=alone)
         if missing:
             raise ValueError(_needs_argument(name, ", ".join(missing)))
         try:
-            divided = _Trial(optimizer, shares, attempt, leads=parts is not None).run(len(whole))
+            divided = _Trial(optimizer, shares, attempt, leads=parts is not None, may_draw=alone).run(len(whole))
         except Exception as error:
             raise ValueError(
                 f"{name} cannot be divided over processes: its step of a part of the parameters fails "
-                f"({type(error).__name__}: {error}). Use {_INSTEAD}"
+                f"({type(error).__name__}: {error}). Use {INSTEAD}"
             ) from error
     for one, several in zip(whole, divided, strict=True):
         if where := _difference(one, several):
@@ -97,7 +93,7 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
                 f"{name} cannot be divided over processes: what it does to one parameter depends on parameters in "
                 f"other processes, for example by a norm or a step size over all of them (in a trial on small copies "
                 f"{where} differed). If an option of {name} does that, turn it off; to clip by the norm of all "
-                f"gradients, set the Trainer's gradient_clip_val, which counts every process. Otherwise use {_INSTEAD}"
+                f"gradients, set the Trainer's gradient_clip_val, which counts every process. Otherwise use {INSTEAD}"
             )
 
 
@@ -325,7 +321,7 @@ def _needs_argument(name: str, what: str) -> str:
     return (
         f"{name}.step needs an argument ({what}), but each process steps its own parameters by step() without "
         f"arguments, when their gradients are there. Give it a default in a subclass that steps from these gradients, "
-        f"or use {_INSTEAD}"
+        f"or use {INSTEAD}"
     )
 
 
@@ -342,13 +338,14 @@ def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) ->
 
 
 def _tried_as_a_whole(
-    optimizer: Optimizer, sample: Sequence[Tensor], *, always_closure: bool
+    optimizer: Optimizer, sample: Sequence[Tensor], *, always_closure: bool, may_draw: bool = False
 ) -> tuple[list[_Result], _Attempt]:
     """Return the results of one process, and the first way to make copies that works."""
     errors: list[Exception] = []
     for attempt in _ATTEMPTS:
         try:
-            return _Trial(optimizer, [sample], attempt, always_closure=always_closure).run(), attempt
+            trial = _Trial(optimizer, [sample], attempt, always_closure=always_closure, may_draw=may_draw)
+            return trial.run(), attempt
         except _Refused:
             raise
         except Exception as error:  # optimizers raise errors of any type
@@ -356,7 +353,7 @@ def _tried_as_a_whole(
     raise ValueError(
         f"{type(optimizer).__name__} cannot be tried on small copies of its parameters "
         f"({type(errors[0]).__name__}: {errors[0]}), so it is unknown whether it can be divided over processes. Use "
-        f"{_INSTEAD}"
+        f"{INSTEAD}"
     ) from errors[0]
 
 
@@ -370,6 +367,7 @@ class _Trial:
         leads: Whether the last copy sends its hyperparameters to the others before they step.
         always_closure: Whether a step without a closure fails.
         by_rows: Whether all shares are the same, and each copy steps other rows of these parameters.
+        may_draw: Whether a step may draw random numbers, as in a run with one process.
     """
 
     def __init__(
@@ -381,9 +379,10 @@ class _Trial:
         leads: bool = False,
         always_closure: bool = False,
         by_rows: bool = False,
+        may_draw: bool = False,
     ) -> None:
         self._name, self._attempt = type(optimizer).__name__, attempt
-        self._leads, self._always_closure = leads, always_closure
+        self._leads, self._always_closure, self._may_draw = leads, always_closure, may_draw
         copied = {id(p) for share in shares for p in share}
         sample = [p for p in dict.fromkeys(parameters_of(optimizer)) if id(p) in copied]
         self._copies = []
@@ -436,12 +435,12 @@ class _Trial:
             if calls > 1:
                 raise _Refused(
                     f"{self._name} evaluates the loss several times within a step, in which each process changes its "
-                    f"own parameters only, so it cannot be divided over processes. Use {_INSTEAD}"
+                    f"own parameters only, so it cannot be divided over processes. Use {INSTEAD}"
                 )
             if any(not torch.equal(p, b) for p, b in zip(self._parameters, before, strict=True)):
                 raise _Refused(
                     f"{self._name} changes parameters within its step before it evaluates the loss, which other "
-                    f"processes cannot follow, so it cannot be divided over processes. Use {_INSTEAD}"
+                    f"processes cannot follow, so it cannot be divided over processes. Use {INSTEAD}"
                 )
             self._set_gradients(number, infinite)
             self._step_others()
@@ -467,21 +466,16 @@ class _Trial:
             self._seeded(own.step)
 
     def _seeded(self, step: Callable[..., Any]) -> None:
-        """Step from the same random state each time, and refuse steps that draw random numbers."""
+        """Step from the same random state each time, and refuse steps that draw random numbers they must not draw."""
         random.seed(0)
+        np.random.seed(0)
         torch.default_generator.manual_seed(0)
         for gpu in self._gpus:
             torch.cuda.default_generators[gpu.index].manual_seed(0)
-        before = random.getstate(), self._states_of_generators()
+        before = generator_states()
         step()
-        if random.getstate() != before[0] or not all(map(torch.equal, before[1], self._states_of_generators())):
-            raise _Refused(
-                f"{self._name} draws random numbers in its step, which are others for each part of the parameters, so "
-                f"it cannot be divided over processes. Use {_INSTEAD}"
-            )
-
-    def _states_of_generators(self) -> list[Tensor]:
-        return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, self._gpus)]
+        if not self._may_draw and (used := used_since(before)):
+            raise _Refused(draws_message(self._name, used))
 
     def _call(self, method: str) -> None:
         """Switch the copies to a mode, if the optimizer has modes."""

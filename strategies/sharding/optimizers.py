@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from strategies.optim.calls import MethodCall, follow_steps, runs_own_code, same_result_on_ranks
+from strategies.optim.calls import Draws, MethodCall, follow_steps, runs_own_code, same_result_on_ranks
 from strategies.optim.gradients import clipping_factor, norms_of_gradients, scale_gradients
 from strategies.optim.restricted import parameters_of, restricted
 from strategies.sharding.bucket import Bucket, form_buckets
@@ -66,7 +66,9 @@ class ShardedOptimizers:
         self._undo = [
             undo
             for optimizer in self.optimizers
-            for undo in follow_steps(optimizer, self._narrow, evaluate=self._evaluate)
+            for undo in follow_steps(
+                optimizer, self._narrow, evaluate=self._evaluate, is_divided=lambda: group.size() > 1
+            )
         ]
         self.reducer = Reducer(
             self._exchange,
@@ -184,7 +186,8 @@ class ShardedOptimizers:
             # A new copy for each step has the hyperparameters that the user's optimizer has now.
             part = restricted(optimizer, bucket.parameters)
             part.state = optimizer.state
-            part.step(**self._arguments)
+            with Draws(part):
+                part.step(**self._arguments)
         self._stepped.add(bucket)
         self._share(bucket)
 

@@ -59,7 +59,11 @@ class RowOptimizers:
             check_parameters(optimizer)
             for key, state in optimizer.state.items():  # some create states in their constructor
                 optimizer.state[key] = tree_map_only(DTensor, lambda value: value.to_local(), state)
-        self._undo = [undo for optimizer in self.optimizers for undo in follow_steps(optimizer, self._enter)]
+        self._undo = [
+            undo
+            for optimizer in self.optimizers
+            for undo in follow_steps(optimizer, self._enter, is_divided=lambda: group.size() > 1)
+        ]
 
     def close(self) -> None:
         """Follow the steps of the optimizers no longer; optimizer states stay divided.

@@ -33,7 +33,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/pipeline/construction/test_recording.py",
         "unit/pipeline/state/test_remote_operations.py",
     ],
-    "strategies/common/python_random.py": [
+    "strategies/common/generators.py": [
         "unit/pipeline/stage/test_python_generator.py",
         "unit/trainer/test_random_state.py",
     ],

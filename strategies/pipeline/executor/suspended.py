@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from greenlet import getcurrent, greenlet
 
+from strategies.common.generators import PythonGenerator
 from strategies.common.torch_compat import (
     num_dispatch_modes,
     num_function_modes,
@@ -31,7 +32,6 @@ from strategies.common.torch_compat import (
 )
 from strategies.pipeline.stage.layers import (
     PassContext,
-    PythonGenerator,
     random_state,
     seed_device,
     set_random_state,

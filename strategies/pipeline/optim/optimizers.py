@@ -92,6 +92,11 @@ class PipelineOptimizers:
         self._remotes, self.numbers = tuple(remotes), list(numbers)
         self._shared_steps = SharedSteps(self.optimizers, dividing) if dividing is not None else None
 
+    @property
+    def are_divided(self) -> bool:
+        """Whether other processes make a part of each step."""
+        return bool(self._remotes) or self._shared_steps is not None
+
     def reconnect(self, averaging: Averaging) -> None:
         """Go on with new workers for the same stages, and with other connections to the replicas."""
         if self._shared_steps is not None:
@@ -331,7 +336,7 @@ def follow_optimizer(
     Returns:
         Functions that undo this.
     """
-    undo = follow_steps(own, optimizers.step_remotes, refused=refused)
+    undo = follow_steps(own, optimizers.step_remotes, is_divided=lambda: optimizers.are_divided, refused=refused)
     for holder in (own, *holders):
         undo.append(replaced(holder, "zero_grad", partial(_zero_grad, own, optimizers, holder.zero_grad)))
 

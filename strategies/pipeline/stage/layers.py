@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from strategies.common.python_random import words_of_python
 from strategies.common.torch_compat import (
     BatchNorm,
     NormBase,
@@ -253,24 +252,6 @@ def seed_device(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-class PythonGenerator:
-    """Does what ``random.getstate`` and ``random.setstate`` do, for states that stay in this process."""
-
-    def __init__(self) -> None:
-        self._generator, self._words = words_of_python()
-
-    def getstate(self) -> Any:
-        """Return the state of the generator, to be used with :meth:`setstate` only."""
-        return random.getstate() if self._words is None else (self._words.raw, self._generator.gauss_next)
-
-    def setstate(self, state: Any) -> None:
-        """Restore a state."""
-        if self._words is None:
-            random.setstate(state)
-        else:
-            self._words.raw, self._generator.gauss_next = state
 
 
 def random_state(device: torch.device, python: Any = random) -> list[Any]:

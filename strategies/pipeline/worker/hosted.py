@@ -17,7 +17,7 @@ from strategies.common.autograd import GatheredGradients
 from strategies.common.stage_layers import describe
 from strategies.common.torch_compat import unscale_grads
 from strategies.common.trees import on_cpu
-from strategies.optim.calls import MethodCall, set_hyperparameters
+from strategies.optim.calls import Draws, MethodCall, set_hyperparameters
 from strategies.optim.gradients import norms_of_gradients, scale_gradients
 from strategies.optim.restricted import (
     move_states,
@@ -256,7 +256,7 @@ class HostedStage(StageCommands):
         vars(own).update(scaling)
         if shared is not None:
             shared.before_step(own)
-        with explaining(self.describe(), self._layers, self._stage.device, "the optimizer step"):
+        with explaining(self.describe(), self._layers, self._stage.device, "the optimizer step"), Draws(own):
             own.step(**arguments)
         for name in scaling:
             delattr(own, name)

@@ -5,7 +5,8 @@ import random
 import pytest
 from torch import device
 
-from strategies.pipeline.stage.layers import PythonGenerator, preserved_random_state
+from strategies.common.generators import PythonGenerator
+from strategies.pipeline.stage.layers import preserved_random_state
 
 
 @pytest.mark.parametrize("has_memory", [True, False])
