@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from strategies.checkpoint.ranks import DividedStates
 from strategies.checkpoint.store import load_tensors, read_tensors
+from strategies.common.torch_compat import tree_map_only
 from strategies.common.trees import flat, with_tensors
 from strategies.optim.restricted import is_by_element, parameters_of
 from strategies.sharding.model import divided_by_rows
@@ -64,9 +65,7 @@ class RowStates(DividedStates):
         state = self._converted(optimizer, self._divided_rows)
         if self._group.rank() > 0:  # rank 0 writes what is not divided
             state["state"] = {
-                number: {name: value for name, value in own.items() if isinstance(value, DTensor)}
-                for number, own in state["state"].items()
-                if isinstance(number, int)
+                number: _only_rows(own) for number, own in state["state"].items() if isinstance(number, int)
             }
         return state
 
@@ -81,12 +80,11 @@ class RowStates(DividedStates):
             num_rows = len(rows_of(parameter.shape[0], rank, size))
             own_shape = (num_rows, *parameter.shape[1:])
             if number in state["state"]:
-                whole[number] = {
-                    name: convert(value, parameter, whole_shape(value, parameter.shape, num_rows))
-                    if isinstance(value, Tensor) and is_by_element(value, own_shape)
-                    else value
-                    for name, value in state["state"][number].items()
-                }
+
+                def converted(value: Tensor, p: Tensor = parameter, n: int = num_rows, own: Any = own_shape) -> Any:
+                    return convert(value, p, whole_shape(value, p.shape, n)) if is_by_element(value, own) else value
+
+                whole[number] = tree_map_only(Tensor, converted, state["state"][number])
         return {**state, "state": {**whole, **{key: own for key, own in state["state"].items() if key not in whole}}}
 
     def _gathered_rows(self, rows: Tensor, parameter: Tensor, shape: torch.Size) -> Tensor | None:
@@ -111,9 +109,20 @@ class RowStates(DividedStates):
         whole: Any = dict(state)
         if shards is not None:
             whole = with_tensors(whole, read_tensors(shards, flat(whole, prefix)), prefix)
-        return {
-            name: own_rows(value, parameter.shape, rank, size).clone()
-            if isinstance(value, Tensor) and is_by_element(value, parameter.shape)
-            else value
-            for name, value in whole.items()
-        }
+
+        def own(value: Tensor) -> Tensor:
+            if not is_by_element(value, parameter.shape):
+                return value
+            return own_rows(value, parameter.shape, rank, size).clone()
+
+        rows: dict[str, Any] = tree_map_only(Tensor, own, whole)
+        return rows
+
+
+def _only_rows(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return a state without what is not divided."""
+    return {
+        name: _only_rows(value) if isinstance(value, dict) else value
+        for name, value in state.items()
+        if isinstance(value, dict | DTensor)
+    }

@@ -81,7 +81,7 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
         if missing:
             raise ValueError(_needs_argument(name, ", ".join(missing)))
         try:
-            divided = _Trial(optimizer, shares, attempt, leads=parts is not None, may_draw=alone).run(len(whole))
+            divided = _Trial(optimizer, shares, attempt, leads=parts is not None, may_draw=alone).run(whole)
         except Exception as error:
             raise ValueError(
                 f"{name} cannot be divided over processes: its step of a part of the parameters fails "
@@ -111,7 +111,7 @@ def check_by_element(optimizer: Optimizer) -> None:
     with _undisturbed(sample):
         whole, attempt = _tried_as_a_whole(optimizer, sample, always_closure=False)
         try:
-            by_rows = _Trial(optimizer, [sample, sample], attempt, by_rows=True).run(len(whole))
+            by_rows = _Trial(optimizer, [sample, sample], attempt, by_rows=True).run(whole)
         except Exception as error:
             where = f"the step of some rows fails ({type(error).__name__}: {error})"
         else:
@@ -382,6 +382,7 @@ class _Trial:
         may_draw: bool = False,
     ) -> None:
         self._name, self._attempt = type(optimizer).__name__, attempt
+        self._takes_closure = len(inspect.signature(type(optimizer).step).parameters) > 1
         self._leads, self._always_closure, self._may_draw = leads, always_closure, may_draw
         copied = {id(p) for share in shares for p in share}
         sample = [p for p in dict.fromkeys(parameters_of(optimizer)) if id(p) in copied]
@@ -405,8 +406,13 @@ class _Trial:
         self._generator = torch.Generator().manual_seed(1)
         self._directions = [torch.randn(value.shape, generator=self._generator) for value in self._start]
 
-    def run(self, num_results: int | None = None) -> list[_Result]:
-        """Return the results at several moments: in the middle, after the last step, and after an infinite gradient."""
+    def run(self, whole: Sequence[_Result] = ()) -> list[_Result]:
+        """Return the results at several moments: in the middle, after the last step, and after an infinite gradient.
+
+        Args:
+            whole: The results of one process, if they are known. In the middle, the copies lose states that it has not,
+                as if they went on from its checkpoint.
+        """
         results = []
         self._call("train")
         for number in range(_STEPS):
@@ -414,13 +420,15 @@ class _Trial:
             if number == _STEPS // 2:
                 self._call("eval")
                 results.append(self._result())
+                if whole:
+                    self._leave_out_states(whole[0].states)
                 self._call("train")
         results.append(self._result())
-        if num_results is None or len(results) < num_results:
+        if not whole or len(results) < len(whole):
             try:
                 self._step(_STEPS, infinite=True)
             except Exception:  # the optimizer refuses infinite gradients by an error
-                if num_results is not None:
+                if whole:
                     raise
             else:
                 results.append(self._result())
@@ -446,7 +454,7 @@ class _Trial:
             self._step_others()
             return torch.tensor(1.0 / (number + 1))
 
-        if self._always_closure or number % 2 == 0:
+        if self._takes_closure and (self._always_closure or number % 2 == 0):
             step: Any = self._leader.step
             self._seeded(lambda: step(closure))
             return
@@ -503,12 +511,21 @@ class _Trial:
                 own = part.to(p)
                 p.grad = own.to_sparse(1) if self._attempt.sparse and p.ndim else own
 
+    def _states(self) -> list[list[Any]]:
+        """Return the states of the pieces of each parameter."""
+        of = {id(p): own for own in self._copies for p in parameters_of(own)}
+        return [[of[id(p)].state.get(p, {}) for p in pieces] for pieces in self._pieces]
+
+    def _leave_out_states(self, whole: Sequence[Any]) -> None:
+        for states, like in zip(self._states(), whole, strict=True):
+            for state in states:
+                _leave_out(state, like)
+
     def _result(self) -> _Result:
         values = self._values()
-        of = {id(p): own for own in self._copies for p in parameters_of(own)}
         states = [
-            _merged([copy.deepcopy(dict(of[id(p)].state.get(p, {}))) for p in pieces], pieces)
-            for pieces in self._pieces
+            _merged([copy.deepcopy(dict(state)) for state in states], pieces)
+            for states, pieces in zip(self._states(), self._pieces, strict=True)
         ]
         heard = [self._leader] if self._leads else self._copies
         common = [
@@ -537,9 +554,20 @@ def _merged(states: Sequence[dict[Any, Any]], pieces: Sequence[Tensor]) -> dict[
         own = [state.get(key) for state in states]
         if all(isinstance(v, Tensor) and is_by_element(v, p.shape) for v, p in zip(own, pieces, strict=True)):
             merged[key] = torch.cat([v for v in own if isinstance(v, Tensor)])
+        elif all(isinstance(v, dict) for v in own):
+            merged[key] = _merged([v for v in own if isinstance(v, dict)], pieces)
         else:  # a number that is the same for all rows; if it is not, this differs from the state of one process
             merged[key] = own[0] if all(_alike(own[0], other) for other in own) else own
     return merged
+
+
+def _leave_out(state: Any, like: Any) -> None:
+    """Delete the entries of a state that another state of the same parameter has not."""
+    for key in [*state]:
+        if key not in like:
+            del state[key]
+        elif isinstance(state[key], dict) and isinstance(like[key], dict):
+            _leave_out(state[key], like[key])
 
 
 def _few_elements(shape: Sequence[int]) -> list[int]:
@@ -655,7 +683,7 @@ def _difference(one: _Result, several: _Result) -> str:
         if not _close(change, other, atol=_TOLERANCE * _largest(finite) + rounding):
             return "the values of a parameter"
     for state, other in zip(one.states, several.states, strict=True):
-        if where := _differing(state, other):
+        if where := _differing(state, other, one.states):
             return f"the state {where} of a parameter"
     for groups, states in several.common:
         for number, (group, other) in enumerate(zip(one.common[0][0], groups, strict=True)):
@@ -666,12 +694,31 @@ def _difference(one: _Result, several: _Result) -> str:
     return ""
 
 
-def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str:
-    """Return the key of the first value that differs, or an empty string."""
+def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any], elsewhere: Sequence[Mapping[Any, Any]] = ()) -> str:
+    """Return the key of the first value that differs, or an empty string.
+
+    Args:
+        one: The values of one process.
+        other: The values of several processes.
+        elsewhere: The same kind of values of one process, for all parameters. Some optimizers keep a number of all
+            parameters, such as that of the steps, with the first one; with several processes, each has a first one.
+    """
     for key in (*one, *(key for key in other if key not in one)):
-        if key not in one or key not in other or not _alike(one[key], other[key]):
+        if key not in other:
+            return repr(key)
+        if key not in one:
+            if not any(_is_number(values.get(key)) and _alike(values[key], other[key]) for values in elsewhere):
+                return repr(key)
+        elif isinstance(one[key], Mapping) and isinstance(other[key], Mapping):
+            if _differing(one[key], other[key], [v[key] for v in elsewhere if isinstance(v.get(key), Mapping)]):
+                return repr(key)
+        elif not _alike(one[key], other[key]):
             return repr(key)
     return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -183,6 +183,7 @@ def refused(ranks: int) -> dict[str, str]:
         "sparse": odd.Sparse,
         "evaluates twice": partial(odd.Refused, odd.EvaluatesTwice),
         "evaluates twice later": partial(odd.Refused, odd.EvaluatesTwiceLater),
+        "draws": partial(odd.Refused, odd.DrawsLater),
         "mixes sums": odd.MixesSums,
         "which": odd.ClipsWhich,
     }

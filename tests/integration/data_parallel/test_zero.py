@@ -152,6 +152,7 @@ def test_what_cannot_be_trained_is_refused(others: dict[str, Any]) -> None:
         "sparse": "MisconfigurationException: Layer table makes sparse gradients",
         "evaluates twice": "MisconfigurationException: EvaluatesTwice evaluates the loss several times within a step",
         "evaluates twice later": "RuntimeError: EvaluatesTwiceLater evaluates the loss several times within a step",
+        "draws": "RuntimeError: DrawsLater draws random numbers in its step (from torch's generator on the CPU)",
         "mixes sums": "RuntimeError: a backward pass without communication would add to the gradient of second.",
         "which": "MisconfigurationException: There are 2 optimizers; say whose gradients to clip",
     }

@@ -1,8 +1,11 @@
 """Which calls of an optimizer other processes follow: those by user code, not those by its own step and methods."""
 
 import inspect
+import random
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -158,6 +161,63 @@ def test_a_closure_is_evaluated_once(optimizer: Noting) -> None:
     follow_steps(twice, lambda *_: None, refused=LookupError)
     with pytest.raises(LookupError, match=r"Twice evaluates the loss several times within a step, .*such as AdamW"):
         twice.step(lambda: None)
+
+
+class DrawsIfLarge(Optimizer):
+    """Draws where a trial on small copies does not see it."""
+
+    draw: Any = None
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        if max(p.numel() for group in self.param_groups for p in group["params"]) > 9:
+            self.draw()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("draw", "generator"),
+    [
+        (lambda: torch.rand(1), "torch's generator on the CPU"),
+        (random.random, "Python's random"),
+        (np.random.rand, "numpy.random"),
+    ],
+)
+@pytest.mark.parametrize("with_closure", [True, False])
+def test_a_step_that_draws_random_numbers_is_refused(draw: Any, generator: str, with_closure: bool) -> None:
+    closures = [lambda: torch.rand(1)] if with_closure else []  # user code may draw
+    weight = nn.Parameter(torch.ones(16))
+    optimizer = DrawsIfLarge([weight])
+    divided, before, after = True, list[Any](), list[Any]()
+    optimizer.register_step_pre_hook(lambda *_: before.append(torch.rand(1)))
+    follow_steps(optimizer, lambda *_: torch.rand(1), is_divided=lambda: divided, refused=LookupError)
+    optimizer.register_step_post_hook(lambda *_: after.append(torch.rand(1)))
+    optimizer.draw = lambda: None
+    optimizer.step(*closures)
+    assert (len(before), len(after)) == (1, 1)
+    optimizer.draw = draw
+    message = rf"DrawsIfLarge draws random numbers in its step \(from {re.escape(generator)}\)"
+    with pytest.raises(LookupError, match=message):
+        optimizer.step(*closures)
+    assert len(after) == 1 and not runs_own_code()
+    divided = False  # one process makes the whole step
+    optimizer.step(*closures)
+    assert len(after) == 2
+
+
+def test_a_draw_before_the_closure_is_refused(optimizer: Noting) -> None:
+    class Early(SGD):
+        def step(self, closure: Any = None) -> Any:
+            random.random()
+            return super().step(closure)
+
+    early = Early([nn.Parameter(torch.ones(1))], 0.1)
+    follow_steps(early, lambda *_: None)
+    with pytest.raises(RuntimeError, match="Early draws random numbers"):
+        early.step(lambda: None)
 
 
 @pytest.mark.parametrize("early", [True, False])

@@ -103,6 +103,14 @@ class Noisy(SGD):
         super().step()
 
 
+class NoisyByNumpy(SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(float(np.random.uniform(-1, 1)))
+
+
 class Around(Optimizer):
     """As Lookahead is written: an optimizer that steps another one."""
 
@@ -152,6 +160,39 @@ class StepsAllItKnows(SGD):
         for p in self.all:
             if p.grad is not None:
                 p.sub_(0.1 * p.grad)
+
+
+class WithoutClosure(SGD):
+    def step(self) -> None:
+        super().step()
+
+
+class CountsWithTheFirst(Optimizer):
+    """As those of heavyball: nested states, and the number of steps with the first parameter of a group."""
+
+    relies_on_it = False
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for group in self.param_groups:
+            states = [self.state[p].setdefault(0, {}) for p in group["params"]]
+            first = states[0] if states else {}
+            group["count"] = first["step"] = (first.get("step", 0) if self.relies_on_it else group["count"]) + 1
+            for p, state in zip(group["params"], states, strict=True):
+                mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+                p.sub_(group["lr"] / group["count"] * mean)
+
+
+class ReliesOnTheFirst(CountsWithTheFirst):
+    """Counts only there: from a checkpoint of one process, other processes would begin at zero."""
+
+    relies_on_it = True
 
 
 class Lars(Optimizer):
@@ -209,7 +250,9 @@ def two_stages(optimizer: Optimizer) -> list[list[Tensor]]:
         (partial(Lamb, max_grad_norm=1e3), f"Lamb {COUPLES}"),
         (partial(prodigyopt.Prodigy, lr=1.0), f"Prodigy {COUPLES}"),
         (partial(prodigyopt.Prodigy, slice_p=3), f"Prodigy {COUPLES}"),
-        (Noisy, "Noisy draws random numbers in its step"),
+        (Noisy, r"Noisy draws random numbers in its step \(from torch's generator on the CPU\)"),
+        (NoisyByNumpy, r"NoisyByNumpy draws random numbers in its step \(from numpy\.random\)"),
+        (ReliesOnTheFirst, f"ReliesOnTheFirst {COUPLES}"),
         (lambda p: Around(SGD(p)), r"Around steps another optimizer \(SGD\) within its own step"),
         (NeedsClosure, r"NeedsClosure\.step needs an argument \(closure\), but each process steps its own parameters"),
         (UsesClosure, r"UsesClosure\.step needs an argument \(a closure; without it: AssertionError: give me a"),
@@ -246,6 +289,11 @@ def test_what_one_process_couples_alone() -> None:
         check_divisible(by_group, [p[:2], p[2:]])
 
 
+def test_one_process_may_draw() -> None:
+    p = parameters()
+    check_divisible(Noisy(p), [p])
+
+
 TORCH = (
     "ASGD",
     "Adadelta",
@@ -274,6 +322,8 @@ DIVISIBLE: dict[str, Any] = {
     "Muon": lambda p: optim.Muon([p[0], p[2]]),
     "Lars": Lars,
     "StepsAllItKnows": StepsAllItKnows,
+    "WithoutClosure": partial(WithoutClosure, lr=0.1),
+    "CountsWithTheFirst": CountsWithTheFirst,
     "Lamb, no clipping": partial(Lamb, max_grad_norm=None),
     "AdamWScheduleFree": partial(schedulefree.AdamWScheduleFree, warmup_steps=3),
     "AdamWScheduleFree, loops": partial(schedulefree.AdamWScheduleFree, foreach=False),
