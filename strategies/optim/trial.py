@@ -300,8 +300,8 @@ class _Result:
         changes: Change of each parameter since the start.
         values: Value of each parameter.
         states: State of each parameter.
-        common: For each process whose hyperparameters count: those of all groups, and states that belong to no
-            parameter.
+        common: For each process whose hyperparameters count: those of all groups, states that belong to no parameter,
+            and the number of elements of each group.
     """
 
     changes: list[Tensor]
@@ -410,8 +410,8 @@ class _Trial:
         """Return the results at several moments: in the middle, after the last step, and after an infinite gradient.
 
         Args:
-            whole: The results of one process, if they are known. In the middle, the copies lose states that it has not,
-                as if they went on from its checkpoint.
+            whole: The results of one process, if they are known. In the middle, the copies lose states that it has not
+                and get its numbers of elements, as if they went on from its checkpoint.
         """
         results = []
         self._call("train")
@@ -421,7 +421,7 @@ class _Trial:
                 self._call("eval")
                 results.append(self._result())
                 if whole:
-                    self._leave_out_states(whole[0].states)
+                    self._go_on_from(whole[0])
                 self._call("train")
         results.append(self._result())
         if not whole or len(results) < len(whole):
@@ -516,10 +516,14 @@ class _Trial:
         of = {id(p): own for own in self._copies for p in parameters_of(own)}
         return [[of[id(p)].state.get(p, {}) for p in pieces] for pieces in self._pieces]
 
-    def _leave_out_states(self, whole: Sequence[Any]) -> None:
-        for states, like in zip(self._states(), whole, strict=True):
+    def _go_on_from(self, whole: _Result) -> None:
+        for states, like in zip(self._states(), whole.states, strict=True):
             for state in states:
                 _leave_out(state, like)
+        groups, _, sizes = whole.common[0]
+        for own in self._copies:
+            for group, size, like, whole_size in zip(own.param_groups, _sizes(own), groups, sizes, strict=True):
+                group.update({key: like[key] for key in _counts(like, whole_size, group, size)})
 
     def _result(self) -> _Result:
         values = self._values()
@@ -529,7 +533,8 @@ class _Trial:
         ]
         heard = [self._leader] if self._leads else self._copies
         common = [
-            (hyperparameters(own), {k: s for k, s in own.state.items() if not isinstance(k, Tensor)}) for own in heard
+            (hyperparameters(own), {k: s for k, s in own.state.items() if not isinstance(k, Tensor)}, _sizes(own))
+            for own in heard
         ]
         changes = [v - s for v, s in zip(values, self._start, strict=True)]
         return _Result(changes, values, states, copy.deepcopy(common))
@@ -685,9 +690,11 @@ def _difference(one: _Result, several: _Result) -> str:
     for state, other in zip(one.states, several.states, strict=True):
         if where := _differing(state, other, one.states):
             return f"the state {where} of a parameter"
-    for groups, states in several.common:
-        for number, (group, other) in enumerate(zip(one.common[0][0], groups, strict=True)):
-            if where := _differing(group, other):
+    for groups, states, sizes in several.common:
+        pairs = zip(one.common[0][0], one.common[0][2], groups, sizes, strict=True)
+        for number, (group, size, other, other_size) in enumerate(pairs):
+            same = {key: group[key] for key in _counts(group, size, other, other_size)}
+            if where := _differing(group, {**other, **same}):
                 return f"{where} of parameter group {number}"
         if where := _differing(one.common[0][1], states):
             return f"the state {where}"
@@ -715,6 +722,20 @@ def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any], elsewhere: Sequ
         elif not _alike(one[key], other[key]):
             return repr(key)
     return ""
+
+
+def _sizes(optimizer: Optimizer) -> list[int]:
+    """Return the number of elements of the parameters of each group."""
+    return [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+
+
+def _counts(group: Mapping[str, Any], size: int, other: Mapping[str, Any], other_size: int) -> list[str]:
+    """Return the keys of hyperparameters that are the number of elements of the group, in one process and another."""
+    return [
+        key
+        for key, value in group.items()
+        if type(value) is int and value == size and type(other.get(key)) is int and other[key] == other_size
+    ]
 
 
 def _is_number(value: Any) -> bool:

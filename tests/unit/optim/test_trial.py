@@ -168,7 +168,7 @@ class WithoutClosure(SGD):
 
 
 class CountsWithTheFirst(Optimizer):
-    """As those of heavyball: nested states, and the number of steps with the first parameter of a group."""
+    """As those of heavyball: nested states, the number of elements of a group, and that of steps with its first one."""
 
     relies_on_it = False
 
@@ -182,11 +182,19 @@ class CountsWithTheFirst(Optimizer):
                 closure()
         for group in self.param_groups:
             states = [self.state[p].setdefault(0, {}) for p in group["params"]]
+            group.setdefault("elements", sum(p.numel() for p in group["params"]))
             first = states[0] if states else {}
             group["count"] = first["step"] = (first.get("step", 0) if self.relies_on_it else group["count"]) + 1
             for p, state in zip(group["params"], states, strict=True):
                 mean = state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
                 p.sub_(group["lr"] / group["count"] * mean)
+
+
+class ReliesOnTheNumber(CountsWithTheFirst):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = 1.0 / max(1, group["elements"])
 
 
 class ReliesOnTheFirst(CountsWithTheFirst):
@@ -252,6 +260,7 @@ def two_stages(optimizer: Optimizer) -> list[list[Tensor]]:
         (partial(prodigyopt.Prodigy, slice_p=3), f"Prodigy {COUPLES}"),
         (Noisy, r"Noisy draws random numbers in its step \(from torch's generator on the CPU\)"),
         (NoisyByNumpy, r"NoisyByNumpy draws random numbers in its step \(from numpy\.random\)"),
+        (ReliesOnTheNumber, f"ReliesOnTheNumber {COUPLES}"),
         (ReliesOnTheFirst, f"ReliesOnTheFirst {COUPLES}"),
         (lambda p: Around(SGD(p)), r"Around steps another optimizer \(SGD\) within its own step"),
         (NeedsClosure, r"NeedsClosure\.step needs an argument \(closure\), but each process steps its own parameters"),
