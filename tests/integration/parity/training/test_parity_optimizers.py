@@ -1,5 +1,6 @@
 """Whatever the optimizers, groups, schedulers and frozen layers: a pipeline trains what one process trains."""
 
+import itertools
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,7 @@ import pytest
 import schedulefree
 import torch
 from harness import run
-from parity import WIDTH, Small, _alike, batches, check
+from parity import WIDTH, Small, _alike, _even, batches, check, fit
 from parity_parts import Branches, Doubled, TracedAdamW, TracedSGD
 from torch import Tensor, nn, optim
 from torch.nn.functional import mse_loss
@@ -327,3 +328,57 @@ def methods() -> None:
 
 def test_methods_of_optimizers() -> None:
     run(methods, timeout_seconds=170)
+
+
+# Random numbers
+
+
+class DrawsLater(optim.SGD):
+    """Draws random numbers in its third step, and only for a parameter of a certain shape, which the trial has not."""
+
+    def __init__(self, params: Any, shape: tuple[int, ...]) -> None:
+        super().__init__(params, 0.1)
+        self.shape, self.number = shape, 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.number += 1
+        if self.number == 3 and any(p.shape == self.shape for group in self.param_groups for p in group["params"]):
+            torch.rand(1)
+        return loss
+
+
+class DrawingLater(Small):
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def configure_optimizers(self) -> Any:
+        linear = [layer for layer in self.sequential_module if isinstance(layer, nn.Linear)]
+        return DrawsLater(self.parameters(), tuple(linear[self.layer].weight.shape))
+
+
+def drawing_later() -> list[str]:
+    seen = []
+    for layer, schedule in itertools.product((0, -1), ("gpipe", "1f1b")):
+        strategy = RPCSequentialStrategy(balance=_even(Small, 2), microbatches=3, schedule=schedule)
+        models: list[DrawingLater] = []
+
+        def make(layer: int = layer, models: list[DrawingLater] = models) -> DrawingLater:
+            models.append(DrawingLater(layer))
+            return models[0]
+
+        try:
+            fit(make, strategy, 2)
+        except Exception as error:
+            seen.append(f"{len(models[0].losses)} losses, {type(error).__name__}: {error}")
+    return seen
+
+
+def test_an_optimizer_that_draws_random_numbers_late_ends_the_run() -> None:
+    """On a worker or on the driver, in the step in which it draws."""
+    seen = run(drawing_later, timeout_seconds=170)
+    assert len(seen) == 4
+    for said in seen:
+        assert "DrawsLater draws random numbers in its step (from torch's generator on the CPU)" in said, said
+        assert said.startswith(("3 losses", "4 losses")), said  # the driver notices a worker's error after its own step
