@@ -9,13 +9,15 @@ second copy of a stage. In place of tensors that have been recorded and not buil
 (:mod:`strategies.pipeline.construction`).
 """
 
+import importlib
 import io
 import pickle
+import sys
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any, ClassVar, Protocol
 
 import cloudpickle
@@ -225,7 +227,22 @@ class _Pickler(cloudpickle.Pickler):
             return _on_storage, (view, _Built(view.storage), obj.requires_grad, vars(obj))
         if is_capturing_hook(obj):  # captures run on stages without it, see strategies.common.transformers_compat
             return _no_hook, ()
+        if type(obj) is object and (place := _global_place(obj)) is not None:
+            return _global, place
         return super().reducer_override(obj)
+
+
+def _global_place(sentinel: object) -> tuple[str, str] | None:
+    """Return module and name of a plain ``object()``, which functions compare by identity; ``None`` if it has none."""
+    for module, own in [*sys.modules.items()]:
+        for name, value in [*vars(own).items()] if module != "__main__" and isinstance(own, ModuleType) else ():
+            if value is sentinel:
+                return module, name
+    return None
+
+
+def _global(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _on_storage(view: View, storage: UntypedStorage, requires_grad: bool, attributes: dict[str, Any]) -> Tensor:
