@@ -86,7 +86,7 @@ _LONGEST = (
 )
 """The files that take longest."""
 
-_LONGEST_OF_UNIT = ("test_trial", "test_rpc_sequential", "test_cli", "test_search", "test_lean")
+_LONGEST_OF_UNIT = ("test_trial", "test_rpc_sequential", "test_cli", "test_search")
 
 
 def _turn_of(item: pytest.Item) -> int:

@@ -1,9 +1,8 @@
 """``Trainer``: Lightning's ``Trainer`` with Relay's strategies, exact resumption, and a command line.
 
-``trainer`` holds the class, ``lean`` Lightning's training step without work that has no effect, ``monitor`` the
-callback ``PipelineMonitor``, ``plan_report`` what ``Trainer.plan`` says, ``cli`` the command line
-``python -m trainer``, ``resume`` the exact resumption of a run, ``report`` the page that shows one. In: arguments, or
-a configuration. Out: a run of a strategy. May import ``strategies``.
+``trainer`` holds the class, ``monitor`` the callback ``PipelineMonitor``, ``plan_report`` what ``Trainer.plan`` says,
+``cli`` the command line ``python -m trainer``, ``resume`` the exact resumption of a run, ``report`` the page that shows
+one. In: arguments, or a configuration. Out: a run of a strategy. May import ``strategies``.
 
 Names are imported on first use (PEP 562), because the import of ``Trainer`` decides which package of Lightning the
 process uses, and ``python -m trainer`` imports the classes of the configuration before.

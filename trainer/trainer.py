@@ -3,7 +3,6 @@
 import functools
 import inspect
 from collections.abc import Callable
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,15 +11,12 @@ from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
 from strategies.lightning.checks import explained_gpus
 from strategies.lightning.compat import (
-    LightningModule,
     MisconfigurationException,
-    RunningStage,
     Strategy,
     StrategyRegistry,
     check_package,
     defaults_from_env_vars,
     pl,
-    strategy_of,
 )
 from trainer.resume.loops import (
     ResumingCheckpointConnector,
@@ -53,15 +49,6 @@ def _checked(original: _Run) -> _Run:
         return original(self, *args, **kwargs)
 
     return cast(_Run, run)
-
-
-def _is_training(trainer: pl.Trainer) -> bool:
-    """Return whether a Trainer trains, which Lightning asks a dozen times a step; it compares enumerations as text."""
-    stage = trainer.state.stage
-    return stage is RunningStage.TRAINING or stage == RunningStage.TRAINING
-
-
-_NO_VALIDATION = LightningModule.validation_step
 
 
 class Trainer(pl.Trainer):
@@ -112,25 +99,6 @@ class Trainer(pl.Trainer):
         )
         self._logger_connector = ResumingLoggerConnector(self)
         self._checkpoint_connector = ResumingCheckpointConnector(self)
-
-    # Lightning reads these dozens of times a step, through Python functions that read one another.
-    training = cast(property, pl.Trainer.training).getter(_is_training)
-    strategy: Any = property(strategy_of)
-    lightning_module: Any = property(attrgetter("strategy.lightning_module"))
-    precision_plugin: Any = property(attrgetter("strategy.precision_plugin"))
-    lr_scheduler_configs: Any = property(attrgetter("strategy.lr_scheduler_configs"))
-    num_training_batches: Any = property(attrgetter("fit_loop.max_batches"))
-    current_epoch: Any = property(attrgetter("fit_loop.epoch_progress.current.completed"))
-
-    @property
-    def enable_validation(self) -> bool:
-        """Whether validation runs during training; Lightning asks in every step."""
-        step = getattr(self.lightning_module, "validation_step", None)
-        return getattr(step, "__func__", None) is not _NO_VALIDATION and bool(super().enable_validation)
-
-    @property
-    def _results(self) -> Any:
-        return self.fit_loop._results if _is_training(self) else super()._results
 
     def plan(
         self,

@@ -15,17 +15,14 @@ it.
 """
 
 import copy
-import dis
-import hashlib
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -66,11 +63,6 @@ def other_package() -> str | None:
     return next((name for name in _FABRIC_OF if name != PACKAGE and name in sys.modules), None)
 
 
-def is_of_lightning(module: str) -> bool:
-    """Return whether the name of a module is one of the package of Lightning that this process uses."""
-    return f"{module}.".startswith(f"{PACKAGE}.")
-
-
 def explain_other_package(cls: type) -> str | None:
     """Return why a class cannot be used in this process, if it derives from the other package's classes only."""
     roots = {base.__module__.partition(".")[0] for base in cls.__mro__}
@@ -106,9 +98,7 @@ Callback = pl.callbacks.Callback
 CheckpointIO = fabric.plugins.CheckpointIO
 ClosureResult = pl.loops.optimization.automatic.ClosureResult
 ClusterEnvironment = fabric.plugins.ClusterEnvironment
-Closure = pl.loops.optimization.automatic.Closure
 CombinedLoader = pl.utilities.combined_loader.CombinedLoader
-DataHooks = pl.core.hooks.DataHooks
 DummyLogger = pl.loggers.logger.DummyLogger
 DoublePrecision = pl.plugins.precision.DoublePrecision
 GradientAccumulationScheduler = pl.callbacks.GradientAccumulationScheduler
@@ -129,7 +119,6 @@ Precision = pl.plugins.Precision
 Profiler = pl.profilers.Profiler
 PyTorchProfiler = pl.profilers.PyTorchProfiler
 RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
-RunningStage = pl.trainer.states.RunningStage
 SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 Strategy = pl.strategies.Strategy
@@ -165,7 +154,6 @@ GPUS_MISSING = "But your machine only has"
 
 # Private names
 
-AutomaticOptimization = pl.loops.optimization.automatic._AutomaticOptimization
 CheckpointConnector = _connectors.checkpoint_connector._CheckpointConnector
 DataFetcher = pl.loops.fetchers._DataFetcher
 DataLoaderIterDataFetcher = pl.loops.fetchers._DataLoaderIterDataFetcher
@@ -234,108 +222,8 @@ def backend_of(strategy: Strategy) -> str:
 # Trainer and loops
 
 
-def hook_calls() -> Any:
-    """Return the module whose functions call the hooks of the model, of callbacks and of the strategy."""
-    return pl.trainer.call
-
-
-CURRENT_HOOK = "_current_fx_name"
-"""The attribute of a model with the name of the hook that is being called."""
-
-current_hook = attrgetter("_current_fx_name")
-"""Returns the name of the model's hook that is being called, for a model."""
-
 trainer_of = attrgetter("_trainer")
 """Returns the Trainer of a model, or ``None``."""
-
-strategy_of = attrgetter("_accelerator_connector.strategy")
-"""Returns the strategy of a Trainer."""
-
-datamodule_with_hooks = attrgetter("_data_connector._datahook_selector.datamodule")
-"""Returns the data module of a Trainer whose hooks of batches run in place of the model's, or ``None``."""
-
-call_batch_hook = LightningModule._call_batch_hook
-"""Calls a hook of batches, of a model or of its data module."""
-
-
-def empty_hooks() -> frozenset[Any]:
-    """Return the functions of Lightning's classes that do nothing, which a hook is if nobody has overridden it."""
-    classes = {cls for base in (LightningModule, Callback, Strategy) for cls in base.__mro__}
-    own = (value for cls in classes if is_of_lightning(cls.__module__) for value in vars(cls).values())
-    return frozenset(value for value in own if isinstance(value, FunctionType) and _does_nothing(value))
-
-
-def _does_nothing(function: FunctionType) -> bool:
-    names = {"RESUME", "NOP"}
-    done = [(each.opname, each.argval) for each in dis.get_instructions(function) if each.opname not in names]
-    return done in ([("LOAD_CONST", None), ("RETURN_VALUE", None)], [("RETURN_CONST", None)])
-
-
-_REPLACED: tuple[Any, ...] = (
-    pl.trainer.call._call_callback_hooks,
-    pl.trainer.call._call_lightning_module_hook,
-    pl.trainer.call._call_strategy_hook,
-    cast(property, pl.loops.loop._Loop.restarting).fset,
-    pl.loops.utilities._is_max_limit_reached,
-    _connectors.logger_connector.result,
-    _connectors.data_connector._DataHookSelector.get_instance,
-    fabric.utilities.apply_func.apply_to_collection,
-    fabric.utilities.apply_func.move_data_to_device,
-    AutomaticOptimization._training_step,
-    Closure.__call__,
-    Closure.closure,
-    ClosureResult.__post_init__,
-    ClosureResult._clone_loss,
-    ClosureResult.from_training_step_output,
-    DataHooks.on_after_batch_transfer,
-    DataHooks.on_before_batch_transfer,
-    DataHooks.transfer_batch_to_device,
-    LightningModule.backward,
-    LightningModule.clip_gradients,
-    LightningModule.configure_gradient_clipping,
-    LightningModule.optimizer_zero_grad,
-    LoggerConnector.log_metrics,
-    LoggerConnector.metrics,
-    LoggerConnector.on_batch_end,
-    LoggerConnector.update_train_step_metrics,
-    PassThroughProfiler.start,
-    PassThroughProfiler.stop,
-    Precision.backward,
-    Precision.clip_gradients,
-    Precision.post_backward,
-    Precision.pre_backward,
-    Precision.train_step_context,
-    Profiler.profile,
-    Strategy.backward,
-    TrainingEpochLoop._accumulated_batches_reached,
-    TrainingEpochLoop._is_training_done,
-    TrainingEpochLoop._on_after_fetch,
-    TrainingEpochLoop._on_before_fetch,
-    TrainingEpochLoop._should_accumulate,
-    TrainingEpochLoop._update_learning_rates,
-    TrainingEpochLoop.update_lr_schedulers,
-    call_batch_hook,
-    is_param_in_hook_signature,
-)
-KNOWN_SOURCES = "2f0a17b66c03d86dd566dfb27705ddf97ecffa25aab3d3e628beda42e05126da"
-"""What :func:`replaced_sources` returns for version 2.6.6."""
-
-
-@cache
-def has_known_sources() -> bool:
-    """Return whether Lightning's functions that :mod:`trainer.lean` stands in for are those that it was written for."""
-    try:
-        return replaced_sources() == KNOWN_SOURCES
-    except (OSError, TypeError):  # installed without sources
-        return False
-
-
-def replaced_sources() -> str:
-    """Return the hash of the sources of what :mod:`trainer.lean` stands in for."""
-    sources = "".join(inspect.getsource(inspect.unwrap(getattr(each, "fget", each))) for each in _REPLACED)
-    for name in (PACKAGE, _FABRIC_OF[PACKAGE]):  # in which the two packages of Lightning differ
-        sources = sources.replace(name, "")
-    return hashlib.sha256(sources.encode()).hexdigest()
 
 
 def run_stage_function() -> Callable[..., Any]:

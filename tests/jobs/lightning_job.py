@@ -8,7 +8,6 @@ import torch
 from lightning_models import Count, Data, Net
 
 from strategies import RPCSequentialStrategy
-from strategies.lightning import compat
 from trainer import Trainer
 
 WAYS = {
@@ -44,7 +43,6 @@ def main(path: str, *ways: str) -> None:
         }
     assert not [name for name in sys.modules if name.startswith(("pytorch_lightning", "lightning_fabric"))]
     if trainer.is_global_zero:
-        outcomes["sources"] = compat.PACKAGE, compat.replaced_sources()
         torch.save(outcomes, path)
 
 

@@ -20,8 +20,6 @@ from typing import TypeAlias
 import pytest
 from paths import ROOT
 
-from strategies.lightning import compat
-
 _TORCH_COMPAT = Path("strategies/common/torch_compat.py")
 _LIGHTNING_COMPAT = Path("strategies/lightning/compat.py")
 _TRANSFORMERS_COMPAT = Path("strategies/common/transformers_compat.py")
@@ -127,36 +125,12 @@ _IN_TORCH_COMPAT = {
 _FABRIC, _LIGHTNING = "lightning_fabric", "pytorch_lightning"
 _RESULT = f"{_LIGHTNING}.trainer.connectors.logger_connector.result"
 
-_LEAN = "leave out work without effect in a step"
 _IN_LIGHTNING_COMPAT = {
-    f"{_LIGHTNING}.loops.optimization.automatic._AutomaticOptimization": _LEAN,
-    f"{_LIGHTNING}.trainer.call._call_callback_hooks": _LEAN,
-    f"{_LIGHTNING}.trainer.call._call_lightning_module_hook": _LEAN,
-    f"{_LIGHTNING}.trainer.call._call_strategy_hook": _LEAN,
-    f"{_LIGHTNING}.LightningModule._current_fx_name": _LEAN,
-    f"{_LIGHTNING}.Trainer._accelerator_connector": _LEAN,
-    f"{_LIGHTNING}.LightningModule._call_batch_hook": _LEAN,
-    f"{_LIGHTNING}.LightningModule._trainer": _LEAN,
-    f"{_LIGHTNING}.Trainer._data_connector": _LEAN,
-    f"{_LIGHTNING}.loops._EvaluationLoop": _LEAN,
+    f"{_LIGHTNING}.LightningModule._trainer": "connect a model to a Trainer for a plan",
+    f"{_LIGHTNING}.Trainer._data_connector": "connect a model to a Trainer for a plan",
+    f"{_LIGHTNING}.loops._EvaluationLoop": "resume a run",
+    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._should_accumulate": "tell when nothing is logged",
     f"{_LIGHTNING}.loops._EvaluationLoop._has_run": "resume a run",
-    f"{_LIGHTNING}.loops.loop._Loop": _LEAN,
-    f"{_LIGHTNING}.loops.optimization.automatic.ClosureResult._clone_loss": _LEAN,
-    f"{_LIGHTNING}.loops.optimization.automatic._AutomaticOptimization._training_step": _LEAN,
-    **{
-        f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop.{name}": _LEAN
-        for name in (
-            "_accumulated_batches_reached",
-            "_is_training_done",
-            "_on_after_fetch",
-            "_on_before_fetch",
-            "_should_accumulate",
-            "_update_learning_rates",
-        )
-    },
-    f"{_LIGHTNING}.loops.utilities._is_max_limit_reached": _LEAN,
-    f"{_LIGHTNING}.trainer.connectors.data_connector._DataConnector._datahook_selector": _LEAN,
-    f"{_LIGHTNING}.trainer.connectors.data_connector._DataHookSelector": _LEAN,
     f"{_FABRIC}.utilities.distributed._DatasetSamplerWrapper": "find the user's sampler in a resumed run",
     f"{_FABRIC}.utilities.distributed._destroy_dist_connection": "end an NCCL group at exit",
     f"{_FABRIC}.utilities.distributed._distributed_is_initialized": "tell whether replicas are connected",
@@ -243,19 +217,6 @@ _IN_TRANSFORMERS_COMPAT = {
 
 _AUTOMATIC = f"{_LIGHTNING}.loops.optimization.automatic._AutomaticOptimization"
 _EXTENDED = {
-    f"{_AUTOMATIC}._make_backward_fn": _LEAN,
-    f"{_AUTOMATIC}._make_closure": _LEAN,
-    f"{_AUTOMATIC}._on_before_zero_grad": _LEAN,
-    f"{_AUTOMATIC}._optimizer_step": _LEAN,
-    f"{_AUTOMATIC}._optimizer_zero_grad": _LEAN,
-    f"{_AUTOMATIC}._training_step": _LEAN,
-    f"{_LIGHTNING}.loops.optimization.automatic.Closure._result": _LEAN,
-    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._build_kwargs": _LEAN,
-    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._is_training_done": _LEAN,
-    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._on_after_fetch": _LEAN,
-    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._on_before_fetch": _LEAN,
-    f"{_LIGHTNING}.loops.training_epoch_loop._TrainingEpochLoop._should_accumulate": _LEAN,
-    f"{_RESULT}._ResultCollection._extract_batch_size": _LEAN,
     "argparse._ActionsContainer._actions": "list the keys of a configuration",
     "jsonargparse._core.ArgumentParser._subcommands_action": "list the keys of a configuration",
     f"{_LIGHTNING}.cli.LightningCLI._add_instantiators": "tell which constructor has refused its arguments",
@@ -291,7 +252,6 @@ _EXTENDED = {
     ),
     f"{_LIGHTNING}.trainer.trainer.Trainer._checkpoint_connector": "resume a run",
     f"{_LIGHTNING}.trainer.trainer.Trainer._logger_connector": "resume a run",
-    f"{_LIGHTNING}.trainer.trainer.Trainer._results": _LEAN,
     f"{_COMBINED}._iterator": "resume several loaders",
     f"{_COMBINED}._limits": "resume several loaders",
     f"{_COMBINED}._mode": "resume several loaders",
@@ -343,14 +303,6 @@ def test_the_package_lightning_has_the_same_private_names() -> None:
     paths = [_in_lightning(path) for path in (*_IN_LIGHTNING_COMPAT, *_EXTENDED)]
     assert any(path.startswith("lightning.fabric.") for path in paths)
     assert not [path for path in paths if not _exists(path)], f"lightning {version('lightning')} has another name"
-
-
-def test_lightning_has_the_sources_that_lean_functions_stand_for() -> None:
-    """The package ``lightning`` too, as ``test_import_lightning.py`` asserts."""
-    assert (compat.PACKAGE, compat.replaced_sources()) == (_LIGHTNING, compat.KNOWN_SOURCES), (
-        f"{_LIGHTNING} {version(_LIGHTNING)} has changed a function that trainer/lean.py stands in for. Until "
-        "the two are compared and KNOWN_SOURCES is set anew, Lightning's own functions run, at their cost."
-    )
 
 
 def _in_lightning(path: str) -> str:

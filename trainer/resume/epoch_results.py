@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
-from strategies.lightning.compat import ResultMetadata, ResultMetric, ResultSync, metric_defaults
-from trainer.lean import LeanResults
+from strategies.lightning.compat import ResultCollection, ResultMetadata, ResultMetric, ResultSync, metric_defaults
 
 _ARGUMENTS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 
 
-class ResumableResults(LeanResults):
+class ResumableResults(ResultCollection):
     """Lightning's logged values of training, whose sums can be saved. Metrics of torchmetrics save their own state."""
 
     def __init__(self) -> None:

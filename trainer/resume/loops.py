@@ -15,22 +15,23 @@ from strategies.lightning.compat import (
     DataLoaderIterDataFetcher,
     DataLoaderSource,
     FitLoop,
+    LoggerConnector,
     PossibleUserWarning,
     PrefetchDataFetcher,
     Trainer,
     TrainerFn,
+    TrainingEpochLoop,
     combined_mode,
     forget_validation,
     update_callback_metrics,
 )
-from trainer.lean import LeanEpochLoop, LeanLoggerConnector
 from trainer.resume.combined_loader import ResumableLoader
 from trainer.resume.epoch_results import ResumableResults
 from trainer.resume.loader import Resumption
 from trainer.resume.random_state import cuda_random_state, plain, random_state, set_cuda_random_state, set_random_state
 
 
-class ResumingEpochLoop(LeanEpochLoop):
+class ResumingEpochLoop(TrainingEpochLoop):
     """Lightning's loop over the batches of an epoch; a resumed run first finishes the last batch.
 
     A checkpoint is often written in ``on_train_batch_end``. Lightning would then skip the validation that was due after
@@ -38,7 +39,7 @@ class ResumingEpochLoop(LeanEpochLoop):
     """
 
     def __init__(self, trainer: Trainer, min_steps: int | None, max_steps: int) -> None:
-        super().__init__(trainer, min_steps, max_steps)
+        super().__init__(trainer, min_steps=min_steps, max_steps=max_steps)
         self._results: ResumableResults = ResumableResults()
         self.finishes_batch = self.loader_resumes = False
 
@@ -254,7 +255,7 @@ class ResumingFitLoop(FitLoop):
         return int(total.processed)
 
 
-class ResumingLoggerConnector(LeanLoggerConnector):
+class ResumingLoggerConnector(LoggerConnector):
     """Lightning's logger connector, which is called between the hooks of an epoch's end and the schedulers' steps."""
 
     def on_epoch_end(self) -> None:

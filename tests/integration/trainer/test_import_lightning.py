@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 import torch
 from harness import run
 from paths import PYTHONPATH, ROOT
-
-from strategies.lightning.compat import KNOWN_SOURCES
 
 CONFIG = """
 model: lightning_models.Net
@@ -59,13 +56,6 @@ def check(outcome: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
 def test_a_pipeline_equals_one_process(way: str, outcomes: dict[str, Any]) -> None:
     assert outcomes["one process"]["steps"] == 8
     check(outcomes[way], outcomes["one process"])
-
-
-def test_the_package_has_the_sources_that_lean_functions_stand_for(outcomes: dict[str, Any]) -> None:
-    assert outcomes["sources"] == ("lightning.pytorch", KNOWN_SOURCES), (
-        f"lightning {version('lightning')} has changed a function that trainer/lean.py stands in for. Until the "
-        "two are compared and KNOWN_SOURCES is set anew, Lightning's own functions run, at their cost."
-    )
 
 
 @pytest.mark.slow

@@ -3,10 +3,14 @@
 import inspect
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -298,3 +302,41 @@ def test_hooks_of_a_resumed_epoch_see_that_it_restarts(tmp_path: Path) -> None:
     lightnings, _ = trained(pl.Trainer, tmp_path / "pytorch_lightning.trainer.trainer.ckpt")
     assert resumed == lightnings and ("epoch end", True) in resumed
     assert own == rate  # Lightning leaves out the scheduler at the end of the resumed epoch
+
+
+class CountsCalls(BoringModel):
+    """Counts the functions written in Python that each training step calls, the loop's included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.marks = 0, []
+
+    def on_train_start(self) -> None:
+        sys.setprofile(self._follow)
+
+    def on_train_end(self) -> None:
+        sys.setprofile(None)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        self.marks.append(self.count)
+        return super().training_step(batch, batch_idx)
+
+    def _follow(self, frame: FrameType, event: str, argument: Any) -> None:
+        self.count += event == "call"
+
+
+def calls_of_a_step(make: Callable[..., pl.Trainer], tmp_path: Path) -> float:
+    model = CountsCalls()
+    options = {"max_steps": 20, "limit_val_batches": 0, "enable_progress_bar": False, "enable_model_summary": False}
+    try:
+        make(default_root_dir=tmp_path, **options, **QUIET).fit(model)
+    finally:
+        sys.setprofile(None)
+    return median(after - before for before, after in pairwise(model.marks[5:]))
+
+
+def test_a_step_costs_little_more_than_lightnings(tmp_path: Path) -> None:
+    """Times are measured by ``python -m benchmarks trainer_overhead``, whose goal is 1.15; calls do not vary."""
+    lightnings = calls_of_a_step(pl.Trainer, tmp_path)
+    assert lightnings > 0
+    assert calls_of_a_step(Trainer, tmp_path) / lightnings <= 1.05
