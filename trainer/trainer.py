@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,6 +13,7 @@ from strategies.lightning.checkpoints import load_as_relay
 from strategies.lightning.checks import explained_gpus
 from strategies.lightning.compat import (
     MisconfigurationException,
+    RunningStage,
     Strategy,
     StrategyRegistry,
     check_package,
@@ -49,6 +51,12 @@ def _checked(original: _Run) -> _Run:
         return original(self, *args, **kwargs)
 
     return cast(_Run, run)
+
+
+def _is_training(trainer: pl.Trainer) -> bool:
+    """Return whether a Trainer trains, which Lightning asks a dozen times a step; it compares enumerations as text."""
+    stage = trainer.state.stage
+    return stage is RunningStage.TRAINING or stage == RunningStage.TRAINING
 
 
 class Trainer(pl.Trainer):
@@ -99,6 +107,14 @@ class Trainer(pl.Trainer):
         )
         self._logger_connector = ResumingLoggerConnector(self)
         self._checkpoint_connector = ResumingCheckpointConnector(self)
+
+    # Lightning reads these dozens of times a step, through Python functions that read one another.
+    training = cast(property, pl.Trainer.training).getter(_is_training)
+    lightning_module: Any = property(attrgetter("strategy.lightning_module"))
+    precision_plugin: Any = property(attrgetter("strategy.precision_plugin"))
+    lr_scheduler_configs: Any = property(attrgetter("strategy.lr_scheduler_configs"))
+    num_training_batches: Any = property(attrgetter("fit_loop.max_batches"))
+    current_epoch: Any = property(attrgetter("fit_loop.epoch_progress.current.completed"))
 
     def plan(
         self,

@@ -58,7 +58,7 @@ def generator_states() -> dict[str, Any]:
 
     To be compared by :func:`used_since`. Takes about 15 µs.
     """
-    bits = np.random.get_bit_generator()
+    bits = np.random.mtrand.get_bit_generator()
     is_twister = isinstance(bits, np.random.MT19937)
     gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return {

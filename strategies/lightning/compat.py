@@ -119,6 +119,7 @@ Precision = pl.plugins.Precision
 Profiler = pl.profilers.Profiler
 PyTorchProfiler = pl.profilers.PyTorchProfiler
 RegisterRecordFunction = pl.profilers.pytorch.RegisterRecordFunction
+RunningStage = pl.trainer.states.RunningStage
 SLURMEnvironment = fabric.plugins.environments.SLURMEnvironment
 StochasticWeightAveraging = pl.callbacks.StochasticWeightAveraging
 Strategy = pl.strategies.Strategy
