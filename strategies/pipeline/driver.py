@@ -11,7 +11,7 @@ Between :meth:`Pipeline.start` and :meth:`Pipeline.close`, calling the ``nn.Sequ
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -304,7 +304,8 @@ class Pipeline(NotCopyable):
 
     def _forward(self, input: Any) -> Any:
         """The module's forward function while the pipeline runs."""
-        self._bypass.note_call()
+        if not self._bypass.has_run:
+            self._bypass.note_call()
         self.on_call()
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
@@ -313,7 +314,8 @@ class Pipeline(NotCopyable):
 
     def _run_blocks(self, value: Value, find_rows: FindRows) -> Any:
         """Run recorded calls of blocks: those of one micro-batch, or those of a batch, which is split if possible."""
-        self._bypass.note_call()
+        if not self._bypass.has_run:
+            self._bypass.note_call()
         self.on_call()
         running = self._usable()
         steps = running.per_microbatch.steps if running.per_microbatch else None
@@ -344,7 +346,7 @@ class Pipeline(NotCopyable):
         Raises:
             RuntimeError: If no step so far has called the layers, but this one has computed with their weights here.
         """
-        with self._bypass.watching():
+        with nullcontext() if self._bypass.has_run else self._bypass.watching():
             if self._blocks is None or repeat is None:
                 yield
             else:

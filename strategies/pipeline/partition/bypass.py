@@ -29,12 +29,14 @@ class BypassCheck:
 
     def __init__(self, layers: Pipelined, path: str) -> None:
         self._layers, self._path = layers, path
-        self._has_run = self._is_watching = False
+        self._is_watching = False
+        self.has_run = False
+        """Whether a step has called the layers, so that nothing is left to be looked at."""
         self._used = ""
 
     def note_call(self) -> None:
         """The model calls the layers, as a whole or block by block."""
-        self._has_run |= self._is_watching
+        self.has_run |= self._is_watching
 
     def note_use(self, what: str, in_pass: bool) -> None:
         """An operation on the driver combines a parameter or buffer of a worker with another tensor.
@@ -46,7 +48,7 @@ class BypassCheck:
         Raises:
             RuntimeError: If they cannot, and no step has called the layers.
         """
-        if not self._is_watching or self._has_run:
+        if not self._is_watching or self.has_run:
             return
         self._used = self._used or what
         if in_pass:
@@ -64,15 +66,12 @@ class BypassCheck:
             RuntimeError: If the step has computed with the weights of the layers in this process, and neither this nor
                 an earlier step has called the layers.
         """
-        if self._has_run:
-            yield
-            return
         self._is_watching, self._used = True, ""
         try:
             yield
         finally:
             self._is_watching = False
-        if self._used and not self._has_run:
+        if self._used and not self.has_run:
             raise self._refusal()
 
     def _refusal(self, more: str = "") -> RuntimeError:
