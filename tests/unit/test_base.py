@@ -27,11 +27,11 @@ def prepared(strategy: Any, devices: int) -> tuple[Trainer, Any]:
 def test_a_lost_worker_is_the_first_error() -> None:
     """The checkpoint could not be written because of it; ``max_restarts`` is for lost workers only."""
 
-    def finish() -> None:
+    def close() -> None:
         raise WorkerLost("stage 0 was killed by signal 9")
 
     _, strategy = prepared(RPCSequentialStrategy([1, 1], async_save=True), 2)
-    strategy._pipeline = SimpleNamespace(finish=finish)
+    strategy._pipeline = SimpleNamespace(close=close)
     with pytest.raises(WorkerLost, match="stage 0"), pytest.warns(match="A checkpoint could not be saved .*No space"):
         strategy.teardown()
 

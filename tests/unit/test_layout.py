@@ -191,10 +191,6 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/worker/process.py": ["integration/launch/test_fork_server.py", "faults/test_faults.py"],
     "strategies/pipeline/worker/serve.py": ["integration/replicas/test_launch.py", "faults/test_rank_recovery.py"],
     "strategies/pipeline/worker/setup.py": ["unit/pipeline/worker/test_hosted.py"],
-    "strategies/pipeline/worker/wiring.py": [
-        "unit/pipeline/worker/test_hosted.py",
-        "unit/pipeline/state/test_stage_state.py",
-    ],
     "strategies/remote/client.py": ["integration/remote/test_remote_module.py"],
     "strategies/remote/commands.py": [
         "unit/remote/test_module_commands.py",

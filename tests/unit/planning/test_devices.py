@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -85,7 +84,7 @@ def ours(table: ActionTable) -> list[list[Operation]]:
     """The posting order of a table whose last process is the driver, without the driver's code."""
     tables = Timetables(lambda m: table, Placement.of(table))
     whole = tables.training[1 + max(action.microbatch for action in table[0])]
-    return posting_order(replace(whole, driver=list(whole.rows[-1])), len(tables.rank_of))
+    return posting_order(whole.rows, len(tables.rank_of))
 
 
 CROSSING = rows_of(

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from strategies.pipeline import NoChunk
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.layers import Layers, PassContext, num_recomputed
 from strategies.pipeline.stage.microbatch.split import merge, pack_objects, split, unpack_objects
@@ -50,7 +51,9 @@ class Chain:
         cuts = zip(cut(module, balance), pairwise(forward), pairwise(backward), strict=True)
         for i, (layers, ports, grads) in enumerate(cuts):
             chunk = Layers(layers, layers.spans[0].start, CPU)
-            self.stages.append(Stage({i: Chunk(chunk, Ports(ports[0], ports[1], grads[1], grads[0]))}))
+            self.stages.append(
+                Stage({i: Chunk(chunk, Ports(ports[0], ports[1], grads[1], grads[0]))}, Edges(0, [0], None))
+            )
 
     def run(self, input: Any, number: int) -> tuple[Any, list[Tensor]]:
         """The output, and the gradient of the sum of its squares for the tensor in the input that wants one."""
