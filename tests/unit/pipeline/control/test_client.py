@@ -120,7 +120,7 @@ def test_the_version_changes_with_commands_that_may_change_values(wire: Wire) ->
     remote.ask(StageCommands.num_kept)
     assert remote.version == 0
     remote.send(StageCommands.zero_grad, 0, True)
-    remote.ask(StageCommands.average_grads, None)
+    remote.ask(StageCommands.scale_grads, 0, torch.tensor(2.0))
     assert remote.version == 2
 
 

@@ -14,6 +14,7 @@ from schedule_choices import CHOICES
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.operations import (
     Computation,
+    DeviceOperation,
     Meeting,
     Operation,
     Post,
@@ -21,9 +22,9 @@ from strategies.pipeline.schedule.operations import (
     edge_from,
     edge_to,
 )
-from strategies.pipeline.schedule.posting import posting_order, with_meetings
+from strategies.pipeline.schedule.posting import direct_order, posting_order, with_meetings
 from strategies.pipeline.schedule.running_order import sources_of
-from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop, needs_of
+from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop, needs_of, one_f_one_b
 from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order
 from strategies.planning.devices import check_runs, for_all, per_pair
 from strategies.planning.search import LayerCosts, ModelCosts, search
@@ -44,6 +45,11 @@ def num_chunks(name: str) -> int:
     """Return how many chunks each process has."""
     choice = SEVERAL_CHUNKS[name]
     return int(choice.get("chunks_per_stage", SCHEDULES[choice["schedule"]].chunks[1]))
+
+
+def posted(timetable: Timetable, num_stages: int) -> list[list[DeviceOperation]]:
+    """Return what each process posts in a pass, the driver with the user's code."""
+    return posting_order([*timetable.rows[:-1], timetable.driver], num_stages)
 
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
@@ -155,12 +161,12 @@ def early(rows: Sequence[Sequence[Operation]]) -> list[tuple[int, int, int]]:
 def test_the_order_of_1f1b() -> None:
     timetable = Settings(schedule="1f1b").timetables(2).training[3]
     without_code = replace(timetable, driver=list(timetable.rows[-1]))
-    assert [" ".join(map(repr, row)) for row in posting_order(without_code, 2)] == [
+    assert [" ".join(map(repr, row)) for row in posted(without_code, 2)] == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2",
         "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
     ]
-    first, *_, last = posting_order(timetable, 2)[1]
-    assert repr(posting_order(timetable, 2)[1][:4]) == "[b0, codeSEND_F0, b1, codeSEND_F1]"
+    first, *_, last = posted(timetable, 2)[1]
+    assert repr(posted(timetable, 2)[1][:4]) == "[b0, codeSEND_F0, b1, codeSEND_F1]"
     assert (first, last) == (UserCode("b", 0), UserCode("a", 2))
 
 
@@ -170,7 +176,7 @@ def test_tables_run_on_devices_in_the_worst_case(name: str) -> None:
         tables = Settings(**CHOICES[name]).timetables(p)
         num = len(tables.rank_of)
         for timetable in passes(tables, m):
-            rows = posting_order(timetable, num)
+            rows = posted(timetable, num)
             if m < 4:
                 check_complete(rows, timetable, num)
             check_runs(rows)
@@ -193,7 +199,7 @@ def test_both_ways_to_check_an_order_agree(name: str) -> None:
     draw, tables = random.Random(0), Settings(**CHOICES[name]).timetables(3)
     refused = []
     for timetable in passes(tables, 4):
-        order = posting_order(timetable, len(tables.rank_of))
+        order = posted(timetable, len(tables.rank_of))
         for _ in range(60):
             rows = [list(row) for row in order]
             row = draw.choice(rows)
@@ -222,7 +228,7 @@ def test_all_tables_run_on_devices_in_the_worst_case(p: int, some: bool) -> None
             # Schedules of one placement share the timetable of evaluation passes.
             each = {id(timetable): (timetable, tables) for tables in usual for timetable in passes(tables, m)}
             for timetable, tables in each.values():
-                check_runs_in_turn(posting_order(timetable, len(tables.rank_of)))
+                check_runs_in_turn(posted(timetable, len(tables.rank_of)))
     finally:
         gc.enable()
 
@@ -233,7 +239,7 @@ def check_in_turn(name: str, p: int, microbatches: Iterable[int]) -> None:
     try:
         for m in microbatches:
             for timetable in passes(tables, m):
-                check_runs_in_turn(posting_order(timetable, len(tables.rank_of)))
+                check_runs_in_turn(posted(timetable, len(tables.rank_of)))
     finally:
         gc.enable()
 
@@ -260,7 +266,7 @@ def test_the_largest_tables_run_on_independent_streams(name: str) -> None:
     """16 processes and 64 micro-batches, where posting a receive waits for its header."""
     tables = Settings(**CHOICES[name]).timetables(16)
     for timetable in passes(tables, 64):
-        check_runs(posting_order(timetable, len(tables.rank_of)), independent_streams=True)
+        check_runs(posted(timetable, len(tables.rank_of)), independent_streams=True)
 
 
 @pytest.mark.parametrize("name", CHOICES)
@@ -270,7 +276,7 @@ def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> Non
         tables = Settings(**CHOICES[name]).timetables(p)
         table = tables.training[m].rows
         least = simulate(table, ActionCosts(backward=2.0)).total_time
-        rows = posting_order(tables.training[m], len(tables.rank_of))
+        rows = posted(tables.training[m], len(tables.rank_of))
         assert check_runs(rows, independent_streams=True, seconds=seconds) == least
         assert check_runs(rows, independent_streams=True, posting_seconds=seconds) == least
         assert check_runs(rows, seconds=seconds) >= least
@@ -281,7 +287,7 @@ def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name
     """A receive that is posted before an earlier action closes a circle, or leaves its order, if it is not."""
     for p, m in ((2, 4), (3, 7), (4, 8)):
         tables = Settings(**CHOICES[name]).timetables(p)
-        rows = posting_order(tables.training[m], len(tables.rank_of))
+        rows = posted(tables.training[m], len(tables.rank_of))
         num = sum(isinstance(operation, Post) for row in rows for operation in row) // 2
         moved = early(rows)
         assert len(moved) < num / 2
@@ -295,7 +301,7 @@ def test_forward_passes_of_a_line_need_no_early_receive() -> None:
     """If the driver's inputs do not travel: a stage sends, then receives, and so on."""
     timetable = Settings(schedule="1f1b").timetables(4).forward[9]
     timetable = replace(timetable, driver=list(timetable.rows[-1]))
-    assert not early(posting_order(timetable, 4))
+    assert not early(posted(timetable, 4))
 
 
 def random_table(processes: int, chunks: int, m: int, seed: int) -> ActionTable:
@@ -340,7 +346,7 @@ def test_tables_of_users_run_whatever_their_order(seeds: range) -> None:
         tables = Timetables(partial(_given, table), Placement.of(table))
         num, m = len(tables.rank_of), 2 + seed % 5
         for timetable in passes(tables, m):
-            rows = posting_order(timetable, num)
+            rows = posted(timetable, num)
             check_complete(rows, timetable, num)
             check_runs(rows)
 
@@ -350,7 +356,7 @@ def test_orders_that_a_search_finds_run() -> None:
     for limit in (None, 9.0):
         plan = search(costs, 3, [8], effort=20_000, memory_limit_bytes=limit)
         tables = Timetables(partial(_given, plan.table), plan.placement)
-        check_runs(posting_order(tables.training[8], len(tables.rank_of)))
+        check_runs(posted(tables.training[8], len(tables.rank_of)))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1-2", "zbv"])
@@ -372,7 +378,7 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
             moved = [Meeting(f"gradient {number} {replica} {r}", (own[r], own[-1])) for r in range(p - 1)]
             whole: list[list[Operation]] = with_meetings([[] for _ in range(2 * p)], shared)
             for timetable in (tables.forward[m], *trains):
-                for r, row in zip(own, posting_order(timetable, num), strict=True):
+                for r, row in zip(own, posted(timetable, num), strict=True):
                     whole[r] += [
                         operation._replace(peer=own[operation.peer]) if isinstance(operation, Post) else operation
                         for operation in row
@@ -390,3 +396,11 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
     rows[0].remove(Meeting("average 1 0", (0, p)))
     with pytest.raises(ValueError, match="process 0 does not take part in average 1 0"):
         check_runs(rows)
+
+
+def test_sends_that_do_not_wait_are_directly_beside_their_computations() -> None:
+    assert [" ".join(map(repr, row)) for row in direct_order(one_f_one_b(3, 2), 3)] == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
+        "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1",
+        "2RECV_F0 2F0 2B0 2SEND_B0 2RECV_F1 2F1 2B1 2SEND_B1",
+    ]

@@ -7,7 +7,7 @@ import pytest
 from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.schedule.operations import UserCode
+from strategies.pipeline.schedule.operations import Result, UserCode
 from strategies.pipeline.schedule.tables import Action, Placement, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
 from strategies.pipeline.schedule.timetable import (
     MIN_UNDER_WAY,
@@ -130,3 +130,17 @@ def test_picture_of_the_driver_row() -> None:
     simulation = simulate(one_f_one_b(3, 4), ActionCosts(backward=2, driver=DriverCosts(before=1, before_backward=1)))
     assert all(line in (driver_row.__doc__ or "") for line in render(simulation).splitlines())
     assert simulation.rows[2] == driver_row(one_f_one_b(3, 4))
+
+
+def test_rows_have_exchanges_of_ties_and_the_places_where_code_takes_outputs() -> None:
+    first, last = Timetables(lambda m: one_f_one_b(2, m), loop(2)).training[1].operations
+    assert repr([first[0], first[-1]]) == "[TIED_VALUES, TIED_GRADIENTS]" == repr([last[0], last[-1]])
+    assert not any(isinstance(operation, Result) for operation in first)
+    assert last[[*last].index(Action("F", 0, 1)) + 1] == Result(0)
+
+
+def test_backward_passes_at_once_follow_all_receives_and_precede_all_sends() -> None:
+    tables = Timetables(lambda m: gpipe(3, m), loop(3), at_once=True)
+    assert " ".join(map(repr, tables.backward[2].operations[1])) == (
+        "1RECV_B1 1RECV_B0 1B1 1B0 1SEND_B1 1SEND_B0 TIED_GRADIENTS"
+    )

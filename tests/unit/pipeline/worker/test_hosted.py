@@ -4,7 +4,6 @@ import pickle
 from typing import Any
 
 import torch
-from strategies.pipeline.worker.wiring import to_neighbours
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -13,6 +12,8 @@ from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import loop
+from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
 from strategies.pipeline.transport.interface import HostTransport
@@ -28,7 +29,7 @@ def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: Proce
         StageState.capture(own, [*own.parameters()], [optimizer]),
     )
     transport = HostTransport(group, torch.device("cpu"), wait_here)
-    return HostedStage(setup, state, to_neighbours(setup, group, transport), Activity())
+    return HostedStage(setup, state, Edges(0, ranks_of(setup.placement), transport), Activity())
 
 
 def test_what_a_gradient_scaler_sets_applies_to_one_step(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
