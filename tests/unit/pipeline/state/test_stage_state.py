@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from strategies.pipeline.worker.wiring import to_neighbours
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -18,6 +17,8 @@ from strategies.pipeline.control.operations import Layout, Operation, Reference
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import loop
+from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.carriers import InSlot
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.interface import HostTransport
@@ -56,8 +57,8 @@ def stage_of(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: Pro
 
 def started(state: StageState, group: ProcessGroup) -> HostedStage:
     setup = StageSetup(0, "cpu", False, placement=loop(2))
-    wiring = to_neighbours(setup, group, HostTransport(group, CPU, wait_here))
-    return HostedStage(setup, state, wiring, Activity())
+    edges = Edges(0, ranks_of(setup.placement), HostTransport(group, CPU, wait_here))
+    return HostedStage(setup, state, edges, Activity())
 
 
 def taken_over(slot: Slot, number: int, group: ProcessGroup) -> HostedStage:
