@@ -113,10 +113,8 @@ class Timetables:
         driver, last = self.placement.driver, self.placement.num_stages - 1
         answered = [action.microbatch for action in table[driver] if action.stage == last and action.kind != "W"]
         code = [UserCode("a", m) for m in answered]
-        with_code: list[list[Computation]] = [list(row) for row in table]
-        with_code[driver] += code
-        limit, exchange = _limit(with_code, self.placement), Tied("gradients")
-        found = _timetable(table, with_code[driver], limit, self.placement, self._order, (None, exchange))
+        limit, exchange = _limit(table, self.placement), Tied("gradients")
+        found = _timetable(table, [*table[driver], *code], limit, self.placement, self._order, (None, exchange))
         return replace(found, operations=[_at_once(row) for row in found.operations]) if self._at_once else found
 
 

@@ -71,8 +71,9 @@ class Edges:
         mail, key = self.mail[kind, e], (this.number, m, e)
         if post.way == "SEND":
             if mail.has(this.number, m):
-                value = mail.receive(this.number, m)
-                if self._senders[kind, e].send(value, this.number, m, keep=this.limit) and kind == "F":
+                # Under gpipe, the driver receives gradients of inputs after its own backward passes.
+                keep = None if (kind, e) == ("B", 0) and not this.gathers else this.limit
+                if self._senders[kind, e].send(mail.receive(this.number, m), this.number, m, keep=keep) and kind == "F":
                     self._answered.add(key)
         elif kind == "F" or key in self._answered:
             self._answered.discard(key)

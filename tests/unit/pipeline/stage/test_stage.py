@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
-from strategies.pipeline.stage.layers import Seeds, is_recomputing
+from strategies.pipeline.stage.layers import RandomStateKeeper, Seeds, is_recomputing
+from strategies.pipeline.stage.stage import Mailbox
+from strategies.pipeline.transport.channel import Arrived
 
 
 @pytest.fixture(autouse=True)
@@ -484,3 +486,34 @@ def test_statistics_that_are_not_tracked() -> None:
         output = layers(x)
     torch.testing.assert_close(output, torch.cat([plain(part) for part in x.split(3)]), rtol=1e-12, atol=1e-12)
     assert not list(layers.buffers())
+
+
+def test_a_mailbox_gives_what_was_put_in_without_its_graph() -> None:
+    x = torch.ones(2, requires_grad=True)
+    mail, copying = Mailbox(), Mailbox(copies=True)
+    for box in (mail, copying):
+        box.send((x * 2, {}), 0, 1, requires_grad=[False])
+        assert box.has(0, 1) and not box.has(0, 0)
+        value, _ = box.receive(0, 1)
+        assert not value.requires_grad and value.grad_fn is None and not box.has(0, 1)
+    copying.send(x, 0, 0)
+    assert copying.receive(0, 0).data_ptr() != x.data_ptr()
+    mail.expect(Arrived("later"), 1, 0)
+    assert mail.receive(1, 0) == "later"
+    mail.send(x, 2, 0)
+    mail.expect(Arrived(x), 2, 1)
+    mail.discard(2)
+    for m in range(2):
+        with pytest.raises(KeyError):
+            mail.receive(2, m)
+
+
+def test_random_states_are_restored_at_the_end_of_the_outermost_context() -> None:
+    keeper = RandomStateKeeper(torch.device("cpu"))
+    before = torch.get_rng_state()
+    with keeper.preserving():
+        with keeper.preserving():
+            keeper.keep()
+            torch.manual_seed(7)
+        assert torch.initial_seed() == 7
+    assert torch.equal(torch.get_rng_state(), before)

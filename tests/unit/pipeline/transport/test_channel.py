@@ -72,10 +72,12 @@ def test_values_arrive_in_order_as_they_were(ends: tuple[Sender, Receiver]) -> N
     assert not sender._under_way
 
 
-def test_whose_gradient_is_wanted_may_be_said(ends: tuple[Sender, Receiver]) -> None:
+def test_a_sender_knows_whether_gradients_come_back(ends: tuple[Sender, Receiver]) -> None:
     sender, receiver = ends
-    sender.send((torch.ones(1), torch.ones(1), torch.arange(2)), 0, 0, requires_grad=[False, True, False])
+    assert sender.send((torch.ones(1), torch.ones(1, requires_grad=True), torch.arange(2)), 0, 0)
     assert [t.requires_grad for t in receiver.receive(0, 0)] == [False, True, False]
+    assert not sender.send((torch.ones(1), torch.ones(1), torch.arange(2)), 0, 1)
+    assert [t.requires_grad for t in receiver.begin(0, 1).value()] == [False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -201,11 +203,11 @@ def test_small_and_large_values_take_turns(ends: tuple[Sender, Receiver]) -> Non
 
 
 def test_no_more_than_the_limit_is_under_way(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    sender, receiver = Sender(groups[0], 1, limit=2), Receiver(groups[1], 0, device=CPU)
+    sender, receiver = Sender(groups[0], 1), Receiver(groups[1], 0, device=CPU)
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(lambda: [receiver.receive(0, m)[0].item() for m in range(12)])
         for m in range(12):
-            sender.send(torch.full((2**19,), float(m)), 0, m)
+            sender.send(torch.full((2**19,), float(m)), 0, m, keep=2)
             assert len(sender._under_way) <= 2
         assert received.result(10) == list(range(12))
 

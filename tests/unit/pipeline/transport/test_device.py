@@ -14,7 +14,9 @@ from strategies.common.errors import PeerFailed
 from strategies.common.waiting import wait_here
 from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.edges import Edges
-from strategies.pipeline.transport.channel import EDGE_TAG, Sender
+from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.stage import Pass
+from strategies.pipeline.transport.channel import EDGE_TAG
 from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender, DeviceTransport, Route, routes_of
 from strategies.pipeline.transport.simulated import SimulatedLinks
 from strategies.pipeline.transport.ties import GRADIENT_TAG, VALUE_TAG, Tie, TiedParameters
@@ -89,37 +91,18 @@ def test_values_arrive_as_they_were(ends: tuple[DeviceSender, DeviceReceiver]) -
     for number in range(2):
         for m, value in enumerate(VALUES):
             sender.send(value, number, m)
-            sender.post(number, m)
-        for m in range(len(VALUES)):
-            receiver.begin(number, m)
+        arriving = [receiver.begin(number, m) for m in range(len(VALUES))]
         for m in reversed(range(len(VALUES))):
-            assert_equal(receiver.receive(number, m), VALUES[m])
+            assert_equal(arriving[m].value(), VALUES[m])
     sender.flush()
     assert all(getattr(sent, "transfer", None) is None for sent in sender._under_way)
     sender.release()
     assert not sender._under_way
 
 
-def test_a_value_waits_for_its_turn(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
-    sender, receiver = ends
-    sender.send(torch.ones(1), 0, 0)
-    sender.send(torch.zeros(1), 0, 1)
-    assert not sender._under_way
-    sender.post(0, 1)
-    receiver.begin(0, 1)
-    assert receiver.receive(0, 1).tolist() == [0]
-    sender.post(0, 0)
-    sender.post(0, 7)  # no gradient was queued, because nothing requires it
-    receiver.begin(0, 0)
-    assert receiver.receive(0, 0).tolist() == [1]
-    with pytest.raises(KeyError):
-        receiver.receive(0, 7)
-
-
 def post_ones(sender: DeviceSender, number: int) -> None:
     for m in range(number):
         sender.send(torch.ones(1), 0, m)
-        sender.post(0, m)
 
 
 def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
@@ -128,26 +111,24 @@ def test_small_tensors_are_not_in_the_message_of_the_header(ends: tuple[DeviceSe
     assert [sent.message.tensor.nbytes for sent in sender._under_way] == [32, 32]
     assert [len(sent.works) for sent in sender._under_way] == [2, 1]  # the layout follows the first header
     for m in range(2):
-        receiver.begin(0, m)
         receiver.receive(0, m)
 
 
 def test_the_limit_bounds_what_is_posted(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
-    sender.limit = 2
+    arriving = []
     for m in range(6):
-        sender.send(torch.full((2,), m), 0, m)
         if m >= 2:
-            receiver.begin(0, m - 2)
-        sender.post(0, m)
+            arriving.append(receiver.begin(0, m - 2))
+        sender.send(torch.full((2,), m), 0, m, keep=2)
         assert len(sender._under_way) <= 2
+    arriving += [receiver.begin(0, m) for m in (4, 5)]
+    assert [each.value().tolist() for each in arriving] == [[m, m] for m in range(6)]
 
 
 def test_failures_are_headers(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
     sender.send(torch.ones(1), 3, 0)
-    sender.post(3, 0)
-    receiver.begin(3, 0)
     assert receiver.receive(3, 0).tolist() == [1]
     sender.fail()
     with pytest.raises(PeerFailed):
@@ -156,43 +137,34 @@ def test_failures_are_headers(ends: tuple[DeviceSender, DeviceReceiver]) -> None
 
 def test_a_tensor_on_another_device_is_refused(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, _ = ends
-    sender.send(torch.empty(2, 3, device="meta"), 0, 0)
     message = r"stage 0 computes on cpu, but sends a tensor of shape \[2, 3\] that is on meta.*device=x\.device"
     with pytest.raises(ValueError, match=message):
-        sender.post(0, 0)
+        sender.send(torch.empty(2, 3, device="meta"), 0, 0)
+
+
+def a_pass(number: int) -> Pass:
+    return Pass(number, 2, True, 0, False, 0, PassContext.capture("cpu"))
 
 
 def test_edges_leave_out_gradients_that_nothing_requires(transports: Two) -> None:
     """Edge 1 from stage 0 to the driver: micro-batch 0 requires a gradient, micro-batch 1 does not."""
-    source, target = Edges(0, [0, 1], transports[0]), Edges(1, [0, 1], transports[1])
+    source, target, this = Edges(0, [0, 1], transports[0]), Edges(1, [0, 1], transports[1]), a_pass(0)
     for m, requires_grad in enumerate([True, False]):
-        source.sources[1].values.send((torch.ones(2), {}), 0, m, requires_grad=[requires_grad])
-        source.post(Post("SEND", "F", m, 1, 1), 0)
-        target.post(Post("RECV", "F", m, 1, 0), 0)
-        assert target.targets[1].values.receive(0, m)[0].requires_grad == requires_grad
-    target.targets[1].grads.send([torch.ones(2)], 0, 0)
+        source.mail["F", 1].send((torch.ones(2), {}), 0, m, requires_grad=[requires_grad])
+        source.post(Post("SEND", "F", m, 1, 1), this)
+        target.post(Post("RECV", "F", m, 1, 0), this)
+        assert target.mail["F", 1].receive(0, m)[0].requires_grad == requires_grad
+    target.mail["B", 1].send([torch.ones(2)], 0, 0)
     for m in range(2):
-        target.post(Post("SEND", "B", m, 1, 0), 0)
-        source.post(Post("RECV", "B", m, 1, 1), 0)
-    assert source.sources[1].grads.receive(0, 0)[0].tolist() == [1, 1]
+        target.post(Post("SEND", "B", m, 1, 0), this)
+        source.post(Post("RECV", "B", m, 1, 1), this)
+    assert source.mail["B", 1].receive(0, 0)[0].tolist() == [1, 1]
     with pytest.raises(KeyError):
-        source.sources[1].grads.receive(0, 1)
-    source.sources[1].values.send((torch.ones(2), {}), 5, 0, requires_grad=[True])
-    source.post(Post("SEND", "F", 0, 1, 1), 5)
+        source.mail["B", 1].receive(0, 1)
+    source.mail["F", 1].send((torch.ones(2), {}), 5, 0, requires_grad=[True])
+    source.post(Post("SEND", "F", 0, 1, 1), a_pass(5))
     source.discard(5)
-    source.post(Post("RECV", "B", 0, 1, 1), 5)  # would wait for its header
-
-
-def test_inputs_are_sent_one_at_a_time(transports: Two) -> None:
-    driver, worker = Edges(1, [0, 1], transports[1]), Edges(0, [0, 1], transports[0])
-    feed = driver.sources[0].values
-    assert isinstance(feed, Sender)
-    parts = [torch.ones(1), torch.zeros(1)]
-    assert feed.send_inputs(parts, 0, 0, [False]) == 1
-    driver.post(Post("SEND", "F", 0, 0, 0), 0)
-    worker.post(Post("RECV", "F", 0, 0, 1), 0)
-    value, skips = worker.targets[0].values.receive(0, 0)
-    assert value.tolist() == [1] and skips == {}
+    source.post(Post("RECV", "B", 0, 1, 1), a_pass(5))  # would wait for its header
 
 
 def test_tied_parameters_need_no_turn(transports: Two) -> None:
@@ -230,7 +202,6 @@ def test_owned_parameters_may_change_in_place_after_an_evaluation(transports: Tw
 def test_tensors_that_have_arrived_are_let_go_without_a_wait(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
     post_ones(sender, 2)
-    receiver.begin(0, 0)
     receiver.receive(0, 0)
     deadline = time.monotonic() + 5
     while len(held := [sent for sent in sender._under_way if getattr(sent, "transfer", None) is not None]) > 1:
@@ -263,7 +234,6 @@ def test_close_waits_for_an_abort_whose_threads_are_still_starting(
 def test_release_does_not_wait_for_transfers(ends: tuple[DeviceSender, DeviceReceiver]) -> None:
     sender, receiver = ends
     post_ones(sender, 3)
-    receiver.begin(0, 0)
     receiver.receive(0, 0)
     deadline = time.monotonic() + 5
     while len(sender._under_way) > 2:
@@ -272,7 +242,6 @@ def test_release_does_not_wait_for_transfers(ends: tuple[DeviceSender, DeviceRec
     sender.release()
     assert len(sender._under_way) == 2  # their receives have not been posted
     for m in (1, 2):
-        receiver.begin(0, m)
         receiver.receive(0, m)
     while len(sender._under_way) > 1:
         sender.release(keep=1)

@@ -217,12 +217,12 @@ def test_values_of_a_pass_go_over_the_links(library: Library, groups: tuple[Proc
     sender, receiver = transports[0].sender(1, EDGE_TAG), transports[1].receiver(0, EDGE_TAG)
     assert isinstance(sender, DeviceSender) and isinstance(receiver, DeviceReceiver)
     values = [(torch.randn(3, 2, requires_grad=True), {}), ("word", torch.arange(4), torch.empty(0, 2))]
+    arriving = []
     for m, value in enumerate(values):
         sender.send(value, 0, m)
-        sender.post(0, m)
-        receiver.begin(0, m)
+        arriving.append(receiver.begin(0, m))
     for m, value in enumerate(values):
-        arrived = receiver.receive(0, m)
+        arrived = arriving[m].value()
         assert torch.equal(arrived[m], value[m]) and arrived[m].requires_grad == value[m].requires_grad
     transports[0].let_go()
     assert [getattr(sent, "transfer", None) for sent in sender._under_way] == [None, None]
@@ -240,7 +240,6 @@ def test_tensors_that_have_arrived_are_let_go_without_a_wait(
     assert isinstance(sender, DeviceSender) and isinstance(receiver, DeviceReceiver)
     for m in range(3):
         sender.send(torch.ones(2), 0, m)
-        sender.post(0, m)
     for m in range(2):
         receiver.begin(0, m)
     sender.let_go()

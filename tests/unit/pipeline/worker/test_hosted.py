@@ -15,7 +15,7 @@ from strategies.pipeline.schedule.tables import loop
 from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.stage_state import StageState
-from strategies.pipeline.transport.channel import ORDERS_TAG, Sender
+from strategies.pipeline.transport.channel import ORDERS_TAG, Receiver, Sender
 from strategies.pipeline.transport.interface import HostTransport
 from strategies.pipeline.worker.hosted import HostedStage
 from strategies.pipeline.worker.setup import StageSetup
@@ -24,12 +24,11 @@ from strategies.pipeline.worker.setup import StageSetup
 def hosted(layers: nn.Sequential, optimizer: torch.optim.Optimizer, group: ProcessGroup) -> HostedStage:
     """Stage 0; the driver is rank 1 of the group."""
     (own,) = cut(layers, [len(layers)])
-    setup, state = (
-        StageSetup(0, "cpu", False, placement=loop(2)),
-        StageState.capture(own, [*own.parameters()], [optimizer]),
-    )
+    setup = StageSetup(0, "cpu", False, placement=loop(2))
+    state = StageState.capture(own, [*own.parameters()], [optimizer])
     transport = HostTransport(group, torch.device("cpu"), wait_here)
-    return HostedStage(setup, state, Edges(0, ranks_of(setup.placement), transport), Activity())
+    orders = Receiver(group, 1, device=torch.device("cpu"), tag=ORDERS_TAG)
+    return HostedStage(setup, state, Edges(0, ranks_of(setup.placement), transport), Activity(), orders)
 
 
 def test_what_a_gradient_scaler_sets_applies_to_one_step(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
