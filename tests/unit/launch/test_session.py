@@ -45,6 +45,6 @@ def test_the_watchdog_of_torch_ends_no_worker(monkeypatch: pytest.MonkeyPatch) -
     payload: Any = SimpleNamespace(plane="nccl", index=0, device="cpu", placement=placement, ties=())
     group: Any = None  # of the host plane, which the double does not use
     with pytest.raises(KeyError, match="enough"):
-        process._wire(payload, group, SESSION, Activity())
+        process._transport(payload, group, SESSION, Activity())
     assert [found.get(name) for name in names] == ["0"] * len(names)
     assert not any(name in os.environ for name in names)

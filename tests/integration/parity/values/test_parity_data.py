@@ -1,13 +1,11 @@
 """Batches of every shape and nesting train the same in one process and as pipelines of two and three stages."""
 
-import os
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from harness import run
-from harness_child import DATA_PLANE
 from parity import WIDTH, Fresh, Small, batches, check
 from pytorch_lightning import Callback
 from torch import Tensor, nn
@@ -111,12 +109,12 @@ class CountDescriptions(Callback):
         self.headers = dict(self.counts)
         self.stages = trainer.num_devices
         if self.stages > 1 and trainer.world_size == 1:
-            connections = trainer.strategy._pipeline._running.executor.connections
-            (own,) = connections.ports.values()
-            ports = {"feed": connections.feed, "inputs": own.inputs, "input_grads": own.input_grads}
-            for name, port in ports.items():
+            edges = trainer.strategy._pipeline._running.executor.edges
+            to, last = edges._senders, len(edges.rank_of) - 1
+            channels = {"feed": to["F", 0], "inputs": edges._receivers["F", last], "input_grads": to["B", last]}
+            for name, channel in channels.items():
                 attribute = "_recv" if name == "inputs" else "_post"
-                setattr(port, attribute, partial(self.counted, name, getattr(port, attribute)))
+                setattr(channel, attribute, partial(self.counted, name, getattr(channel, attribute)))
 
     def counted(self, name: str, function: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
         (self.counts if tag % 2 else self.headers)[name] += 1
@@ -134,11 +132,9 @@ def test_lengths_that_change_and_shapes_described_once() -> None:
     """One description for each shape that a micro-batch has, over two epochs, on each channel of the driver."""
     parts = [(len(part), length) for n, length in SHAPES for part in torch.arange(n).tensor_split(min(n, MICROBATCHES))]
     assert len(set(parts)) == 6
-    # The inputs of a batch are in one message; on planes of devices, each has its place in the order of transfers.
-    descriptions, messages = (6, len(parts)) if os.environ.get(DATA_PLANE) else (len(set(SHAPES)), len(SHAPES))
     for counts, headers in run(lengths):
-        assert counts == {"feed": descriptions, "inputs": 6, "input_grads": 6}
-        assert headers["feed"] == 2 * messages
+        assert counts == {"feed": 6, "inputs": 6, "input_grads": 6}
+        assert headers["feed"] == 2 * len(parts)
         assert headers["input_grads"] == 2 * len(parts)
         assert 0 <= headers["inputs"] - 2 * len(parts) <= 8  # some are posted ahead
 
