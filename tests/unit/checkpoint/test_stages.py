@@ -49,6 +49,7 @@ class Remote:
 
     description = "stage 0"
     version = 0
+    in_pass = False
     on_use = staticmethod(lambda what, in_pass: None)
 
     def __init__(self, stage: Stage) -> None:
