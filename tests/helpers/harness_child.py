@@ -163,6 +163,7 @@ def _use_data_plane(plane: str) -> None:
     refused on planes of devices by name, so such pipelines stay on gloo.
     """
     from strategies.pipeline.executor.settings import Settings
+    from strategies.pipeline.transport.channel import Arriving
     from strategies.pipeline.transport.device import DeviceReceiver
     from strategies.pipeline.transport.planes import AUTO, chosen_plane
 
@@ -175,9 +176,9 @@ def _use_data_plane(plane: str) -> None:
             used[name] += 1
         return name
 
-    def counted(own: DeviceReceiver, pass_number: int, microbatch: int) -> None:
-        begin(own, pass_number, microbatch)
+    def counted(own: DeviceReceiver, pass_number: int, microbatch: int) -> Arriving:
         used[VALUES] += 1
+        return begin(own, pass_number, microbatch)
 
     Settings.plane, DeviceReceiver.begin = chosen, counted
 
