@@ -32,6 +32,18 @@ def test_layers_go_with_functions_of_scripts() -> None:
     assert arrived(torch.ones(2)).tolist() == [3, 3]
 
 
+NOTHING = object()
+"""A default that functions compare by identity."""
+
+
+def test_a_plain_object_of_a_module_arrives_as_that_object() -> None:
+    layers = nn.Sequential(Scaled(None))
+    layers[0].function, layers[0].other = NOTHING, object()
+    arrived = unpickled(pickled(layers, layers, Model()).blob)[0]
+    assert arrived[0].function is NOTHING
+    assert type(arrived[0].other) is object and arrived[0].other is not NOTHING
+
+
 def pickle_layer(layer: nn.Module, model: nn.Module) -> Parcel:
     layers = nn.Sequential(nn.ReLU(), layer)
     return pickled({"layers": layers}, layers, model)
