@@ -78,6 +78,8 @@ class Edges:
         elif kind == "F" or key in self._answered:
             self._answered.discard(key)
             mail.expect(self._receivers[kind, e].begin(this.number, m), this.number, m)
+            if kind == "B" and this.limit is not None:  # the memory of small messages is used again
+                self._senders["F", e].release(this.limit)
 
     def begin(self, this: Pass) -> None:
         """Drop what has been sent in earlier passes, which has arrived: this pass comes after them everywhere."""
