@@ -54,7 +54,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._call_children_scripts()
         elif self.role is None and _NOTES in os.environ and (rank := self.cluster_environment.local_rank()) > 0:
             noted_at = os.environ[_NOTES].split(os.pathsep)
-            ScriptLauncher.role = MonitoredRank(noted_at[rank], noted_at[0])
+            try:
+                ScriptLauncher.role = MonitoredRank(noted_at[rank], noted_at[0])
+            except FileNotFoundError as error:  # a file of the process of rank 0
+                raise RuntimeError(f"rank {rank}: rank 0 is gone, so this process ends as well") from error
         set_num_threads_if_needed(num_processes=self.num_processes)
         if self.inner is not None:
             function = partial(self.inner.launch, function, trainer=trainer)
