@@ -1,4 +1,4 @@
-"""The device plane over NCCL. No test here has run on a GPU: ``docs/gpu.md`` says what each is expected to show.
+"""The device plane over NCCL. Those for one GPU have run on one; ``docs/gpu.md`` says what each is expected to show.
 
 ``tests/integration/pipeline/test_gpu_tests.py`` calls the functions on CPUs, over the simulated plane.
 """

@@ -1,4 +1,4 @@
-"""Whole runs over NCCL. None has run on a GPU yet; each test says what is expected, and ``docs/gpu.md`` has a table.
+"""Whole runs over NCCL, which need two GPUs and have not run on them; ``docs/gpu.md`` has a table of expectations.
 
 ``tests/integration/pipeline/test_gpu_tests.py`` calls the functions on CPUs, over the simulated plane.
 """
@@ -177,10 +177,10 @@ def test_two_replicas_over_nccl() -> None:
 
 def balanced(device: str) -> list[int]:
     """Two layers that take as long as the six others together, on ``device``."""
-    width = 2048 if device != "cpu" else 256
+    width = 4096 if device != "cpu" else 256
     large = [nn.Sequential(*(nn.Linear(width, width) for _ in range(9))) for _ in range(2)]
     layers = nn.Sequential(*large, *(nn.Linear(width, width) for _ in range(6)))
-    return balance_by_time(2, layers, torch.randn(512, width), device=torch.device(device))
+    return balance_by_time(2, layers, torch.randn(max(width, 512), width), device=torch.device(device))
 
 
 @needs(1)

@@ -54,6 +54,7 @@ _returned = False
 
 # Set by libraries when they are imported or seeded, not by what is under test.
 LIBRARY_VARIABLES = {
+    "CUDA_DEVICE_ORDER",  # Lightning's accelerator
     "KMP_DUPLICATE_LIB_OK",  # scikit-learn
     "KMP_INIT_AT_FORK",
     "PL_GLOBAL_SEED",  # Lightning's seed_everything

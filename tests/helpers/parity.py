@@ -84,7 +84,7 @@ class Outcome:
 def fit(
     make: Callable[[], LightningModule],
     strategy: Any,
-    devices: int,
+    devices: int | str,
     *,
     train: Callable[[], Any] = batches,
     val: Callable[[], Any] | None = None,
@@ -106,10 +106,12 @@ def fit(
         "enable_model_summary": False,
         **arguments,
     }
+    if 0 < torch.cuda.device_count() < devices and settings["accelerator"] == "gpu":  # stages share the GPU
+        strategy.parallel_devices, devices = [torch.device("cuda:0")] * devices, "auto"
     trainer = Trainer(devices=devices, strategy=strategy, **settings)
     before = data_planes().copy()
     trainer.fit(model, train(), None if val is None else val(), ckpt_path=ckpt_path)
-    if os.environ.get(DATA_PLANE) and isinstance(strategy, RPCSequentialStrategy) and devices > 1:
+    if os.environ.get(DATA_PLANE) and isinstance(strategy, RPCSequentialStrategy) and devices != 1:
         _check_data_plane(before)
     return Outcome(
         losses=list(getattr(model, "losses", [])),
@@ -130,6 +132,9 @@ def accelerator() -> str:
 def one_device() -> SingleDeviceStrategy:
     """The strategy of the one process that pipelines are compared to."""
     return SingleDeviceStrategy("cpu" if accelerator() == "cpu" else "cuda:0")
+
+
+on_cpus = pytest.mark.skipif(accelerator() == "gpu", reason="its expectations hold on CPUs only")
 
 
 def _check_data_plane(before: Counter[str]) -> None:
@@ -185,7 +190,8 @@ class Fresh:
 
 def compare(actual: Outcome, expected: Outcome, tolerance: float = 1e-9) -> None:
     """Asserts that two trainings came to the same."""
-    assert actual.losses == pytest.approx(expected.losses, rel=tolerance, abs=tolerance)
+    wanted = pytest.approx(expected.losses, rel=tolerance, abs=tolerance)
+    assert actual.losses == wanted, f"losses {actual.losses}, but {expected.losses} are expected"
     assert actual.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
     for kind in ("parameters", "buffers"):
         _alike(getattr(actual, kind), getattr(expected, kind), tolerance, kind)
@@ -204,7 +210,7 @@ def _alike(actual: Any, expected: Any, tolerance: float, where: str) -> None:
             _alike(actual[key], value, tolerance, f"{where} {key}")
     elif isinstance(expected, Tensor):
         message = f"{where}: {{}}".format
-        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
+        torch.testing.assert_close(actual.cpu(), expected.cpu(), rtol=tolerance, atol=tolerance, msg=message)
     elif isinstance(expected, (list, tuple)):
         _alike(dict(enumerate(actual)), dict(enumerate(expected)), tolerance, where)
     elif hasattr(expected, "__dict__") and not callable(expected):  # an object that an optimizer keeps as a state

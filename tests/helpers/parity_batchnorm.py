@@ -72,7 +72,7 @@ class Model(Small):
         state = self.state_dict()
         assert len(self.initial) == 7 * 3
         for name, buffer in self.initial.items():
-            assert torch.equal(state[name], buffer.to(state[name].dtype)), name
+            assert torch.equal(state[name].cpu(), buffer.to(state[name].dtype)), name
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 1:

@@ -121,7 +121,7 @@ def assert_same_gradients(
         for name, grad in theirs.items():
             if grad is not None:
                 where = f"gradient of {name} at moment {moment}: {{}}".format
-                torch.testing.assert_close(ours[name], grad, rtol=1e-9, atol=1e-9, msg=where)
+                torch.testing.assert_close(ours[name].cpu(), grad.cpu(), rtol=1e-9, atol=1e-9, msg=where)
 
 
 class Lamb(Optimizer):

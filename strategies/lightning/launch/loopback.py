@@ -32,7 +32,7 @@ from strategies.lightning.compat import (
 )
 
 PARENT = "RELAY_RANK_0"
-"""The variable that tells the other ranks the process id of rank 0, from their start to the end of a fit."""
+"""The variable that tells the other ranks the process id of rank 0, from their start; rank 0 has it during a fit."""
 
 _LOOK_SECONDS = 0.5
 
@@ -84,7 +84,8 @@ class LoopbackEnvironment(LightningEnvironment):
 
     def teardown(self) -> None:
         """Leaves the variables of the process as they were; ranks that have not connected may do so in the next run."""
-        os.environ.pop(PARENT, None)
+        if self.local_rank() == 0:
+            os.environ.pop(PARENT, None)  # the other ranks were started with it
         if self._listener is not None:
             self.renew()
         super().teardown()

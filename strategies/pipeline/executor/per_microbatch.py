@@ -101,7 +101,9 @@ class PerMicrobatch:
         known = [(weight, loss) for weight, loss in zip(weights, losses, strict=True) if loss is not None]
         if not known:
             return None
-        total = torch.stack([weight * loss if weight else torch.zeros_like(loss) for weight, loss in known]).sum()
+        device = executor.stage.device  # a loss that is a constant may be elsewhere
+        parts = [weight * loss if weight else torch.zeros_like(loss) for weight, loss in known]
+        total = torch.stack([part.to(device) for part in parts]).sum()
         return with_backward(total, [True], [], partial(_release, run, gathered, scale, shares))
 
 

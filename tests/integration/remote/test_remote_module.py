@@ -184,7 +184,7 @@ def test_an_owner_that_dies_is_told_at_once() -> None:
 
 @pytest.mark.gpu
 def test_a_module_on_a_gpu_trains_as_one_on_the_cpu() -> None:
-    cls, options = remote_module_job.OPTIMIZERS["SGD"]
+    cls, options = remote_module_job.OPTIMIZERS["AdamW"]
     expected = remote_module_job.both_ways(remote_module_job.Net(), cls, **options)
     actual = run(remote_module_job.gpu_job)
     assert actual.pop("devices") == ["cuda:0", "cuda:0"]

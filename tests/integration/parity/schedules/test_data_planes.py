@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, batches, check, fit
+from parity import WIDTH, Small, batches, check, fit, on_cpus
 from parity_layers import Unembed
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -23,6 +23,8 @@ from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.stage.layers import PassContext, Seeds
 from strategies.pipeline.transport.simulated import SimulatedLink
+
+pytestmark = on_cpus
 
 SCHEDULES: dict[str, int | None] = {
     "gpipe": None,

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Outcome, Small, batches, compare, fit
+from parity import Outcome, Small, batches, compare, fit, on_cpus, one_device
 from parity_layers import NotesMemory
 from parity_parts import assert_same_gradients, gradients
 from procfs import MEBI
 from pytorch_lightning.callbacks import LambdaCallback
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
@@ -54,6 +53,7 @@ def all_held() -> list[tuple[int, int]]:
     return [held("gpipe"), held("1f1b"), held("1f1b", accumulate_grad_batches=2), held("1f1b", callbacks=looks)]
 
 
+@on_cpus
 def test_what_is_counted_is_held() -> None:
     (at_once, one), *others = run(all_held, timeout_seconds=120)
     print([(f"{bytes_ / MEBI:.1f} MiB", f"{counted / MEBI:.1f} MiB") for bytes_, counted in [(at_once, one), *others]])
@@ -96,7 +96,7 @@ def assert_same(pipeline: Outcome, single: Outcome) -> None:
 
 def seen() -> None:
     for model, settings in ((Sees, {}), (SeesAll, {}), (Sees, {"accumulate_grad_batches": 2})):
-        single = fit(model, SingleDeviceStrategy("cpu"), 1, **settings)
+        single = fit(model, one_device(), 1, **settings)
         strategy = RPCSequentialStrategy([3, 3], microbatches=3, schedule="1f1b")
         assert_same(fit(model, strategy, 2, **settings), single)
 

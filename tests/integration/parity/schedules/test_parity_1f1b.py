@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Small, batches, check, compare, fit
+from parity import WIDTH, Small, batches, check, compare, fit, on_cpus
 from parity_layers import Unembed
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -130,6 +130,7 @@ def gradients_everywhere() -> None:
     check(GivenLayers, strategy=EXCEPT_LAST, train=data, stages=[2])
 
 
+@on_cpus
 def test_code_around_the_module_is_trained() -> None:
     run(gradients_everywhere, timeout_seconds=170)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from block_loops import TimmViT
 from harness import run
-from parity import WIDTH, Outcome, Small, batches, compare, fit
+from parity import WIDTH, Outcome, Small, batches, compare, fit, on_cpus
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.profilers import PyTorchProfiler
@@ -20,6 +20,8 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from strategies import RPCSequentialStrategy
+
+pytestmark = on_cpus
 
 
 class Everything(Small):

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Outcome, Small, batches, compare, fit
+from parity import WIDTH, Outcome, Small, batches, compare, fit, one_device
 from parity_layers import Unembed
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from schedule_choices import SEVERAL_CHUNKS_OR_SPLIT
 from torch import Tensor, nn
 from torch.nn.functional import linear, mse_loss
@@ -335,7 +334,7 @@ class Large(Small):
 
 def check_large() -> None:
     assert all(has_large_weights([layer]) for layer in Large().double().sequential_module[1:3])
-    plain = fit(Large, SingleDeviceStrategy("cpu"), 1, train=partial(batches, UNEVEN), max_epochs=1)
+    plain = fit(Large, one_device(), 1, train=partial(batches, UNEVEN), max_epochs=1)
     for name in ("1f1b", "gpipe"):
         compare(trained(Large, 2, {"schedule": name, "balance": [2, 2]}), plain)
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from harness import run
-from parity import Outcome, compare, fit
+from parity import Outcome, compare, fit, one_device
 from parity_batchnorm import BEFORE, MICROBATCHES, SIZES, Deferred, Each, Model, data
-from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from strategies import RPCSequentialStrategy
 
@@ -29,7 +28,7 @@ def assert_as_in_one_process(reference: type[Model], rows: list[dict[str, Any]])
     Returns:
         How many updates each BatchNorm has counted.
     """
-    single = fit(reference, SingleDeviceStrategy("cpu"), 1, train=data, val=data)
+    single = fit(reference, one_device(), 1, train=data, val=data)
     for row in rows:
         compare(train(**row), single)
     counts = {name: int(b) for name, b in single.buffers.items() if name.endswith(".norm.num_batches_tracked")}

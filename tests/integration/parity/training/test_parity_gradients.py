@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import WIDTH, Outcome, Small, batches, check, fit
+from parity import WIDTH, Outcome, Small, batches, check, fit, one_device
 from parity_parts import Doubled, NanGradient, assert_same_gradients, gradients
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss, mse_loss
 from torch.nn.utils import clip_grad_norm_
@@ -64,7 +63,7 @@ def check_gradients(make: Callable[[], Small], **arguments: Any) -> list[Outcome
 
 
 def norm(grads: dict[str, Tensor | None]) -> float:
-    return torch.cat([g.flatten() for g in grads.values() if g is not None]).norm().item()
+    return torch.cat([g.flatten().cpu() for g in grads.values() if g is not None]).norm().item()
 
 
 def largest(grads: dict[str, Tensor | None]) -> float:
@@ -181,7 +180,7 @@ class Poisoned(Small):
 def poisoned() -> list[str]:
     pipelines = [(RPCSequentialStrategy(balance, microbatches=2), len(balance)) for balance in ([3, 3], [1, 1, 4])]
     messages = []
-    for strategy, devices in [(SingleDeviceStrategy("cpu"), 1), *pipelines]:
+    for strategy, devices in [(one_device(), 1), *pipelines]:
         with pytest.raises(RuntimeError) as error:
             fit(Poisoned, strategy, devices, detect_anomaly=True)
         messages.append(str(error.value))

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Outcome, batches, compare, fit
+from parity import Outcome, batches, compare, fit, one_device
 from parity_precision import MICROBATCHES, NUM_LAYERS, SIZES, InParts, Model
-from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from strategies import RPCSequentialStrategy
 
@@ -37,7 +36,7 @@ Seen = list[dict[str, list[dict[str, Any]]]]
 def compared(matmul: str, stages: Sequence[int] = (1, 2, 3), *, validates: bool = False, **arguments: Any) -> Seen:
     """Trains in one process and in pipelines; returns what each layer saw in all of them."""
     torch.set_float32_matmul_precision(matmul)
-    single = train(SingleDeviceStrategy("cpu"), 1, InParts, validates, **arguments)
+    single = train(one_device(), 1, InParts, validates, **arguments)
     assert len(set(single.losses)) == 2 * len(SIZES)
     for number in stages:
         strategy = RPCSequentialStrategy([NUM_LAYERS // number] * number, microbatches=MICROBATCHES)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run
-from parity import Fresh, Small, check, compare, fit
+from parity import Fresh, Small, check, compare, fit, on_cpus
 from parity_scaler import Exact, Scaled
 from pytorch_lightning.plugins.precision import MixedPrecision
 from torch.amp import GradScaler
@@ -99,5 +99,6 @@ def in_float16() -> None:
     compare(one, single, 5e-3)  # float16 has 11 bits; gradients of micro-batches are rounded, then added
 
 
+@on_cpus
 def test_float16() -> None:
     run(in_float16)

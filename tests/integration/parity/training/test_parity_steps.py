@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 from harness import run
-from parity import Fresh, Small, batches, check, compare, fit
+from parity import Fresh, Small, batches, check, compare, fit, one_device
 from parity_parts import Doubled, TracedAdamW, assert_same_gradients, gradients
 from pytorch_lightning.callbacks import BaseFinetuning
-from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, optim
 
 from strategies import RPCSequentialStrategy, StrategyPlugin, ZeROStrategy
@@ -91,7 +90,7 @@ def without_optimizer() -> None:
 
 
 def test_without_optimizer() -> None:
-    run(without_optimizer, timeout_seconds=170, allow=("env",))
+    run(without_optimizer, timeout_seconds=170, allow=("env", "port"))
 
 
 # Several optimizers
@@ -233,7 +232,7 @@ class Clears(Small):
 
 def cleared() -> dict[str, list[str]]:
     train, settings = partial(batches, (8, 7, 5, 8, 4)), {"microbatches": 3}
-    single = fit(Clears, SingleDeviceStrategy("cpu"), 1, train=train)
+    single = fit(Clears, one_device(), 1, train=train)
     calls = {"one process": single.model.calls}
     for schedule in ("gpipe", "1f1b"):
         strategy = RPCSequentialStrategy([2, 2, 2], schedule=schedule, **settings)
@@ -264,7 +263,7 @@ class Watched(RPCSequentialStrategy):
 
 def every_way() -> list[tuple[list[str], list[dict[str, Tensor | None]]]]:
     train = partial(batches, (8, 7, 5, 8, 4))
-    single = fit(EveryWay, SingleDeviceStrategy("cpu"), 1, train=train)
+    single = fit(EveryWay, one_device(), 1, train=train)
     pipelines = [
         fit(EveryWay, Watched(balance, microbatches=3), len(balance), train=train) for balance in ([3, 3], [2, 2, 2])
     ]

@@ -337,9 +337,10 @@ def test_cuda():
     layers = [nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Dropout(), nn.Linear(64, 8)]
     on_cpu = sizes(nn.Sequential(*layers), torch.rand(16, 64), param_scale=2.0)
     module = nn.Sequential(*layers).cuda()
+    sample = torch.rand(16, 64, device="cuda")
     generator_state = torch.cuda.get_rng_state()
-    assert len(sizes(module, torch.rand(16, 64), param_scale=2.0)) == len(on_cpu)
-    assert balance_by_time(2, module, torch.rand(16, 64, device="cuda"), timeout=0.1)
+    assert len(sizes(module, sample.cpu(), param_scale=2.0)) == len(on_cpu)
+    assert balance_by_time(2, module, sample, timeout=0.1)
     assert torch.equal(torch.cuda.get_rng_state(), generator_state)
     assert {parameter.device.type for parameter in module.parameters()} == {"cuda"}
     slow = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 4096), nn.Linear(4096, 64))
