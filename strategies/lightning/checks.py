@@ -329,13 +329,40 @@ def _visible_gpus(num_visible: int, num_local: int) -> str:
 
 def is_external(environment: ClusterEnvironment) -> bool:
     """Return whether several processes have been started from outside, for instance by torchrun."""
-    ours = _is_ours(environment)
-    return not ours and environment.creates_processes_externally and environment.world_size() > 1
+    outside = environment.creates_processes_externally and not _is_ours(environment)
+    return (outside or _counts_ranks_itself(environment)) and environment.world_size() > 1
 
 
 def _is_ours(environment: ClusterEnvironment) -> bool:
     """Return whether Lightning starts the processes; a process that it has started looks external otherwise."""
-    return isinstance(environment, LightningEnvironment)
+    return isinstance(environment, LightningEnvironment) and not _counts_ranks_itself(environment)
+
+
+def _counts_ranks_itself(environment: ClusterEnvironment) -> bool:
+    """Return whether it derives from Lightning's environment of one host, but others have started its ranks.
+
+    That of Ray Train does so, and so do those that projects have copied from it.
+    """
+    own = type(environment).world_size
+    return isinstance(environment, LightningEnvironment) and own is not LightningEnvironment.world_size
+
+
+def check_environment(environment: ClusterEnvironment) -> None:
+    """Check that the ranks of a pipeline may become workers, where something other than Lightning has started them.
+
+    Args:
+        environment: Tells who has started the ranks.
+
+    Raises:
+        MisconfigurationException: If it is a variant of Lightning's environment that knows of several ranks.
+    """
+    if _counts_ranks_itself(environment) and (number := environment.world_size()) > 1:
+        name = f"{type(environment).__module__}.{type(environment).__qualname__}"
+        raise MisconfigurationException(
+            f"{name} says that {number} ranks have been started, by something other than torchrun, SLURM or MPI; a "
+            'pipeline cannot have them as its workers. Start the ranks with one of these, or use strategy="ddp" or '
+            '"zero", which train in the processes that there are.'
+        )
 
 
 def check_callbacks(trainer: Any) -> None:

@@ -10,7 +10,13 @@ import torch
 from strategies.launch.ranks import World
 from strategies.launch.rendezvous import LOOPBACK, interface_to
 from strategies.launch.session import environment_variables
-from strategies.lightning.checks import check_launch, check_numbering, check_visible_gpus, is_external
+from strategies.lightning.checks import (
+    check_environment,
+    check_launch,
+    check_numbering,
+    check_visible_gpus,
+    is_external,
+)
 from strategies.lightning.compat import (
     MisconfigurationException,
     ParallelStrategy,
@@ -103,6 +109,7 @@ class ReplicatedStrategy(ParallelStrategy):
         # Called when the Trainer is built: the devices are known, and no process has been started.
         environment, num_local = self.cluster_environment, len(self.parallel_devices or ())
         assert environment is not None
+        check_environment(environment)
         if is_external(environment):
             check_visible_gpus(environment, self.parallel_devices or (), self.num_nodes)
         check_launch(environment, num_local, self.num_nodes, self._num_replicas)

@@ -4,10 +4,11 @@ import warnings
 from types import SimpleNamespace
 
 import pytest
-from pytorch_lightning.plugins.environments import SLURMEnvironment
+from pytorch_lightning.plugins.environments import LightningEnvironment, SLURMEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from strategies import RPCSequentialStrategy
 from strategies.commands.failure import Failure
 from strategies.lightning.checks import (
     as_misconfiguration,
@@ -16,6 +17,7 @@ from strategies.lightning.checks import (
     warn_of_router_loss,
 )
 from strategies.pipeline.executor.settings import Settings
+from trainer import Trainer
 
 
 class Mixture(nn.Module):
@@ -69,3 +71,25 @@ def test_ranks_that_are_numbered_in_turn_on_each_host(
     monkeypatch.setenv("SLURM_LOCALID", str(local_rank))
     with pytest.raises(MisconfigurationException, match=f"number {local_rank} on its host to rank {rank}.*=block"):
         check_numbering(SLURMEnvironment(), 2)
+
+
+class CountsRanks(LightningEnvironment):
+    """Like the environment of Ray Train: derived from Lightning's, for processes that something else has started."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def world_size(self) -> int:
+        return self._number
+
+
+def test_a_pipeline_over_ranks_that_cannot_become_workers() -> None:
+    def build(number: int) -> Trainer:
+        return Trainer(
+            accelerator="cpu", devices=2, strategy=RPCSequentialStrategy(), plugins=[CountsRanks(number)], logger=False
+        )
+
+    build(1)
+    with pytest.raises(MisconfigurationException, match=r"CountsRanks says that 2 ranks have been started.*\"ddp\" or"):
+        build(2)

@@ -210,13 +210,23 @@ class WaitsForDevice(nn.Module):
         if self.num_calls == 3:
             is_aborted, abort = threading.Event(), SimulatedLink.abort
             SimulatedLink.abort = lambda link: (is_aborted.set(), abort(link))[1]
+            self.file.with_suffix(".waits").touch()
             if is_aborted.wait(20):
                 self.file.write_text(str(time.time()))
         return x
 
 
-class RaisesAtOnce(nn.Module):
+class RaisesMeanwhile(nn.Module):
+    """Raises in the first micro-batch, once the other layer waits."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
     def forward(self, x: Tensor) -> Tensor:
+        deadline = time.monotonic() + 10
+        while not self.file.with_suffix(".waits").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         raise ArithmeticError(f"raised by a layer at {time.time()}")
 
 
@@ -224,7 +234,7 @@ def seconds_until_an_abort_elsewhere(place: int) -> float:
     file = Path("aborted").absolute()
     model = Small()
     model.sequential_module[0] = WaitsForDevice(file)
-    model.sequential_module[place] = RaisesAtOnce()
+    model.sequential_module[place] = RaisesMeanwhile(file)
     try:
         fit(lambda: model, RPCSequentialStrategy([2, 2, 2], microbatches=4, data_plane="simulated"), 3)
     except ArithmeticError as error:
