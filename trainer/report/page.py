@@ -139,6 +139,22 @@ def _missing(what: str, how: str) -> str:
     return f'<p class="missing">{what} {how}.</p>'
 
 
+def _not_monitored(what: str, run: Run) -> str:
+    """Return a paragraph that says what is missing, and what the next run needs for it."""
+    if not run.events:
+        how = _MONITOR
+    elif run.pictures:
+        how = "The run has a <code>PipelineMonitor</code>, but no logger that keeps what it measures"
+    elif "pipeline/step_ms" in run.curves:
+        how = "The run's <code>PipelineMonitor</code> writes them, so somebody has removed them"
+    else:
+        how = (
+            "The run's <code>PipelineMonitor</code> has recorded no step: there were fewer than "
+            "<code>every_n_steps</code> (50 unless you set it)"
+        )
+    return _missing(what, how)
+
+
 def _date(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
@@ -193,7 +209,7 @@ def _tiles(run: Run) -> Iterator[str]:
 
 def _balance(run: Run) -> Iterator[str]:
     if (pipeline := run.pipeline) is None:
-        yield _missing("The balance is not in the folder.", _MONITOR)
+        yield _not_monitored("The balance is not in the folder.", run)
         return
     colour_of = {name: i for i, name in enumerate(run.processes)}
     totals = {
@@ -260,7 +276,7 @@ def _others(run: Run) -> Iterator[str]:
 
 def _step_times(run: Run) -> Iterator[str]:
     if not (steps := run.curves.get("pipeline/step_ms")):
-        yield _missing("The times of steps are not in the metrics.", _MONITOR)
+        yield _not_monitored("The times of steps are not in the metrics.", run)
         return
     yield from _parts_of_steps(run)
     yield '<div class="charts" style="margin-top:12px">'
@@ -303,7 +319,7 @@ def _parts_of_steps(run: Run) -> Iterator[str]:
 
 def _timetables(run: Run) -> Iterator[str]:
     if not run.pictures:
-        yield _missing("There are no pictures in the folder <code>pipeline</code>.", _MONITOR)
+        yield _not_monitored("There are no pictures in the folder <code>pipeline</code>.", run)
         return
     steps = list(run.pictures)
     shown = sorted({steps[-1 - i * len(steps) // MOST_PICTURES] for i in range(MOST_PICTURES)})
@@ -320,7 +336,7 @@ def _timetables(run: Run) -> Iterator[str]:
 
 def _memory(run: Run) -> Iterator[str]:
     if not (curves := _of_processes(run, "memory_mib")):
-        yield _missing("The memory of the stages is not in the metrics.", _MONITOR)
+        yield _not_monitored("The memory of the stages is not in the metrics.", run)
         return
     title = "Memory of each process (MiB: resident; on CUDA the most that torch has allocated)"
     yield _chart(title, curves, _marks(run), from_zero=True, wide=True, processes=run.processes)
@@ -328,7 +344,7 @@ def _memory(run: Run) -> Iterator[str]:
 
 def _events(run: Run) -> Iterator[str]:
     if not run.events:
-        yield _missing("Starts, restarts and checkpoints are not in the folder.", _MONITOR)
+        yield _not_monitored("Starts, restarts and checkpoints are not in the folder.", run)
     else:
         first = run.events[0]["time"]
         yield '<div class="card scroll tall"><table class="wide"><tr><th>event</th><th class=right>step</th>'

@@ -264,6 +264,17 @@ def test_a_run_without_metrics(folder: Path) -> None:
     page = report(folder)
     assert "There are no metrics in the folder. A CSVLogger writes them." in page.ids["losses"]
     assert "[2, 1]" in page.ids["balance"] and "step 19 measured" in page.ids["timetables"]
+    assert "has a PipelineMonitor, but no logger that keeps what it measures" in page.ids["step-times"]
+
+
+def test_a_run_that_was_shorter_than_the_interval_of_its_monitor(folder: Path) -> None:
+    (folder / "pipeline" / "step-19.svg").unlink()
+    assert "somebody has removed them" in report(folder).ids["timetables"]
+    write_metrics(folder, {"step": [1, 2], "accuracy": [0.5, 0.75]})
+    page = report(folder)
+    for section in ("step-times", "timetables", "memory"):
+        assert "has recorded no step: there were fewer than every_n_steps" in page.ids[section]
+        assert "Add trainer.PipelineMonitor" not in page.ids[section]
 
 
 def test_a_row_that_is_half_written(folder: Path) -> None:
