@@ -67,6 +67,7 @@ def relieved(schedule: str, slow: int) -> None:
     assert sizes == after
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("schedule", "slow"),
     [pytest.param("1f1b", 0, marks=pytest.mark.slow), pytest.param("gpipe", 1, marks=pytest.mark.nightly)],
