@@ -1,8 +1,8 @@
 """Strategy plug-ins for PyTorch Lightning: one module for each strategy that a user can choose, and what they share.
 
-``rpc_sequential``, ``ddp``, ``zero`` and ``dp`` are the strategies, ``base`` the contract that they fulfil, and
-``consolidate`` a command that makes one file of a sharded checkpoint. The packages are the rooms beneath them, from
-``planning`` and ``lightning`` down to ``common``; ``docs/architecture.md`` draws their layers.
+``rpc_sequential``, ``ddp``, ``zero`` and ``dp`` are the strategies, and ``base`` is the contract that they
+fulfil. The packages are the rooms beneath them, from ``planning`` and ``lightning`` down to ``common``;
+``docs/architecture.md`` draws their layers.
 
 In: the arguments of a strategy, and calls of the Trainer. Out: processes that train together, and checkpoints with the
 contents that one process would write. Imports nothing of ``trainer``.

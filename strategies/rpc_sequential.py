@@ -191,7 +191,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             (ZeRO stage 1). Default: ``False``.
         state_dict_type: ``"full"`` (default): a checkpoint is one file, which the driver writes as it receives tensor
             after tensor. ``"sharded"``: a checkpoint is a directory into which every stage writes its own part;
-            ``python -m strategies.consolidate`` turns it into one file.
+            ``python -m strategies.checkpoint.consolidate`` turns it into one file.
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has

@@ -99,8 +99,8 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
             forward pass.
         bucket_cap_mb: Size of a bucket of gradients in MiB. Not for stage 3. Default: 4.
         state_dict_type: ``"full"`` (default): a checkpoint is one file, which rank 0 gathers and writes. ``"sharded"``:
-            a checkpoint is a directory into which every rank writes its own part; ``python -m strategies.consolidate``
-            turns it into one file.
+            a checkpoint is a directory into which every rank writes its own part, and which
+            ``python -m strategies.checkpoint.consolidate`` turns into one file.
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         accelerator: As in Lightning's ``DDPStrategy``; set by the Trainer by default.

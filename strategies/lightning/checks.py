@@ -329,8 +329,8 @@ def _visible_gpus(num_visible: int, num_local: int) -> str:
 
 def is_external(environment: ClusterEnvironment) -> bool:
     """Return whether several processes have been started from outside, for instance by torchrun."""
-    outside = environment.creates_processes_externally and not _is_ours(environment)
-    return (outside or _counts_ranks_itself(environment)) and environment.world_size() > 1
+    ours = _is_ours(environment)
+    return not ours and environment.creates_processes_externally and environment.world_size() > 1
 
 
 def _is_ours(environment: ClusterEnvironment) -> bool:
@@ -339,12 +339,9 @@ def _is_ours(environment: ClusterEnvironment) -> bool:
 
 
 def _counts_ranks_itself(environment: ClusterEnvironment) -> bool:
-    """Return whether it derives from Lightning's environment of one host, but others have started its ranks.
-
-    That of Ray Train does so, and so do those that projects have copied from it.
-    """
-    own = type(environment).world_size
-    return isinstance(environment, LightningEnvironment) and own is not LightningEnvironment.world_size
+    """Return whether an environment is a variant of Lightning's that counts ranks itself, as Ray Train's does."""
+    counts = type(environment).world_size is not LightningEnvironment.world_size
+    return isinstance(environment, LightningEnvironment) and counts
 
 
 def check_environment(environment: ClusterEnvironment) -> None:

@@ -86,9 +86,13 @@ def trained_by_lightning(strategy: str, precision: str, device: str = "cuda:0") 
     }
     devices = "auto" if strategy == "pipeline" else 1  # Lightning would look for a second GPU
     accelerator = "cpu" if device == "cpu" else "gpu"
-    same_batches = {"use_distributed_sampler": False}  # DDP's sampler has an order of its own, also of one rank
-    settings = {"precision": precision, "accelerator": accelerator, **same_batches}
-    model, trainer = pipeline_job.fit(strategies[strategy](), devices, **settings)
+    model, trainer = pipeline_job.fit(
+        strategies[strategy](),
+        devices,
+        precision=precision,
+        accelerator=accelerator,
+        use_distributed_sampler=False,  # that of DDP has another order, with one rank too
+    )
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     assert all(p.device.type == "cpu" for p in model.parameters())

@@ -84,7 +84,7 @@ class Outcome:
 def fit(
     make: Callable[[], LightningModule],
     strategy: Any,
-    devices: int | str,
+    devices: int,
     *,
     train: Callable[[], Any] = batches,
     val: Callable[[], Any] | None = None,
@@ -106,12 +106,13 @@ def fit(
         "enable_model_summary": False,
         **arguments,
     }
-    if 0 < torch.cuda.device_count() < devices and settings["accelerator"] == "gpu":  # stages share the GPU
-        strategy.parallel_devices, devices = [torch.device("cuda:0")] * devices, "auto"
-    trainer = Trainer(devices=devices, strategy=strategy, **settings)
+    shares_gpu = settings["accelerator"] == "gpu" and 0 < torch.cuda.device_count() < devices
+    if shares_gpu:
+        strategy.parallel_devices = [torch.device("cuda:0")] * devices
+    trainer = Trainer(devices="auto" if shares_gpu else devices, strategy=strategy, **settings)
     before = data_planes().copy()
     trainer.fit(model, train(), None if val is None else val(), ckpt_path=ckpt_path)
-    if os.environ.get(DATA_PLANE) and isinstance(strategy, RPCSequentialStrategy) and devices != 1:
+    if os.environ.get(DATA_PLANE) and isinstance(strategy, RPCSequentialStrategy) and devices > 1:
         _check_data_plane(before)
     return Outcome(
         losses=list(getattr(model, "losses", [])),

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from strategies import RPCSequentialStrategy
-from strategies.consolidate import consolidate
+from strategies.checkpoint.consolidate import consolidate
 from strategies.lightning.compat import unwrapped
 from trainer import Trainer
 

@@ -48,7 +48,7 @@ ELSEWHERE: dict[str, list[str]] = {
         "unit/pipeline/transport/test_device.py",
         "unit/pipeline/transport/test_simulated.py",
     ],
-    "strategies/consolidate.py": [
+    "strategies/checkpoint/consolidate.py": [
         "integration/checkpoint/test_checkpoint_sharded.py",
         "integration/replicas/test_security.py",
     ],

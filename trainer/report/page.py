@@ -140,7 +140,7 @@ def _missing(what: str, how: str) -> str:
 
 
 def _not_monitored(what: str, run: Run) -> str:
-    """Return a paragraph that says what is missing, and what the next run needs for it."""
+    """Return a paragraph that says what is missing of a step's record, and why or what the next run needs."""
     if not run.events:
         how = _MONITOR
     elif run.pictures:
@@ -209,7 +209,7 @@ def _tiles(run: Run) -> Iterator[str]:
 
 def _balance(run: Run) -> Iterator[str]:
     if (pipeline := run.pipeline) is None:
-        yield _not_monitored("The balance is not in the folder.", run)
+        yield _missing("The balance is not in the folder.", _MONITOR)
         return
     colour_of = {name: i for i, name in enumerate(run.processes)}
     totals = {
@@ -344,7 +344,7 @@ def _memory(run: Run) -> Iterator[str]:
 
 def _events(run: Run) -> Iterator[str]:
     if not run.events:
-        yield _not_monitored("Starts, restarts and checkpoints are not in the folder.", run)
+        yield _missing("Starts, restarts and checkpoints are not in the folder.", _MONITOR)
     else:
         first = run.events[0]["time"]
         yield '<div class="card scroll tall"><table class="wide"><tr><th>event</th><th class=right>step</th>'

@@ -17,7 +17,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from strategies import DDPStrategy
 from strategies.checkpoint import store
-from strategies.consolidate import consolidate
+from strategies.checkpoint.consolidate import consolidate
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 from trainer import Trainer
 
@@ -41,7 +41,7 @@ def in_parts() -> dict[str, Any]:
     assert sorted(path.name for path in first.rglob("__*")) == ["__0_0.distcp", "__1_0.distcp"]
     trained.append(fit(pipeline(3, **SHARDED), 2, ckpt_path=first, callbacks=[Saves(second)]))
     assert len(list(second.rglob("__*"))) == 3
-    command = [sys.executable, "-m", "strategies.consolidate", str(second), str(third)]
+    command = [sys.executable, "-m", "strategies.checkpoint.consolidate", str(second), str(third)]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     subprocess.run(command, check=True, timeout=60, env=environment)
     trained.append(fit(single(), 3, ckpt_path=third))

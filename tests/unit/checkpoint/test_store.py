@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 
 from strategies.checkpoint import store
-from strategies.consolidate import main
+from strategies.checkpoint.consolidate import main
 from strategies.lightning.checkpoints import AtomicCheckpointIO
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 
 from strategies import RPCSequentialStrategy
-from strategies.consolidate import consolidate
+from strategies.checkpoint.consolidate import consolidate
 
 # Many optimizers next to each other, each with a branch of the model that reaches through every stage
 

@@ -1,4 +1,4 @@
-"""Convert a sharded checkpoint to one file: ``python -m strategies.consolidate DIRECTORY OUT.ckpt``."""
+"""Convert a sharded checkpoint to one file: ``python -m strategies.checkpoint.consolidate DIRECTORY OUT.ckpt``."""
 
 import argparse
 import sys
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     Raises:
         SystemExit: With status 2, after one line on stderr, if the checkpoint cannot be read.
     """
-    parser = argparse.ArgumentParser("python -m strategies.consolidate", description=__doc__)
+    parser = argparse.ArgumentParser("python -m strategies.checkpoint.consolidate", description=__doc__)
     parser.add_argument("directory", type=Path, help="the checkpoint that was saved with state_dict_type='sharded'")
     parser.add_argument("out", type=Path, help="the file to write")
     parser.add_argument("--trust", action="store_true", help="load any Python object that the checkpoint holds")
