@@ -29,8 +29,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.utils.data import DataLoader
 
-from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy, consolidate
-from strategies.checkpoint import store
+from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
+from strategies.checkpoint import consolidate, store
 from trainer import Trainer
 from trainer.cli import main
 from trainer.resume.loader import Resumption, TrackedLoader
