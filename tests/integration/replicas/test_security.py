@@ -48,6 +48,7 @@ def train(names: list[str], umask: int) -> list[dict[str, Any]]:
                 security_job.__file__,
                 str(results),
                 name,
+                num_copies=0 if name == "pipeline" else 1,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
