@@ -27,17 +27,17 @@ def settings() -> dict[str, Any]:
 
 class _Look(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, looks: "Looks") -> Tensor:
-        ctx.looks = looks
+    def forward(ctx: Any, x: Tensor, layer: "NotesSettings") -> Tensor:
+        ctx.layer = layer
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.looks.note("backward", grad)
+        ctx.layer.note("backward", grad)
         return grad, None
 
 
-class Looks(nn.Module):
+class NotesSettings(nn.Module):
     """A linear layer that notes what it sees, and brings it home: a worker's layer has no other way to tell."""
 
     def __init__(self, width_out: int = WIDTH) -> None:
@@ -69,7 +69,7 @@ class Looks(nn.Module):
 class Model(Small):
     def __init__(self) -> None:
         super().__init__()
-        self.sequential_module = nn.Sequential(*[Looks() for _ in range(NUM_LAYERS - 1)], Looks(2))
+        self.sequential_module = nn.Sequential(*[NotesSettings() for _ in range(NUM_LAYERS - 1)], NotesSettings(2))
 
     @property
     def seen(self) -> list[dict[str, list[Any]]]:

@@ -66,7 +66,7 @@ class Timed(PipelineMonitor):
             self.added.append(self.seconds + time.thread_time() - begin)
 
 
-class SeesBar(Callback):
+class NotesBar(Callback):
     """Notes what the progress bar shows."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def trained(schedule: str, **arguments: Any) -> Any:
 def monitored() -> dict[str, dict[str, Any]]:
     found = {}
     for schedule in STAGES:
-        monitor, bar = Timed(EVERY, TRACED), SeesBar()
+        monitor, bar = Timed(EVERY, TRACED), NotesBar()
         logger = CSVLogger(".", name=schedule)
         outcome = trained(schedule, callbacks=[monitor, bar], logger=logger, enable_progress_bar=True)
         compare(outcome, trained(schedule), 0.0)

@@ -33,7 +33,7 @@ class Wide(Small):
         return torch.optim.SGD(self.parameters(), lr=1e-9)
 
 
-def held(schedule: str, **arguments: Any) -> tuple[int, int]:
+def gradient_memory(schedule: str, **arguments: Any) -> tuple[int, int]:
     """Return what the worker held in its last backward pass, and the bytes of gradients that are counted for it."""
     strategy = RPCSequentialStrategy([4, 1], microbatches=2, checkpoint="never", schedule=schedule)
     train = partial(batches, (4,) * 4)
@@ -44,18 +44,23 @@ def held(schedule: str, **arguments: Any) -> tuple[int, int]:
     return int(model.sequential_module[1].noted), need.gradients
 
 
-def look(*_: Any) -> None:
+def before_zero_grad(*_: Any) -> None:
     """Look at gradients, perhaps."""
 
 
-def all_held() -> list[tuple[int, int]]:
-    looks = [LambdaCallback(on_before_zero_grad=look)]
-    return [held("gpipe"), held("1f1b"), held("1f1b", accumulate_grad_batches=2), held("1f1b", callbacks=looks)]
+def gradient_memory_by_schedule() -> list[tuple[int, int]]:
+    callbacks = [LambdaCallback(on_before_zero_grad=before_zero_grad)]
+    return [
+        gradient_memory("gpipe"),
+        gradient_memory("1f1b"),
+        gradient_memory("1f1b", accumulate_grad_batches=2),
+        gradient_memory("1f1b", callbacks=callbacks),
+    ]
 
 
 @on_cpus
-def test_what_is_counted_is_held() -> None:
-    (at_once, one), *others = run(all_held, timeout_seconds=120)
+def test_counted_sets_of_gradients_are_the_memory_of_gradients() -> None:
+    (at_once, one), *others = run(gradient_memory_by_schedule, timeout_seconds=120)
     print([(f"{bytes_ / MEBI:.1f} MiB", f"{counted / MEBI:.1f} MiB") for bytes_, counted in [(at_once, one), *others]])
     assert [counted / one for _, counted in others] == [1, 2, 2]
     for bytes_, counted in others:
@@ -65,7 +70,7 @@ def test_what_is_counted_is_held() -> None:
 # What hooks see
 
 
-class Sees(Small):
+class NotesGradients(Small):
     """Keeps gradients where users can look at them."""
 
     def __init__(self) -> None:
@@ -85,8 +90,8 @@ class Sees(Small):
         return torch.optim.SGD([*self.parameters()][1:], lr=0.05)  # the first one's gradient is never cleared
 
 
-class SeesAll(Sees):
-    on_before_zero_grad = Sees.see
+class NotesGradientsBeforeZero(NotesGradients):
+    on_before_zero_grad = NotesGradients.see
 
 
 def assert_same(pipeline: Outcome, single: Outcome) -> None:
@@ -94,12 +99,16 @@ def assert_same(pipeline: Outcome, single: Outcome) -> None:
     assert_same_gradients(pipeline.model.seen, single.model.seen)
 
 
-def seen() -> None:
-    for model, settings in ((Sees, {}), (SeesAll, {}), (Sees, {"accumulate_grad_batches": 2})):
+def compare_noted_gradients() -> None:
+    for model, settings in (
+        (NotesGradients, {}),
+        (NotesGradientsBeforeZero, {}),
+        (NotesGradients, {"accumulate_grad_batches": 2}),
+    ):
         single = fit(model, one_device(), 1, **settings)
         strategy = RPCSequentialStrategy([3, 3], microbatches=3, schedule="1f1b")
         assert_same(fit(model, strategy, 2, **settings), single)
 
 
 def test_hooks_see_the_gradients_of_one_process() -> None:
-    run(seen, timeout_seconds=120)
+    run(compare_noted_gradients, timeout_seconds=120)

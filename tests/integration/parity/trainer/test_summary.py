@@ -130,7 +130,7 @@ def test_examples_of_several_arguments(example: Any) -> None:
     assert columns["Where"][0] == "stage 0"
 
 
-class Looks(nn.Module):
+class NeedsValues(nn.Module):
     """A layer that needs values."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ def test_a_model_that_needs_values() -> None:
     class Model(Small):
         def __init__(self) -> None:
             super().__init__()
-            self.sequential_module = nn.Sequential(*small_layers(), Looks())
+            self.sequential_module = nn.Sequential(*small_layers(), NeedsValues())
             self.example_input_array = torch.zeros(7, WIDTH)
 
     model = Model().float()

@@ -88,7 +88,7 @@ class Keys:
         self.layers = {"ran": 0}
 
 
-class Looks(nn.Linear):
+class UsesObject(nn.Linear):
     """Adds to an object and uses all that is in it, and tensors without a row for each sample."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Given(Once):
     """Gives the layers a mask of the batch and a parameter, both of one row for all, and an object with another one."""
 
     def __init__(self) -> None:
-        super().__init__([*(Looks() for _ in range(4)), Ends()])
+        super().__init__([*(UsesObject() for _ in range(4)), Ends()])
         self.shift = nn.Parameter(torch.randn(1, WIDTH))
         self.prefix = nn.Parameter(torch.randn(1, WIDTH))
 
