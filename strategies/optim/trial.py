@@ -4,51 +4,44 @@
     several processes    step of part 0, step of part 1 ──────┴─▶ same parameters, states and hyperparameters?
 
 A part is some of the parameters, or, under ZeRO stage 3, some rows of every parameter. The copies have a few parameters
-of a few elements each, with random values. The original is not changed. A step of a copy also shows how large the
-states of each parameter are.
+of a few elements each, with random values. The original is not changed.
 """
 
 import copy
 import inspect
 import math
 import random
-import statistics
-import time
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from itertools import chain
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from strategies.common.generators import generator_states, used_since
-from strategies.common.live_bytes import LiveBytes
-from strategies.common.trees import tensors_in
 from strategies.optim.calls import INSTEAD, draws_message, hyperparameters, set_hyperparameters
-from strategies.optim.restricted import is_by_element, parameters_of, put_together, taken_apart
+from strategies.optim.restricted import parameters_of
+from strategies.optim.small_copies import (
+    WAYS,
+    CopyingWay,
+    mode_switch,
+    rows_of,
+    small_copy,
+    small_parameters,
+    undisturbed,
+)
+from strategies.optim.trial_results import TrialResult, difference, element_counts, group_sizes, merged_state
 
 _STEPS = 10
-_TIMED_STEPS = 7
-_ELEMENTS = 3
-"""How many elements a copy of a parameter has along each dimension."""
-
-_ELEMENTS_FOR_SIZES = 2**16
-"""How many elements a copy has whose states are measured: optimizers with 8-bit states use 32 bits for small ones."""
 
 _ROWS = 2
-"""How many of these the first of two copies has, if each copy has some rows of every parameter."""
+"""How many rows the first of two copies has, if each copy has some rows of every parameter."""
 
 _PER_PART = 2
 """How many parameters of each group and part have a copy; one, if there are many groups."""
 
 _MANY_GROUPS = 16
-_TOLERANCE = 1e-4
 
 
 def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None = None) -> None:
@@ -75,20 +68,20 @@ def check_divisible(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | 
     shares, alone = _shares(optimizer, parts), parts is not None and len(parts) == 1
     everything = [p for share in shares for p in share]
     missing = _required_arguments(type(optimizer))
-    with _undisturbed(everything):
+    with undisturbed(everything):
         if not set(missing) - {"closure"}:
-            whole, attempt = _tried_as_a_whole(optimizer, everything, always_closure=bool(missing), may_draw=alone)
+            whole, way = _tried_as_a_whole(optimizer, everything, always_closure=bool(missing), may_draw=alone)
         if missing:
             raise ValueError(_needs_argument(name, ", ".join(missing)))
         try:
-            divided = _Trial(optimizer, shares, attempt, leads=parts is not None, may_draw=alone).run(whole)
+            divided = _Trial(optimizer, shares, way, leads=parts is not None, may_draw=alone).run(whole)
         except Exception as error:
             raise ValueError(
                 f"{name} cannot be divided over processes: its step of a part of the parameters fails "
                 f"({type(error).__name__}: {error}). Use {INSTEAD}"
             ) from error
     for one, several in zip(whole, divided, strict=True):
-        if where := _difference(one, several):
+        if where := difference(one, several):
             raise ValueError(
                 f"{name} cannot be divided over processes: what it does to one parameter depends on parameters in "
                 f"other processes, for example by a norm or a step size over all of them (in a trial on small copies "
@@ -108,15 +101,15 @@ def check_by_element(optimizer: Optimizer) -> None:
     """
     name = type(optimizer).__name__
     sample = [p for share in _shares(optimizer, None) for p in share]
-    with _undisturbed(sample):
-        whole, attempt = _tried_as_a_whole(optimizer, sample, always_closure=False)
+    with undisturbed(sample):
+        whole, way = _tried_as_a_whole(optimizer, sample, always_closure=False)
         try:
-            by_rows = _Trial(optimizer, [sample, sample], attempt, by_rows=True).run(whole)
+            by_rows = _Trial(optimizer, [sample, sample], way, by_rows=True).run(whole)
         except Exception as error:
             where = f"the step of some rows fails ({type(error).__name__}: {error})"
         else:
             where = next(
-                (f"{found} differed" for pair in zip(whole, by_rows, strict=True) if (found := _difference(*pair))), ""
+                (f"{found} differed" for pair in zip(whole, by_rows, strict=True) if (found := difference(*pair))), ""
             )
     if where:
         raise ValueError(
@@ -127,187 +120,8 @@ def check_by_element(optimizer: Optimizer) -> None:
         )
 
 
-def state_bytes(optimizer: Optimizer) -> dict[Tensor, int]:
-    """Return how large the states of each trained parameter are, in bytes.
-
-    Only states with an element for each element of the parameter count, so the states of an optimizer that keeps a
-    matrix in parts, such as Adafactor, are larger than this in fact, and none is smaller.
-
-    Returns:
-        The bytes by parameter; for all of them 0 if a small copy of the optimizer cannot be stepped.
-    """
-    alike: dict[Any, list[Tensor]] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if p.requires_grad:
-                alike.setdefault((number, p.ndim, p.dtype, p.device), []).append(p)
-    largest = [max(parameters, key=Tensor.numel) for parameters in alike.values()]
-    sizes = dict.fromkeys(chain.from_iterable(alike.values()), 0)
-    with _undisturbed(largest):
-        for attempt in (_Attempt(False, False), _Attempt(False, True)):
-            try:
-                per_element = _state_bytes_per_element(optimizer, largest, attempt)
-            except Exception:  # optimizers raise errors of any type, and need not be tried here to be used
-                continue
-            for parameters, number_bytes in zip(alike.values(), per_element, strict=True):
-                sizes.update({p: number_bytes * p.numel() for p in parameters})
-            break
-    return sizes
-
-
-def _state_bytes_per_element(optimizer: Optimizer, sample: Sequence[Tensor], attempt: "_Attempt") -> list[int]:
-    """Step a copy over copies of ``sample``; return the bytes of state for each element of each of them."""
-    small = _small_parameters(sample, _shape_for_sizes)
-    own = _small_copy(optimizer, dict(zip(map(id, sample), small, strict=True)), sample, attempt)
-    for p in small:
-        grad = torch.ones_like(p)
-        p.grad = grad.to_sparse(1) if attempt.sparse and p.ndim else grad
-    if (switch := _switch(own, "train")) is not None:
-        switch()
-    own.step()
-    return [
-        sum(value.element_size() for value in tensors_in(dict(own.state.get(p, {}))) if value.numel() == p.numel())
-        for p in small
-    ]
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """What a step of an optimizer over some parameters costs.
-
-    Attributes:
-        seconds: The median time of a step.
-        extra_bytes: What the step takes at most, beyond parameters, gradients and states.
-        together: Whether it takes this for all parameters at the same time (``foreach``), or for one after another.
-    """
-
-    seconds: float = 0.0
-    extra_bytes: int = 0
-    together: bool = False
-
-    @classmethod
-    def of_all(cls, parts: Sequence["StepCost"]) -> "StepCost":
-        """Return the cost of a step over several groups of parameters."""
-        together = [part.extra_bytes for part in parts if part.together]
-        after = [part.extra_bytes for part in parts if not part.together]
-        extra = max(sum(together), *after, 0)
-        return cls(sum(part.seconds for part in parts), extra, together=bool(together))
-
-
-class StepCosts:
-    """Measures steps of an optimizer, on copies of some of its parameters that are as large as these.
-
-    Parameters of the same shapes, dtypes and groups are measured once.
-
-    Attributes:
-        refused: The error of a copy that could not be stepped.
-
-    Args:
-        optimizer: The optimizer, which is not changed.
-        between: Called before each step that is measured.
-        clock: Returns the time, after all work on the devices is done.
-    """
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        between: Callable[[], object] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._optimizer, self._between, self._clock = optimizer, between, clock
-        self._group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._known: dict[Any, StepCost] = {}
-        self.refused: Exception | None = None
-
-    def of(self, parameters: Iterable[Tensor]) -> StepCost:
-        """Return the cost of a step over those of the parameters that the optimizer steps.
-
-        It is nothing if a copy of the optimizer cannot be stepped, and for parameters on the ``meta`` device.
-        """
-        stepped = [p for p in parameters if p in self._group_of and p.requires_grad and not p.is_meta]
-        key = tuple((self._group_of[p], p.shape, p.dtype, p.device) for p in stepped)
-        if key not in self._known:
-            self._known[key] = self._measured(stepped) if stepped else StepCost()
-        return self._known[key]
-
-    def _measured(self, stepped: Sequence[Tensor]) -> StepCost:
-        threads = torch.get_num_threads()
-        for sparse in (False, True):
-            with _undisturbed(stepped):
-                torch.set_num_threads(threads)
-                try:
-                    return self._steps(stepped, _Attempt(False, sparse))
-                except Exception as error:  # optimizers raise errors of any type
-                    refused = error
-        self.refused = refused
-        return StepCost()
-
-    def _steps(self, stepped: Sequence[Tensor], attempt: "_Attempt") -> StepCost:
-        copies = _small_parameters(stepped, list)
-        own = _small_copy(self._optimizer, dict(zip(map(id, stepped), copies, strict=True)), stepped, attempt)
-        for p in copies:
-            grad = torch.full_like(p, 1e-3)
-            p.grad = grad.to_sparse(1) if attempt.sparse and p.ndim else grad
-        if (switch := _switch(own, "train")) is not None:
-            switch()
-        own.step()  # makes the states
-        with LiveBytes() as live:
-            own.step()
-        seconds = []
-        for _ in range(_TIMED_STEPS):
-            self._between()
-            begin = self._clock()
-            own.step()
-            seconds.append(self._clock() - begin)
-        return StepCost(statistics.median(seconds), live.peak, self._is_together(stepped))
-
-    def _is_together(self, stepped: Sequence[Tensor]) -> bool:
-        """Return whether a step works on lists of tensors: if asked to, and for CUDA by default."""
-        for p in stepped:
-            group = self._optimizer.param_groups[self._group_of[p]]
-            by_default = "foreach" in group and p.is_cuda and not group.get("fused")
-            if group.get("foreach") or (group.get("foreach") is None and by_default):
-                return True
-        return False
-
-
-def _shape_for_sizes(shape: Sequence[int]) -> list[int]:
-    """Return a shape of few elements with a different size for each dimension, so that no two parts look alike."""
-    side = int(_ELEMENTS_FOR_SIZES ** (1 / max(1, len(shape))))
-    return [min(size, max(1, side - place)) for place, size in enumerate(shape)]
-
-
 class _Refused(ValueError):
-    """An error for which no other attempt can make up."""
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """A way to make small copies: with or without the optimizer's states, with dense or sparse gradients."""
-
-    with_state: bool
-    sparse: bool
-
-
-_ATTEMPTS = (_Attempt(True, False), _Attempt(False, False), _Attempt(True, True))
-
-
-@dataclass
-class _Result:
-    """Results of steps.
-
-    Attributes:
-        changes: Change of each parameter since the start.
-        values: Value of each parameter.
-        states: State of each parameter.
-        common: For each process whose hyperparameters count: those of all groups, states that belong to no parameter,
-            and the number of elements of each group.
-    """
-
-    changes: list[Tensor]
-    values: list[Tensor]
-    states: list[Any]
-    common: list[Any]
+    """An error that every other way to copy would give as well."""
 
 
 def _required_arguments(cls: type[Optimizer]) -> list[str]:
@@ -339,13 +153,13 @@ def _shares(optimizer: Optimizer, parts: Sequence[Collection[Tensor]] | None) ->
 
 def _tried_as_a_whole(
     optimizer: Optimizer, sample: Sequence[Tensor], *, always_closure: bool, may_draw: bool = False
-) -> tuple[list[_Result], _Attempt]:
+) -> tuple[list[TrialResult], CopyingWay]:
     """Return the results of one process, and the first way to make copies that works."""
     errors: list[Exception] = []
-    for attempt in _ATTEMPTS:
+    for way in WAYS:
         try:
-            trial = _Trial(optimizer, [sample], attempt, always_closure=always_closure, may_draw=may_draw)
-            return trial.run(), attempt
+            trial = _Trial(optimizer, [sample], way, always_closure=always_closure, may_draw=may_draw)
+            return trial.run(), way
         except _Refused:
             raise
         except Exception as error:  # optimizers raise errors of any type
@@ -363,7 +177,7 @@ class _Trial:
     Args:
         optimizer: The original.
         shares: The parameters that each copy steps.
-        attempt: How copies are made.
+        way: How copies are made.
         leads: Whether the last copy sends its hyperparameters to the others before they step.
         always_closure: Whether a step without a closure fails.
         by_rows: Whether all shares are the same, and each copy steps other rows of these parameters.
@@ -374,14 +188,14 @@ class _Trial:
         self,
         optimizer: Optimizer,
         shares: Sequence[Sequence[Tensor]],
-        attempt: _Attempt,
+        way: CopyingWay,
         *,
         leads: bool = False,
         always_closure: bool = False,
         by_rows: bool = False,
         may_draw: bool = False,
     ) -> None:
-        self._name, self._attempt = type(optimizer).__name__, attempt
+        self._name, self._way = type(optimizer).__name__, way
         self._takes_closure = len(inspect.signature(type(optimizer).step).parameters) > 1
         self._leads, self._always_closure, self._may_draw = leads, always_closure, may_draw
         copied = {id(p) for share in shares for p in share}
@@ -389,12 +203,12 @@ class _Trial:
         self._copies = []
         pieces: dict[int, list[Tensor]] = {id(p): [] for p in sample}
         for number, share in enumerate(shares):
-            small = dict(zip(map(id, sample), _small_parameters(sample), strict=True))
+            small = dict(zip(map(id, sample), small_parameters(sample), strict=True))
             if by_rows:
                 rows = slice(_ROWS) if number == 0 else slice(_ROWS, None)
-                small = {key: _rows_of(p, rows) for key, p in small.items() if len(p[rows])}
+                small = {key: rows_of(p, rows) for key, p in small.items() if len(p[rows])}
             stepped = [p for p in share if id(p) in small]
-            self._copies.append(_small_copy(optimizer, small, stepped, attempt, rows if by_rows else slice(None)))
+            self._copies.append(small_copy(optimizer, small, stepped, way, rows if by_rows else slice(None)))
             for p in stepped:
                 pieces[id(p)].append(small[id(p)])
         self._leader = self._copies[-1]
@@ -406,7 +220,7 @@ class _Trial:
         self._generator = torch.Generator().manual_seed(1)
         self._directions = [torch.randn(value.shape, generator=self._generator) for value in self._start]
 
-    def run(self, whole: Sequence[_Result] = ()) -> list[_Result]:
+    def run(self, whole: Sequence[TrialResult] = ()) -> list[TrialResult]:
         """Return the results at several moments: in the middle, after the last step, and after an infinite gradient.
 
         Args:
@@ -488,7 +302,7 @@ class _Trial:
     def _call(self, method: str) -> None:
         """Switch the copies to a mode, if the optimizer has modes."""
         for own in self._copies:  # the last copy is the leader
-            if (switch := _switch(own, method)) is not None:
+            if (switch := mode_switch(own, method)) is not None:
                 if own is not self._leader:
                     self._lead(own)
                 switch()
@@ -509,61 +323,38 @@ class _Trial:
             parts = grad.split([len(p) for p in pieces]) if len(pieces) > 1 else [grad]
             for p, part in zip(pieces, parts, strict=True):
                 own = part.to(p)
-                p.grad = own.to_sparse(1) if self._attempt.sparse and p.ndim else own
+                p.grad = own.to_sparse(1) if self._way.sparse and p.ndim else own
 
     def _states(self) -> list[list[Any]]:
         """Return the states of the pieces of each parameter."""
         of = {id(p): own for own in self._copies for p in parameters_of(own)}
         return [[of[id(p)].state.get(p, {}) for p in pieces] for pieces in self._pieces]
 
-    def _go_on_from(self, whole: _Result) -> None:
+    def _go_on_from(self, whole: TrialResult) -> None:
         for states, like in zip(self._states(), whole.states, strict=True):
             for state in states:
                 _leave_out(state, like)
         groups, _, sizes = whole.common[0]
         for own in self._copies:
-            for group, size, like, whole_size in zip(own.param_groups, _sizes(own), groups, sizes, strict=True):
-                group.update({key: like[key] for key in _counts(like, whole_size, group, size)})
+            for group, size, like, whole_size in zip(own.param_groups, group_sizes(own), groups, sizes, strict=True):
+                group.update({key: like[key] for key in element_counts(like, whole_size, group, size)})
 
-    def _result(self) -> _Result:
+    def _result(self) -> TrialResult:
         values = self._values()
         states = [
-            _merged([copy.deepcopy(dict(state)) for state in states], pieces)
+            merged_state([copy.deepcopy(dict(state)) for state in states], pieces)
             for states, pieces in zip(self._states(), self._pieces, strict=True)
         ]
         heard = [self._leader] if self._leads else self._copies
         common = [
-            (hyperparameters(own), {k: s for k, s in own.state.items() if not isinstance(k, Tensor)}, _sizes(own))
+            (hyperparameters(own), {k: s for k, s in own.state.items() if not isinstance(k, Tensor)}, group_sizes(own))
             for own in heard
         ]
         changes = [v - s for v, s in zip(values, self._start, strict=True)]
-        return _Result(changes, values, states, copy.deepcopy(common))
+        return TrialResult(changes, values, states, copy.deepcopy(common))
 
     def _values(self) -> list[Tensor]:
         return [torch.cat([p.detach() for p in p_]) if len(p_) > 1 else p_[0].detach().clone() for p_ in self._pieces]
-
-
-def _rows_of(small: Tensor, rows: slice) -> Tensor:
-    """Return a parameter that has some rows of a small one."""
-    own = nn.Parameter(small.detach()[rows].clone())
-    vars(own).update(vars(small))
-    return own
-
-
-def _merged(states: Sequence[dict[Any, Any]], pieces: Sequence[Tensor]) -> dict[Any, Any]:
-    """Return the state of a whole parameter, given those of its rows."""
-    if len(states) == 1:
-        return states[0]
-    merged: dict[Any, Any] = {}
-    for key in dict.fromkeys(key for state in states for key in state):
-        own = [state.get(key) for state in states]
-        if all(isinstance(v, Tensor) and is_by_element(v, p.shape) for v, p in zip(own, pieces, strict=True)):
-            merged[key] = torch.cat([v for v in own if isinstance(v, Tensor)])
-        elif all(isinstance(v, dict) for v in own):
-            merged[key] = _merged([v for v in own if isinstance(v, dict)], pieces)
-        else:  # a number that is the same for all rows; if it is not, this differs from the state of one process
-            merged[key] = own[0] if all(_alike(own[0], other) for other in own) else own
-    return merged
 
 
 def _leave_out(state: Any, like: Any) -> None:
@@ -573,193 +364,3 @@ def _leave_out(state: Any, like: Any) -> None:
             del state[key]
         elif isinstance(state[key], dict) and isinstance(like[key], dict):
             _leave_out(state[key], like[key])
-
-
-def _few_elements(shape: Sequence[int]) -> list[int]:
-    return [min(size, _ELEMENTS) for size in shape]
-
-
-def _small_parameters(
-    sample: Sequence[Tensor], shape_of: Callable[[Sequence[int]], list[int]] = _few_elements
-) -> list[Tensor]:
-    """Return random parameters with the same number of dimensions, dtype and device; equal at each call."""
-    generator = torch.Generator().manual_seed(0)
-    made: list[Tensor] = []
-    for p in sample:
-        value = torch.randn(shape_of(p.shape), generator=generator).to(p.dtype).to("cpu" if p.is_meta else p.device)
-        small = nn.Parameter(value)
-        vars(small).update({name: own for name, own in vars(p).items() if not isinstance(own, Tensor)})
-        made.append(small)
-    return made
-
-
-def _small_copy(
-    optimizer: Optimizer,
-    small: Mapping[int, Tensor],
-    share: Sequence[Tensor],
-    attempt: _Attempt,
-    rows: slice = slice(None),
-) -> Optimizer:
-    """Return a copy of the optimizer over some of the small parameters, or over some rows of them."""
-    cls, attributes = taken_apart(optimizer)
-    kept = {id(p) for p in share}
-    # References to a parameter become references to the small one, or to one that is never stepped.
-    memo: dict[int, Any] = {id(p): small.get(id(p), nn.Parameter(torch.zeros(1))) for p in parameters_of(optimizer)}
-    state = copy.copy(optimizer.state)
-    state.clear()
-    new = {name: _copied(value, memo) for name, value in attributes.items() if name not in ("param_groups", "state")}
-    new["param_groups"] = [
-        {
-            **{name: _copied(value, memo) for name, value in group.items() if name != "params"},
-            "params": [small[id(p)] for p in group["params"] if id(p) in kept and id(p) in small],
-        }
-        for group in optimizer.param_groups
-    ]
-    if attempt.with_state:
-        for key, value in optimizer.state.items():
-            if not isinstance(key, Tensor):
-                state[key] = _copied(value, memo)
-            elif id(key) in kept:
-                like = small[id(key)]
-                state[like] = {name: _small_state(own, key, like, memo, rows) for name, own in value.items()}
-    new["state"] = state
-    return put_together(cls, new)
-
-
-def _copied(value: Any, memo: Mapping[int, Any]) -> Any:
-    """Return a copy of a value that a step may change; a value that cannot be copied is shared."""
-    if isinstance(value, nn.Module):
-        return value
-    if isinstance(value, torch.Generator):
-        return value.clone_state()
-    try:
-        return copy.deepcopy(value, dict(memo))
-    except Exception:  # copying raises whatever the object's methods raise
-        return value
-
-
-def _small_state(value: Any, original: Tensor, small: Tensor, memo: Mapping[int, Any], rows: slice) -> Any:
-    """Return the part of a state that belongs to the first elements of its parameter, or to some rows of these."""
-    if isinstance(value, list | tuple):
-        return type(value)([_small_state(item, original, small, memo, rows) for item in value])
-    if not isinstance(value, Tensor):
-        return _copied(value, memo)
-    if value.is_meta:
-        value = torch.zeros_like(value, device="cpu")
-    value = value.detach()
-    if value.ndim == 1 and original.ndim != 1 and value.numel() == original.numel():  # flattened
-        return value[: small.numel()].clone()
-    first = value[tuple(slice(_ELEMENTS) for _ in value.shape)]
-    return (first[rows] if value.shape == original.shape and value.ndim else first).clone()
-
-
-def _switch(optimizer: Optimizer, mode: str) -> Callable[[], Any] | None:
-    """Return the method that switches an optimizer to a mode; ``None`` if it has no modes."""
-    function = getattr(type(optimizer), mode, None)
-    return partial(function, optimizer) if inspect.isfunction(function) and _takes_nothing(function) else None
-
-
-def _takes_nothing(method: Callable[..., Any]) -> bool:
-    _, *others = inspect.signature(method).parameters.values()
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others)
-
-
-@contextmanager
-def _undisturbed(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Restore random states and the number of threads afterwards, and ignore warnings of optimizers."""
-    python, numbers, threads = random.getstate(), np.random.get_state(), torch.get_num_threads()
-    gpus = {p.device.index for p in parameters if p.is_cuda}
-    with torch.random.fork_rng(devices=sorted(gpus)), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.set_num_threads(1)  # several threads are slower for so few elements
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            random.setstate(python)
-            np.random.set_state(numbers)
-
-
-def _difference(one: _Result, several: _Result) -> str:
-    """Return in words what differs between the results of one process and of several, or an empty string."""
-    for k, (change, other) in enumerate(zip(one.changes, several.changes, strict=True)):
-        finite = change[change.isfinite()]
-        rounding = 8 * torch.finfo(change.dtype).eps * _largest(one.values[k])
-        if not _close(change, other, atol=_TOLERANCE * _largest(finite) + rounding):
-            return "the values of a parameter"
-    for state, other in zip(one.states, several.states, strict=True):
-        if where := _differing(state, other, one.states):
-            return f"the state {where} of a parameter"
-    for groups, states, sizes in several.common:
-        pairs = zip(one.common[0][0], one.common[0][2], groups, sizes, strict=True)
-        for number, (group, size, other, other_size) in enumerate(pairs):
-            same = {key: group[key] for key in _counts(group, size, other, other_size)}
-            if where := _differing(group, {**other, **same}):
-                return f"{where} of parameter group {number}"
-        if where := _differing(one.common[0][1], states):
-            return f"the state {where}"
-    return ""
-
-
-def _differing(one: Mapping[Any, Any], other: Mapping[Any, Any], elsewhere: Sequence[Mapping[Any, Any]] = ()) -> str:
-    """Return the key of the first value that differs, or an empty string.
-
-    Args:
-        one: The values of one process.
-        other: The values of several processes.
-        elsewhere: The same kind of values of one process, for all parameters. Some optimizers keep a number of all
-            parameters, such as that of the steps, with the first one; with several processes, each has a first one.
-    """
-    for key in (*one, *(key for key in other if key not in one)):
-        if key not in other:
-            return repr(key)
-        if key not in one:
-            if not any(_is_number(values.get(key)) and _alike(values[key], other[key]) for values in elsewhere):
-                return repr(key)
-        elif isinstance(one[key], Mapping) and isinstance(other[key], Mapping):
-            if _differing(one[key], other[key], [v[key] for v in elsewhere if isinstance(v.get(key), Mapping)]):
-                return repr(key)
-        elif not _alike(one[key], other[key]):
-            return repr(key)
-    return ""
-
-
-def _sizes(optimizer: Optimizer) -> list[int]:
-    """Return the number of elements of the parameters of each group."""
-    return [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-
-
-def _counts(group: Mapping[str, Any], size: int, other: Mapping[str, Any], other_size: int) -> list[str]:
-    """Return the keys of hyperparameters that are the number of elements of the group, in one process and another."""
-    return [
-        key
-        for key, value in group.items()
-        if type(value) is int and value == size and type(other.get(key)) is int and other[key] == other_size
-    ]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0)
-
-
-def _alike(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
-            return one.shape == other.shape and torch.equal(one, other)
-        return _close(one, other, atol=_TOLERANCE * _largest(one))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return not _differing(one, other)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if isinstance(one, float | int) and isinstance(other, float | int):
-        return math.isclose(one, other, rel_tol=_TOLERANCE) or (math.isnan(one) and math.isnan(other))
-    return type(one) is type(other) and (not isinstance(one, str | bool) or one == other)
-
-
-def _close(one: Tensor, other: Tensor, *, atol: float) -> bool:
-    return torch.allclose(one, other, rtol=_TOLERANCE, atol=atol, equal_nan=True)
-
-
-def _largest(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return finite.abs().max().item() if finite.numel() else 0.0

@@ -51,7 +51,8 @@ from strategies.lightning.partitioning import (
     with_threads,
 )
 from strategies.lightning.per_microbatch import num_gradient_sets, split_for
-from strategies.optim.trial import StepCost, StepCosts, check_divisible
+from strategies.optim.costs import StepCost, StepCosts
+from strategies.optim.trial import check_divisible
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need, Sizes, needs_of

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, pairwise
 
-from strategies.optim.trial import StepCost
+from strategies.optim.costs import StepCost
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes

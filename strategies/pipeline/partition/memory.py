@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from strategies.common.stage_layers import StageLayers, describe
 from strategies.common.trees import tensors_in
 from strategies.launch.limits import limits_of_process, room_on_host
+from strategies.optim.costs import state_bytes
 from strategies.optim.restricted import parameters_of
-from strategies.optim.trial import state_bytes
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.transport.nccl import COMMUNICATOR_BYTES
 from strategies.pipeline.transport.ties import find_ties, owned_parameters

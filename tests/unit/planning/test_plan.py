@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from strategies import RPCSequentialStrategy
 from strategies.launch import workers
 from strategies.lightning import partitioning
-from strategies.optim.trial import StepCost
+from strategies.optim.costs import StepCost
 from strategies.planning import plan
 from strategies.planning.plan import PlanTable
 from trainer import Trainer

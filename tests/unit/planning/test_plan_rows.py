@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from strategies.optim.trial import StepCost
+from strategies.optim.costs import StepCost
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
 from strategies.pipeline.schedule.program import ranks_of

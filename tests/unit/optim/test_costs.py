@@ -11,7 +11,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 from transformers import Adafactor
 
-from strategies.optim.trial import state_bytes
+from strategies.optim.costs import state_bytes
 
 
 def stepped(make: Callable[[Any], Optimizer], parameters: list[nn.Parameter]) -> dict[Tensor, int]:
