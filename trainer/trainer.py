@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import strategies
+from strategies.common.folding import fold_when_shown
 from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
 from strategies.lightning.checks import explained_gpus
@@ -43,12 +44,19 @@ def _with_signature_of(original: _Init) -> Callable[[Callable[..., None]], _Init
 
 
 def _checked(original: _Run) -> _Run:
-    """Make ``fit``, ``validate``, ``test`` or ``predict`` refuse objects of the other package of Lightning."""
+    """Make ``fit``, ``validate``, ``test`` or ``predict`` refuse objects of the other package of Lightning.
+
+    An error that ends the program is shown without the frames of Relay and Lightning.
+    """
 
     @functools.wraps(original)
     def run(self: pl.Trainer, *args: Any, **kwargs: Any) -> Any:
         check_package(*args, *kwargs.values())
-        return original(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        except Exception as error:
+            fold_when_shown(error)
+            raise
 
     return cast(_Run, run)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import cloudpickle
 
 from strategies.common.errors import is_consequence
+from strategies.common.folding import folded
 
 
 class RemoteTraceback(Exception):
@@ -26,7 +27,7 @@ class Failure:
     Attributes:
         where: The object, its process and host, and what the object was doing.
         pickled: The exception, by cloudpickle; empty if it cannot be pickled.
-        traceback: The formatted traceback.
+        traceback: The formatted traceback, without frames of libraries.
         consequence: Whether the exception results from a failure of another process.
     """
 
@@ -49,7 +50,8 @@ class Failure:
             with suppress(Exception):  # attributes of a user's exception may not be picklable
                 pickled = cloudpickle.dumps(error)
         where = f"{what}, process {os.getpid()} on {socket.gethostname()}, in {doing}"
-        return cls(where, pickled, "".join(traceback.format_exception(error)), is_consequence(error))
+        shown = "".join(traceback.format_exception(type(error), error, folded(error)[0]))
+        return cls(where, pickled, shown, is_consequence(error))
 
     def exception(self) -> BaseException:
         """Return the exception, whose cause is the traceback of the other process.

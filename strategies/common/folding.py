@@ -1,0 +1,91 @@
+"""Tracebacks without the frames of Relay, Lightning and torch's wrappers, which an error of user code goes through.
+
+What is shown is the user's code and what it called last. The exception itself keeps its whole traceback, for debuggers,
+until Python prints it.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+VARIABLE = "RELAY_FULL_TRACEBACK"
+"""Variable of the environment; if it is set, all frames are shown."""
+
+_OWN = str(Path(__file__).resolve().parents[1])
+
+_WRAPPERS = ("torch/nn/modules/module.py", "torch/utils/_contextlib.py", "torch/optim/", "/contextlib.py")
+"""Parts of the paths of code that only calls other code."""
+
+_BUGS = (AssertionError, AttributeError, IndexError, KeyError, NameError, TypeError)
+"""What code of a library raises by mistake rather than to refuse something; then all frames are of use."""
+
+
+def _folders() -> list[str]:
+    specs = map(find_spec, ("pytorch_lightning", "lightning", "lightning_fabric"))
+    found = [os.path.dirname(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    return [_OWN, str(Path(_OWN).with_name("trainer")), *found]
+
+
+def folded(error: BaseException) -> tuple[TracebackType | None, int]:
+    """Return the traceback of an error without frames of libraries, and the number of frames left out.
+
+    Nothing is left out if :data:`VARIABLE` is set, if no other frame would be left, or if a library has raised the
+    error by mistake.
+    """
+    frames = []
+    entry = error.__traceback__
+    while entry is not None:
+        frames.append(entry)
+        entry = entry.tb_next
+    if not frames or os.environ.get(VARIABLE):
+        return error.__traceback__, 0
+    folders = _folders()
+
+    def is_of_library(entry: TracebackType) -> bool:
+        return any(entry.tb_frame.f_code.co_filename.startswith(folder + os.sep) for folder in folders)
+
+    def only_calls(entry: TracebackType) -> bool:
+        path = entry.tb_frame.f_code.co_filename.replace(os.sep, "/")
+        return is_of_library(entry) or any(part in path for part in _WRAPPERS)
+
+    last = frames[-1]
+    if is_of_library(last) and isinstance(error, _BUGS) and error.__cause__ is None:
+        return error.__traceback__, 0
+    kept = [entry for entry in frames if not only_calls(entry) or (entry is last and not is_of_library(entry))]
+    if not kept:
+        return error.__traceback__, 0
+    shown: TracebackType | None = None
+    for entry in reversed(kept):
+        shown = TracebackType(shown, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return shown, len(frames) - len(kept)
+
+
+def fold_when_shown(error: BaseException) -> None:
+    """Have Python show an error that ends the program without the frames of libraries."""
+    vars(error)["relay_folds"] = True  # the hook must not refer to the error, whose frames refer to the model
+    if getattr(sys.excepthook, "func", None) is not _show:
+        sys.excepthook = partial(_show, sys.excepthook)
+
+
+def _show(
+    previous: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    number = 0
+    if any("relay_folds" in vars(one) for one in chain):
+        for one in chain:
+            one.__traceback__, left_out = folded(one)
+            number += left_out
+        trace = error.__traceback__
+    previous(kind, error, trace)
+    if number:
+        sys.stderr.write(f"({number} frames of Relay, Lightning and torch are left out; {VARIABLE}=1 shows them)\n")
