@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -47,6 +49,18 @@ def test_links_and_references(page: Path) -> None:
     for test in re.findall(r"`(test_[\w*]+\.py)`", text) if not is_record else ():
         broken += [] if list((ROOT / "tests").glob(f"*/**/{test}")) else [test]
     assert not broken
+
+
+def test_options_are_those_of_the_docstrings() -> None:
+    program = [sys.executable, str(ROOT / ".ci" / "options_page.py"), "--check"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(listed) == sorted(pages | {"decisions/README.md"})
 
 
 def packages() -> set[str]:
