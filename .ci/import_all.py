@@ -1,4 +1,7 @@
-"""Imports, from an installation alone, all modules of the source tree and the command: `import_all.py INSTALLED SOURCE`."""
+"""Imports every module that the source tree has from an installation alone, and looks for the command ``relay`` there.
+
+``import_all.py INSTALLED SOURCE``
+"""
 
 import importlib
 import sys

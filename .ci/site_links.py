@@ -1,7 +1,7 @@
 """A hook of MkDocs: links that leave ``docs/``, such as those to tests, and records that stay out of the search.
 
-On GitHub such a link leads to the file. The site has no page for it, so the text of the link remains; if ``repo_url`` is
-set in ``mkdocs.yml``, the link leads to the repository. A link to a file that does not exist ends the build.
+On GitHub such a link leads to the file. The site has no page for it, so the text of the link remains. If ``repo_url``
+is set in ``mkdocs.yml``, the link leads to the repository. A link to a file that does not exist ends the build.
 """
 
 import re

@@ -145,7 +145,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             same class and shapes.
         pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
             another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
-            stage has finished all of its own.
+            stage has finished its backward passes.
         rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that it is
             declared hung and ended, and the error contains its Python stack. A process that computes may take ten
             times as long. Default: 60.
@@ -171,15 +171,15 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
             number that may be chosen (default: 2).
         data_plane: How stages exchange activations and gradients. ``"auto"`` (default) is ``"gloo"``: through the
-            memory of the hosts. ``"nccl"``: from GPU to GPU, if each stage has a GPU of its own; it has never run
+            memory of the hosts. ``"nccl"``: from GPU to GPU, if no two stages share a GPU; it has never run
             (``docs/gpu.md``), so it is never chosen automatically. For tests on CPUs, ``"simulated"`` runs the code of
             ``"nccl"`` by the rules of NCCL and reports tensors that are changed while they are being sent;
             ``"simulated-serial"`` does the same on devices that run one operation at a time.
         max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
         memory_limit_bytes: With ``schedule="auto"``, what each process may take for activations and for parameters,
-            which count four times, as with Adam and its gradients, or five times where a run holds two sets of
-            gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what
-            allocators keep. Default: no limit.
+            which count four times, as with Adam and its gradients. They count five times where a run holds two sets of
+            gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what allocators keep.
+            Default: no limit.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
             of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch by its
             own statistics. Default: ``False``.
@@ -207,19 +207,20 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
             died or hung. Only on one host; see ``docs/lost_workers.md``. Default: 0.
-        snapshot_every_n_steps: After so many optimizer steps, every process copies its part of the model and of the
-            optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
-            and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
-            losses that cannot be repaired in this way. With several replicas, all of them go back together. Only for
-            one host, on CPUs and Linux; see ``docs/lost_workers.md``. Default: 0, no copies.
+        snapshot_every_n_steps: After this number of optimizer steps, every process copies its part of the model and of
+            the optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last
+            copy and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts
+            only losses that cannot be repaired in this way. With several replicas, all of them go back together. Only
+            for one host, on CPUs and Linux; see ``docs/lost_workers.md``. Default: 0, no copies.
         spare_workers: Under torchrun and SLURM, how many processes each rank with a worker keeps ready, with torch
             imported, to take over from a worker that is lost. They make a loss cost less time, and take memory; see
             ``docs/lost_workers.md``. For ``max_restarts`` and ``snapshot_every_n_steps``. Workers that the strategy
             starts itself are forks of such a process anyway. Default: 0.
-        rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
-            other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
-            such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
-            one pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default: ``None``.
+        rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers may move
+            to other stages. They move if recorded steps predict that this saves ``rebalance_threshold`` of the time of
+            the passes, such as when the process of a stage has become slow. Losses and weights are those of a run
+            without it. For one pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default:
+            ``None``.
         rebalance_every_n_steps: With ``rebalance="auto"``, the number of batches after which layers may move. Default:
             at the end of each epoch.
         rebalance_threshold: With ``rebalance="auto"``, the predicted share that must be saved. Default: 0.1.
