@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,14 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     pages = {path.name for path in (ROOT / "docs").glob("*.md")}
     assert sorted(listed) == sorted(pages | {"decisions/README.md"})
+
+
+@pytest.mark.parametrize("package", ["trainer", "strategies", "strategies.pipeline"])
+def test_the_page_on_the_api_has_every_public_name(package: str) -> None:
+    listed = re.findall(
+        rf"^::: {re.escape(package)}\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
+    assert set(import_module(package).__all__) <= set(listed)
 
 
 def packages() -> set[str]:
