@@ -60,7 +60,7 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)-docs
 	python .ci/options_page.py --check
-	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 mkdocs build
 
 faults: $(INSTALLED)
 	mkdir -p build/faults
