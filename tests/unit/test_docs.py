@@ -72,6 +72,15 @@ def test_the_page_on_the_api_has_every_public_name(package: str) -> None:
     assert set(import_module(package).__all__) <= set(listed)
 
 
+def test_the_version_is_the_same_everywhere() -> None:
+    versions = [
+        re.search(pattern, (ROOT / file).read_text(), re.MULTILINE)
+        for file, pattern in {"pyproject.toml": r'^version = "(.*)"$', "CITATION.cff": "^version: (.*)$"}.items()
+    ]
+    assert all(versions) and len({version[1] for version in versions if version}) == 1
+    assert versions[0] and f"## [{versions[0][1]}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
 def packages() -> set[str]:
     """Paths of all packages, such as ``strategies/pipeline/stage``."""
     found = [path.parent for room in ("strategies", "trainer") for path in ROOT.glob(f"{room}/**/__init__.py")]
