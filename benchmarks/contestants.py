@@ -148,7 +148,7 @@ class Relay:
             if self.finds_microbatches:  # it ignores the given number, so it need not be found again, which takes long
                 self.own_choice = self.settings, balance
         self.batches = endless(self.shape)
-        self.rank_of = self.settings.timetables(PROCESSES).rank_of
+        self.rank_of = self.settings.programs(PROCESSES).rank_of
         self.balance = gpt_balance(self.shape.num_blocks, len(self.rank_of)) if balance is None else balance
         self.start(self.shape.layers(), self.balance)
         return f"{self.settings.microbatches} micro-batches, balance {self.balance}"

@@ -57,7 +57,7 @@ def growth_mebi(schedule: str, checkpoint: str, microbatches: int) -> list[float
     activations = [nn.Tanh() for _ in range(STAGES * ACTIVATIONS)]
     model = nn.Sequential(nn.Linear(INPUT_WIDTH, WIDTH), *activations, nn.Linear(WIDTH, 1))
     settings = Settings(microbatches=microbatches, checkpoint=checkpoint, schedule=schedule)
-    num_chunks = settings.timetables(STAGES).placement.num_stages
+    num_chunks = settings.programs(STAGES).placement.num_stages
     balance = [STAGES * ACTIVATIONS // num_chunks] * num_chunks
     balance[0] += 1
     balance[-1] += 1

@@ -98,7 +98,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         _check(model)
         self.model_to_device()
         super().setup(trainer)
-        self._replicas = _Replicas(_Step(model), device_ids=self.parallel_devices)
+        self._replicas = _Replicas(_StepModule(model), device_ids=self.parallel_devices)
 
     def model_to_device(self) -> None:
         """Move the model to the first GPU."""
@@ -150,7 +150,9 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
         kind = self.root_device.type
         autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         ran = self._replicas(name, autocast, *args, **kwargs)
-        parts: list[Part] = ran if isinstance(ran, list) else [ran]  # a batch may have rows for one device only
+        parts: list[ReplicaResult] = (
+            ran if isinstance(ran, list) else [ran]
+        )  # a batch may have rows for one device only
         rows = [part.rows for part in parts]
         for logged in zip(*(part.logged for part in parts), strict=True):
             (label, _, options), *_ = logged
@@ -175,7 +177,7 @@ class DataParallelStrategy(StrategyPlugin, ParallelStrategy):
 
 
 @dataclass
-class Part:
+class ReplicaResult:
     """The result of a step on one replica.
 
     Attributes:
@@ -189,14 +191,14 @@ class Part:
     output: Any
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """The module of which ``DataParallel`` makes replicas; it calls a step of the model."""
 
     def __init__(self, model: pl.LightningModule) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, name: str, autocast: tuple[bool, torch.dtype], *args: Any, **kwargs: Any) -> Part:
+    def forward(self, name: str, autocast: tuple[bool, torch.dtype], *args: Any, **kwargs: Any) -> ReplicaResult:
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not tensors:
             raise TypeError(
@@ -210,13 +212,13 @@ class _Step(nn.Module):
         with ExitStack() as ending, torch.autocast(device.type, dtype=autocast[1], enabled=autocast[0]):
             ending.callback(collect_logs(self.model, lambda: lambda *call: logged.append(call)))
             output = getattr(self.model, name)(*args, **kwargs)
-        return Part(len(tensors[0]) if tensors[0].ndim else 1, logged, output)
+        return ReplicaResult(len(tensors[0]) if tensors[0].ndim else 1, logged, output)
 
 
 class _Replicas(DataParallel):
     """Returns the result of each replica instead of gathering them."""
 
-    def gather(self, outputs: Any, output_device: Any) -> list[Part]:
+    def gather(self, outputs: Any, output_device: Any) -> list[ReplicaResult]:
         return list(outputs)
 
 

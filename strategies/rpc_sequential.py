@@ -70,7 +70,7 @@ from strategies.optim.restricted import check_optimizer_states
 from strategies.optim.trial import check_divisible
 from strategies.pipeline.construction.initialise import initialise
 from strategies.pipeline.construction.recording import Construction
-from strategies.pipeline.construction.stored import Reference
+from strategies.pipeline.construction.stored import FileReference
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.partition.memory import DevicePlacement, check_memory
@@ -340,7 +340,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
         self._averages_gradients = True
         self._undo: list[Undo] = []
         self._construction = Construction()
-        self._references: dict[int, Reference] = {}  # to the weights of the checkpoint that is being loaded
+        self._references: dict[int, FileReference] = {}  # to the weights of the checkpoint that is being loaded
         self._profiled: ProfiledStages | None = None
         self._batch_norms: dict[str, BatchNorm] = {}
         self._has_warned_of_batch_norm = False
@@ -510,7 +510,7 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
     def _stage_of_chunk(self) -> Sequence[int]:
         """The number of the stage of each chunk of layers."""
         with checks.as_misconfiguration():
-            return self._settings.timetables(len(self.devices)).rank_of
+            return self._settings.programs(len(self.devices)).rank_of
 
     @property
     def pipeline(self) -> Pipeline | None:

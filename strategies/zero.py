@@ -233,7 +233,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
                     has_checkpoint=model.trainer.ckpt_path is not None,
                 )
             set_device(model, self.root_device)
-        return _Called(model)
+        return _CalledModule(model)
 
     def _divide_optimizers(self, trainer: pl.Trainer, model: pl.LightningModule) -> None:
         plain = dict.fromkeys(map(unwrapped, self.optimizers))
@@ -462,7 +462,7 @@ class ZeROStrategy(StrategyPlugin, pl.strategies.DDPStrategy):
         self._buffers_may_differ = False
 
 
-class _Called(nn.Module):
+class _CalledModule(nn.Module):
     """Has Lightning run the steps of a model within the model's own call, whose hooks gather its parameters."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -31,7 +31,7 @@ from strategies.lightning.compat import (
 from strategies.lightning.hooks import Undo, add_to_progress_bar
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.clocks import Clock
-from strategies.pipeline.driver import Pipeline, Recording
+from strategies.pipeline.driver import BatchRecording, Pipeline
 from strategies.pipeline.stage.records import Record, Recorded
 from strategies.planning.imbalance import STEPS_TO_ASSESS, LastSteps, assess, measured_step
 from strategies.planning.measured import (
@@ -53,7 +53,7 @@ _OWN_FILES = re.compile(r"events\.jsonl|step-\d+\.(svg|trace\.json)")
 
 
 @dataclass
-class _Step:
+class _RecordedStep:
     """A step that is recorded.
 
     Attributes:
@@ -63,7 +63,7 @@ class _Step:
     """
 
     number: int
-    recording: Recording
+    recording: BatchRecording
     end: float = 0.0
 
 
@@ -135,8 +135,8 @@ class PipelineMonitor(Callback):
         self.every_n_steps, self.trace_steps = every_n_steps, frozenset(trace_steps)
         self._dirpath = dirpath
         self._folder = Path()
-        self._current: _Step | None = None
-        self._waiting: _Step | None = None
+        self._current: _RecordedStep | None = None
+        self._waiting: _RecordedStep | None = None
         self._clocks: tuple[Sequence[RemoteStage], list[Clock]] | None = None
         self._use: dict[str, str] = {}
         self._undo: Undo | None = None
@@ -178,7 +178,7 @@ class PipelineMonitor(Callback):
         if not trainer.is_global_zero or is_accumulating(trainer):
             return
         recording = _pipeline_of(trainer).start_recording(trainer.fit_loop.epoch_loop.total_batch_idx)
-        self._current = _Step(number, recording)
+        self._current = _RecordedStep(number, recording)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -269,7 +269,7 @@ class PipelineMonitor(Callback):
     def _assess(
         self,
         trainer: Trainer,
-        step: _Step,
+        step: _RecordedStep,
         recorded: Sequence[Recorded],
         rows: Sequence[Sequence[Record]],
         names: Sequence[str],
@@ -285,7 +285,7 @@ class PipelineMonitor(Callback):
         found = assess(
             self._costs.steps,
             pipeline.kinds_of_layers(),
-            lambda microbatches: pipeline.timetables.training[microbatches].rows,
+            lambda microbatches: pipeline.programs.training[microbatches].rows,
             balance,
         )
         told = self._told.setdefault(tuple(balance), _Told())
@@ -309,7 +309,7 @@ class PipelineMonitor(Callback):
         ]
 
     def _draw(
-        self, trainer: Trainer, step: _Step, timetables: Sequence[tuple[str, Simulation]], names: Sequence[str]
+        self, trainer: Trainer, step: _RecordedStep, timetables: Sequence[tuple[str, Simulation]], names: Sequence[str]
     ) -> None:
         self._write(f"step-{step.number}.svg", stacked_svg(timetables, names))
         boards = [logger for logger in trainer.loggers if isinstance(logger, TensorBoardLogger)]
@@ -399,7 +399,7 @@ def _predicted(pipeline: Pipeline, rows: Sequence[Sequence[Record]], measured: S
     if not settings.pipelined_backward:
         return None  # the backward passes of all micro-batches were one action
     microbatches = 1 + max(step.microbatch for step in measured.end)
-    table = pipeline.timetables.training[microbatches].rows
+    table = pipeline.programs.training[microbatches].rows
     return from_first_forward(predicted_timetable(rows, measured, table, whole_batch=not settings.interleaves))
 
 

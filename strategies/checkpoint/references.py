@@ -16,7 +16,7 @@ from strategies.checkpoint.store import SHARDED_KEYS, read_tensors
 from strategies.common.torch_compat import fake_tensors, num_changes, offset_in_file, storage_key
 from strategies.common.transformers_compat import read_safetensors
 from strategies.common.trees import flat
-from strategies.pipeline.construction.stored import Reference, Stored
+from strategies.pipeline.construction.stored import FileReference, Stored
 
 
 def file_state(path: Path) -> tuple[int, int]:
@@ -109,7 +109,9 @@ class InSafetensors(Stored):
         return read_safetensors(self.path, self.key)
 
 
-def references_in_file(path: Path, checkpoint: Mapping[str, Any], weights_only: bool | None) -> dict[int, Reference]:
+def references_in_file(
+    path: Path, checkpoint: Mapping[str, Any], weights_only: bool | None
+) -> dict[int, FileReference]:
     """Return references to the weights and the optimizer states of a checkpoint, by the number of their storage.
 
     Args:
@@ -122,7 +124,7 @@ def references_in_file(path: Path, checkpoint: Mapping[str, Any], weights_only: 
     with fake_tensors():
         offsets = torch.load(path, map_location="cpu", weights_only=weights_only)
     places = flat({key: offsets.get(key) for key in SHARDED_KEYS})
-    found: dict[int, Reference] = {}
+    found: dict[int, FileReference] = {}
     for name, tensor in flat({key: checkpoint.get(key) for key in SHARDED_KEYS}).items():
         start, storage = offset_in_file(places[name]), tensor.untyped_storage()
         if start is None:
@@ -132,18 +134,18 @@ def references_in_file(path: Path, checkpoint: Mapping[str, Any], weights_only: 
             geometry = own.dtype, tuple(own.shape), own.stride(), int(own.storage_offset())
             return InFile(path, state, start, num_bytes, *geometry)
 
-        found[storage_key(tensor)] = Reference(tensor, refer, num_changes(tensor))
+        found[storage_key(tensor)] = FileReference(tensor, refer, num_changes(tensor))
     return found
 
 
-def references_in_shards(shards: Path, state: Mapping[str, Any]) -> dict[int, Reference]:
+def references_in_shards(shards: Path, state: Mapping[str, Any]) -> dict[int, FileReference]:
     """Return references to the tensors of a state dict that are on the ``meta`` device, by their storage's number."""
-    found: dict[int, Reference] = {}
+    found: dict[int, FileReference] = {}
     for key, tensor in flat(state, "state_dict").items():
         if tensor.is_meta:
 
             def refer(own: Tensor, key: str = key) -> InShards:
                 return InShards(shards, key, own.dtype, tuple(own.shape))
 
-            found[storage_key(tensor)] = Reference(tensor, refer, num_changes(tensor))
+            found[storage_key(tensor)] = FileReference(tensor, refer, num_changes(tensor))
     return found

@@ -77,11 +77,11 @@ class Rounds:
         store, key = store or self._store, f"{self.number}/over"
         return store.get(key).decode() if store.check([key]) else None
 
-    def pass_gate(self, must_go_back: Callable[[], bool]) -> bool:
+    def pass_gate(self, must_return: Callable[[], bool]) -> bool:
         """Wait until all members have come to the same gate; return whether they have.
 
         Args:
-            must_go_back: Returns whether this member has to go back, so that it must not pass.
+            must_return: Returns whether this member has to go back, so that it must not pass.
 
         Returns:
             ``False`` if a member has to go back: then no member passes, now or later in this round.
@@ -89,13 +89,13 @@ class Rounds:
         Raises:
             MemberGone: If a member does not come in time.
         """
-        if must_go_back():
+        if must_return():
             return False
         key = f"{self.number}/gate/{self._num_passed}"
         sleep_seconds, deadline = _FIRST_LOOK_SECONDS, time.monotonic() + self._timeout_seconds
         found = self._store.add(key, 1)
         while 0 < found < self._size:
-            if must_go_back():  # the others may have come in this moment: then this member passes, too
+            if must_return():  # the others may have come in this moment: then this member passes, too
                 found = int(self._store.compare_set(key, str(found), str(_CLOSED)))
                 continue
             if self._left():

@@ -49,9 +49,9 @@ from strategies.pipeline.control.client import (
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.control.watch import Watch
 from strategies.pipeline.executor.executor import Executor, PipelineParts
+from strategies.pipeline.executor.fill_drain import FillDrain
 from strategies.pipeline.executor.per_microbatch import Code, PerMicrobatch, Shares
 from strategies.pipeline.executor.settings import Settings
-from strategies.pipeline.executor.whole_batch import WholeBatch
 from strategies.pipeline.optim.optimizers import PipelineOptimizers
 from strategies.pipeline.optim.replicas import Averaging, JointRecovery, Replicas
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
@@ -61,7 +61,7 @@ from strategies.pipeline.partition.sequential import Pipelined, cut
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, Seeds, call_in_turn
 from strategies.pipeline.stage.microbatch.split import NoChunk
-from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
 from strategies.pipeline.stage.stage import Stage, chunks_of
@@ -107,7 +107,7 @@ class _Running:
     """A pipeline between start and end."""
 
     executor: Executor
-    whole_batch: WholeBatch
+    fill_drain: FillDrain
     per_microbatch: PerMicrobatch | None
     """``None`` if the schedule runs whole batches only."""
     state: StateOfStages
@@ -148,7 +148,7 @@ def _stage_process(processes: Workers | Ranks, i: int) -> StageProcess:
     )
 
 
-class Recording:
+class BatchRecording:
     """A recording of what every process of a pipeline does in one batch, until it is stopped.
 
     Args:
@@ -250,7 +250,7 @@ class Pipeline(NotCopyable):
         devices = [with_index(device) for device in devices]
         hosts = [None] * len(devices) if world is None else world.hosts
         self._plane = settings.plane(devices, hosts)
-        self.timetables = settings.timetables(len(devices), ordered=self._plane != GLOO)
+        self.programs = settings.programs(len(devices), ordered=self._plane != GLOO)
         self._model, self._given_copies = model, copies
         self.stages: list[StageLayers] = []
         """The layers of each stage: one list, whose items change if layers move to other stages."""
@@ -274,7 +274,7 @@ class Pipeline(NotCopyable):
         self._gathers_on_end = gathers_on_end
         self._running: _Running | None = None
         self._snapshots: Snapshots | None = None
-        self._recordings: list[Recording] = []
+        self._recordings: list[BatchRecording] = []
         self.on_call: Callable[[], None] = _nothing
         """Called when the module is called, for the whole batch or for a micro-batch."""
 
@@ -283,7 +283,7 @@ class Pipeline(NotCopyable):
         """The number of NCCL communicators of each stage."""
         if self._plane != NCCL:
             return [0] * len(self._devices)
-        routes = routes_of(self.timetables.rank_of, self._ties)
+        routes = routes_of(self.programs.rank_of, self._ties)
         return [num_links(rank, routes) for rank in range(len(self._devices))]
 
     def _divide(self, balance: Sequence[int]) -> None:
@@ -293,7 +293,7 @@ class Pipeline(NotCopyable):
             ValueError: If chunks would share what they cannot share.
         """
         module, model = self.module, self._model
-        divided = partial(cut, balance=balance, stage_of=self.timetables.rank_of, is_reversed=self._is_reversed)
+        divided = partial(cut, balance=balance, stage_of=self.programs.rank_of, is_reversed=self._is_reversed)
         stages, inside = divided(module), set(module.modules())
         outside = [m for m in model.modules() if m not in inside] if model is not None else []
         self._ties = find_ties(stages, [p for m in outside for p in m._parameters.values() if p is not None])
@@ -310,7 +310,7 @@ class Pipeline(NotCopyable):
         steps = self._running.per_microbatch.steps if self._running and self._running.per_microbatch else None
         if steps is not None and (step := steps.current) is not None:
             return step.call(input)
-        return self._usable().whole_batch(input)
+        return self._usable().fill_drain(input)
 
     def _run_blocks(self, value: Value, find_rows: FindRows) -> Any:
         """Run recorded calls of blocks: those of one micro-batch, or those of a batch, which is split if possible."""
@@ -323,13 +323,13 @@ class Pipeline(NotCopyable):
             return step.call(value)
         rows = find_rows() if self.settings.microbatches > 1 else None
         if rows is None:
-            return running.whole_batch(value, microbatches=1)
+            return running.fill_drain(value, microbatches=1)
         table, plan = value
         marked = [
             NoChunk(leaf) if isinstance(leaf, Tensor) and not has_rows else leaf
             for leaf, has_rows in zip(table, rows, strict=True)
         ]
-        return running.whole_batch((marked, plan))
+        return running.fill_drain((marked, plan))
 
     @contextmanager
     def step(
@@ -454,7 +454,7 @@ class Pipeline(NotCopyable):
         if self._replicas is not None and self._running is not None:
             self._running.executor.complete_gradients()
 
-    def start_recording(self, batch: int) -> "Recording":
+    def start_recording(self, batch: int) -> "BatchRecording":
         """Record from now on what every process does in a batch, until the recording is stopped.
 
         If somebody else records this batch already, this is the same recording. That of another batch is stopped.
@@ -467,14 +467,14 @@ class Pipeline(NotCopyable):
                 if current.batch == batch:
                     return current
                 current.stop()
-        current = Recording(self, batch)
+        current = BatchRecording(self, batch)
         self._recordings = [*(each for each in self._recordings if not each.is_taken), current]
         self._record()
         return current
 
     def _record(self) -> None:
         assert self._running is not None
-        self._running.executor.stage.recorder = self.optimizers.recorder = Recorder(self.device)
+        self._running.executor.stage.recorder = self.optimizers.recorder = ActionRecorder(self.device)
         for remote in self.remotes:
             remote.send(StageCommands.start_recording)
 
@@ -488,13 +488,13 @@ class Pipeline(NotCopyable):
         stage = self._running.executor.stage
         recorder, stage.recorder, self.optimizers.recorder = stage.recorder, None, None
         answers = [remote.ask(StageCommands.stop_recording) for remote in self.remotes]
-        own = (recorder or Recorder(self.device)).recorded()
+        own = (recorder or ActionRecorder(self.device)).recorded()
         return lambda: [*(answer.wait() for answer in answers), own]
 
     def wait(self) -> None:
         """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
-        for answer in [remote.ask(StageCommands.num_kept) for remote in self.remotes]:
-            answer.wait()
+        if self._running is not None:
+            self._running.executor.wait()
 
     def rebalance(self, balance: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
         """Move layers, with their optimizer states and gradients, so that chunks have other numbers of them.
@@ -624,7 +624,7 @@ class Pipeline(NotCopyable):
                 if self._snapshots is None or whole is None:
                     raise RuntimeError("there is no snapshot of the pipeline that every process has whole")
                 try:
-                    return self._go_back(running, self._snapshots, whole)
+                    return self._restore_snapshot(running, self._snapshots, whole)
                 except WorkerLost as error:
                     if attempt == _MOST_ATTEMPTS:
                         raise
@@ -646,7 +646,7 @@ class Pipeline(NotCopyable):
         self._replicas = replace(self._replicas, round=joint.round)
         return next((whole for whole in found if whole.number == number), None)
 
-    def _go_back(self, running: _Running, snapshots: Snapshots, whole: Whole) -> int:
+    def _restore_snapshot(self, running: _Running, snapshots: Snapshots, whole: Whole) -> int:
         """Start workers from a snapshot, and restore what is in this process."""
         snapshots.go_back(whole)
         self.failures = Failures()
@@ -669,14 +669,14 @@ class Pipeline(NotCopyable):
             self._blocks.start()
         for mirror in executor.mirrors:
             mirror.note_sent()
-        executor, whole_batch, per_microbatch = self._executing(
+        executor, fill_drain, per_microbatch = self._executing(
             workers, running.holders, running.session, executor.mirrors
         )
         executor.forget_shared_values()
         self._running = replace(
             running,
             executor=executor,
-            whole_batch=whole_batch,
+            fill_drain=fill_drain,
             per_microbatch=per_microbatch,
             workers=workers.processes,
         )
@@ -809,7 +809,7 @@ class Pipeline(NotCopyable):
         holders: Sequence[Holder],
         session: ExitStack,
         mirrors: Sequence[Mirror] = (),
-    ) -> tuple[Executor, WholeBatch, PerMicrobatch | None]:
+    ) -> tuple[Executor, FillDrain, PerMicrobatch | None]:
         """Create the executor and its front ends, which exist until the session ends."""
         last = len(self.stages) - 1
         stage = Stage(
@@ -831,7 +831,7 @@ class Pipeline(NotCopyable):
                 module=self.module,
                 stages=self.stages,
                 stage=stage,
-                timetables=self.timetables,
+                programs=self.programs,
                 edges=workers.edges,
                 ties=workers.ties,
                 remotes=workers.remotes,
@@ -843,11 +843,11 @@ class Pipeline(NotCopyable):
                 mirrors=mirrors,
             )
         )
-        whole_batch = WholeBatch(executor)
+        fill_drain = FillDrain(executor)
         session.callback(executor.side_outputs.end)
         return (
             executor,
-            whole_batch,
+            fill_drain,
             PerMicrobatch(executor, self.parameters_here) if self.settings.interleaves else None,
         )
 
@@ -903,7 +903,7 @@ class Pipeline(NotCopyable):
             replicas=self._replicas,
             call=call_in_turn if self._blocks is None else call_blocks,
             reports_side_outputs=True,
-            placement=self.timetables.placement,
+            placement=self.programs.placement,
             plane=self._plane,
         )
 
@@ -976,7 +976,7 @@ class Pipeline(NotCopyable):
         with self.failures.explained():
             group = join_data_plane(own, len(stages), self.failures.raise_untold)
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        rank_of = self.timetables.rank_of
+        rank_of = self.programs.rank_of
         store = partial(store_at, f"{own.rendezvous}/devices", own.size)
         routes = routes_of(rank_of, self._ties)
         variables = variables_of_nccl(own) if self._plane == NCCL else {}

@@ -59,8 +59,8 @@ from strategies.pipeline.partition.model_costs import Costs
 from strategies.pipeline.partition.profiling import now
 from strategies.pipeline.partition.sequential import Pipelined, check_balance, cut
 from strategies.pipeline.schedule.planned import AUTO
+from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
-from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.stage.layers import num_recomputed
 from strategies.planning.action_costs import DriverPart, Layer, model_costs
 from strategies.planning.automatic import input_bytes, measure_actions
@@ -264,7 +264,7 @@ def _set_up(model: LightningModule, data: Any) -> Iterator[None]:
         set_rng_states(states)
 
 
-class _Step(nn.Module):
+class _TrainingStepModule(nn.Module):
     """Runs ``training_step`` of a model on a batch.
 
     Args:
@@ -505,7 +505,7 @@ class _Plan:
         batch = transferred(self._trainer, model, batches[0], self._device)
         rows = sum(split_for(model, batch, 1)[1])
         return _Input(
-            FoundExample(_Step(model), (batch,), is_made=False),
+            FoundExample(_TrainingStepModule(model), (batch,), is_made=False),
             rows,
             self._numbers(rows, rows),
             f"training_step on a batch of {rows} rows",

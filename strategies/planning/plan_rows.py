@@ -23,8 +23,8 @@ from strategies.optim.trial import StepCost
 from strategies.pipeline.partition.balance import partition_costs
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
+from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, ActionTable, Placement
-from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.planning.search import ModelCosts, balanced
 from strategies.planning.simulator import DriverCosts, Simulation, on_cores, with_driver_between

@@ -10,7 +10,7 @@ from typing import Any
 from strategies.common.names import did_you_mean
 from strategies.lightning.compat import MisconfigurationException
 from strategies.lightning.moving_layers import refuse
-from strategies.pipeline.driver import Pipeline, Recording
+from strategies.pipeline.driver import BatchRecording, Pipeline
 from strategies.pipeline.executor.settings import Settings
 from strategies.planning.imbalance import STEPS_TO_ASSESS, Imbalance, LastSteps, assess, measured_step
 
@@ -41,7 +41,7 @@ class Rebalancing:
     def begin(self) -> None:
         """Forget an earlier run."""
         self._steps = LastSteps()
-        self._recording: Recording | None = None
+        self._recording: BatchRecording | None = None
         self._epoch: int | None = None
         self._num_batches = 0
 
@@ -75,7 +75,7 @@ class Rebalancing:
         found = assess(
             self._steps.steps,
             pipeline.kinds_of_layers(),
-            lambda microbatches: pipeline.timetables.training[microbatches].rows,
+            lambda microbatches: pipeline.programs.training[microbatches].rows,
             pipeline.balance,
         )
         return found if found.gain >= self._least_gain else None

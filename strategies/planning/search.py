@@ -24,6 +24,7 @@ from itertools import accumulate, chain, combinations, pairwise, product
 from typing import TypeAlias
 
 from strategies.pipeline.schedule.planned import PlannedSchedule
+from strategies.pipeline.schedule.program import check_order
 from strategies.pipeline.schedule.tables import (
     KINDS,
     Action,
@@ -37,7 +38,6 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
-from strategies.pipeline.schedule.timetable import check_order
 from strategies.planning.simulator import ActionCosts, DriverCosts, PreparedTable, Simulation, simulate
 
 EFFORT = 8_000_000

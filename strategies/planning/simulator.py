@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from strategies.pipeline.schedule.operations import Computation, UserCode
+from strategies.pipeline.schedule.program import driver_row
 from strategies.pipeline.schedule.running_order import Running, check_complete, running_order
 from strategies.pipeline.schedule.tables import KINDS, Action, ActionTable, Placement, loop
-from strategies.pipeline.schedule.timetable import driver_row
 
 PerStage: TypeAlias = float | Sequence[float]
 """One number for all stages, or one per stage."""

@@ -47,11 +47,11 @@ def trained(
     layers[3].append(make())
     module = nn.Sequential(*layers).double()
     settings = Settings(microbatches=5, schedule=schedule, chunks_per_stage=SCHEDULES[schedule], data_plane=plane)
-    placement = settings.timetables(len(devices)).placement
+    placement = settings.programs(len(devices)).placement
     chunks = placement.num_stages
     balance = [len(layers) // chunks + (i < len(layers) % chunks) for i in range(chunks)]
     own = iter(layers)
-    for number, i in zip(balance, settings.timetables(len(devices)).rank_of, strict=True):
+    for number, i in zip(balance, settings.programs(len(devices)).rank_of, strict=True):
         for _ in range(number):
             layer = next(own)
             if i == len(devices) - 1:

@@ -191,13 +191,13 @@ def test_balance_by_time_waits_for_the_gpu() -> None:
 
 
 def peak_bytes() -> tuple[int, int]:
-    from strategies.pipeline.stage.out_of_memory import Memory
+    from strategies.pipeline.stage.out_of_memory import DeviceMemory
     from strategies.pipeline.stage.recorder import memory_bytes
 
     device = torch.device("cuda:0")
     before = memory_bytes(device)
     kept = torch.empty(2**28, dtype=torch.uint8, device=device)
-    assert Memory.of(device).allocated_bytes >= kept.nbytes
+    assert DeviceMemory.of(device).allocated_bytes >= kept.nbytes
     return before, memory_bytes(device)
 
 

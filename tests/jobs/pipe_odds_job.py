@@ -59,7 +59,7 @@ def odds() -> dict[str, Any]:
     pipe(x)  # never goes back
     gc.collect()
     pipe(x).local_value().sum().backward()
-    found["kept"] = [remote.ask(StageCommands.num_kept).wait() for remote in pipe._engine.remotes.values()]
+    found["kept"] = [remote.ask(StageCommands.num_kept).wait() for remote in pipe._engine.remotes]
     pipe.load_state_dict({name: torch.full_like(value, 2) for name, value in plain.state_dict().items()})
     found["loaded"] = [value.double().mean().item() for value in pipe.state_dict().values()]
     found["keys"] = list(pipe.state_dict()) == list(plain.state_dict())

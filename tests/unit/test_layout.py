@@ -1,5 +1,7 @@
-"""The test of a module is found by its name: it has the mirrored name, or the table here says which files it is."""
+"""Where things are: the test of a module is found by its name, or by the table here; no two classes have one name."""
 
+import ast
+from collections import Counter
 from pathlib import Path
 
 from paths import ROOT
@@ -137,9 +139,9 @@ ELSEWHERE: dict[str, list[str]] = {
     ],
     "strategies/pipeline/executor/settings.py": [
         "unit/test_rpc_sequential.py",
-        "unit/pipeline/schedule/test_timetable.py",
+        "unit/pipeline/schedule/test_program.py",
     ],
-    "strategies/pipeline/executor/whole_batch.py": [
+    "strategies/pipeline/executor/fill_drain.py": [
         "unit/pipeline/stage/test_stage.py",
         "integration/pipeline/test_pipeline_engine.py",
     ],
@@ -156,8 +158,8 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/partition/blocks/expected.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
     "strategies/pipeline/partition/blocks/output.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
     "strategies/pipeline/partition/blocks/recording.py": ["unit/pipeline/partition/blocks/test_recorder.py"],
-    "strategies/pipeline/pipe/remote_engine.py": ["integration/pipe/test_pipe_rpc.py"],
-    "strategies/pipeline/pipe/routing.py": ["integration/pipe/test_pipe_rpc.py"],
+    "strategies/pipeline/pipe/followed.py": ["integration/pipe/test_pipe_rpc.py"],
+    "strategies/pipeline/pipe/rpc_partitions.py": ["integration/pipe/test_pipe_rpc.py"],
     "strategies/pipeline/pipe/with_device.py": ["integration/pipe/test_pipe_rpc.py", "unit/pipeline/pipe/test_pipe.py"],
     "strategies/pipeline/schedule/operations.py": [
         "unit/planning/test_devices.py",
@@ -170,6 +172,7 @@ ELSEWHERE: dict[str, list[str]] = {
     "strategies/pipeline/stage/calling.py": ["unit/pipeline/pipe/test_pipe.py"],
     "strategies/pipeline/stage/edges.py": ["unit/pipeline/transport/test_device.py"],
     "strategies/pipeline/stage/microbatch/chunks.py": ["unit/pipeline/pipe/test_pipe.py"],
+    "strategies/pipeline/stage/passes.py": ["unit/pipeline/stage/test_stage.py"],
     "strategies/pipeline/stage/recorder.py": ["integration/pipeline/test_monitor.py"],
     "strategies/pipeline/stage/records.py": ["unit/planning/test_measured.py", "integration/pipeline/test_monitor.py"],
     "strategies/pipeline/stage/side_outputs.py": ["integration/parity/values/test_side_outputs.py"],
@@ -259,6 +262,17 @@ def modules() -> list[Path]:
 
 def is_mirrored(module: Path) -> bool:
     return any((TESTS / file).is_file() for file in mirrored(module))
+
+
+def test_no_two_classes_have_one_name() -> None:
+    names = Counter(
+        node.name
+        for folder in ("strategies", "trainer")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, number in names.items() if number > 1] == []
 
 
 def test_every_module_has_a_test_file() -> None:

@@ -21,7 +21,7 @@ from strategies.lightning.compat import (
     unwrapped,
 )
 from strategies.lightning.hooks import scaler_of
-from strategies.lightning.recovery.values import Memory, Remembered
+from strategies.lightning.recovery.values import Remembered, RememberedValues
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.stage.layers import Seeds
 
@@ -85,7 +85,7 @@ class Moments:
     def look_again(self) -> None:
         """Read the modules, parameters and buffers of the model again, because they may have been replaced."""
         model = self._model
-        self._memory = Memory([*model.modules(), *model.parameters(), *model.buffers()], _FOREIGN)
+        self._memory = RememberedValues([*model.modules(), *model.parameters(), *model.buffers()], _FOREIGN)
         self._modules = [
             (f"self.{name}" if name else "self", module)
             for name, module in model.named_modules()

@@ -85,7 +85,7 @@ class Recovery:
 
 
 @dataclass
-class _Step:
+class _RepeatableStep:
     """A training step: one batch.
 
     Attributes:
@@ -142,7 +142,7 @@ class StepRecovery:
         self._moments, self._marks = Moments(trainer, model, pipeline, seeds, others), Marks(model, pipeline)
         self._is_collecting, self._finish_saving, self._recovered = is_collecting, finish_saving, recovered
         self._events = Events()
-        self._steps: list[_Step] = []
+        self._steps: list[_RepeatableStep] = []
         self._is_running, self._have_changed_batches = False, False
         self._together = together
         self._num_steps = self._num_gates = 0
@@ -196,7 +196,7 @@ class StepRecovery:
         def attempt(lost: str) -> Any:
             if lost:
                 self._stop_profiling()
-                self._go_back(step.begin, self._steps[:-1], lost)
+                self._repeat_from_snapshot(step.begin, self._steps[:-1], lost)
                 step.batch.restore()
             if is_due and step.snapshot is None:
                 self._snapshot(step)
@@ -252,11 +252,11 @@ class StepRecovery:
                     raise WorkerLost(f"{error}\n{what} {num_losses} times.") from error
                 lost = str(error)
 
-    def _step(self, function: Callable[..., Any], args: Sequence[Any], follows: bool) -> _Step:
+    def _step(self, function: Callable[..., Any], args: Sequence[Any], follows: bool) -> _RepeatableStep:
         trainer: Any = self._trainer
         name = f"Batch {trainer.fit_loop.epoch_loop.batch_idx} of epoch {trainer.current_epoch}"
         batch = self._moments.batch(args, copies=self._have_changed_batches or not self._steps)
-        return _Step(partial(function, *args), name, follows, self._moments.now(), batch)
+        return _RepeatableStep(partial(function, *args), name, follows, self._moments.now(), batch)
 
     def _stop_profiling(self) -> None:
         """Tell the profiler that a step of an optimizer under manual optimization has ended, by an error."""
@@ -361,7 +361,7 @@ class StepRecovery:
         clears = self._model.automatic_optimization and not is_overridden("optimizer_zero_grad", self._model)
         return not (clears and self._begins_gradients(args))
 
-    def _snapshot(self, step: _Step) -> None:
+    def _snapshot(self, step: _RepeatableStep) -> None:
         model, trainer = self._model, cast(Any, self._trainer)
         loop = trainer.fit_loop.epoch_loop
         is_first = loop.batch_idx % trainer.accumulate_grad_batches == 0
@@ -384,7 +384,7 @@ class StepRecovery:
                 f"Training steps are assumed not to change these attributes: {'; '.join(unknown)}."
             )
 
-    def _warn_of_what_changes(self, step: _Step) -> None:
+    def _warn_of_what_changes(self, step: _RepeatableStep) -> None:
         """Say after the first step whether it has changed what cannot be restored, so that no loss can be repaired."""
         if self._has_warned_of_changes:
             return
@@ -488,7 +488,7 @@ class StepRecovery:
                     self._check_unchanged(lost)
                     now = moment(lost) or self._moments.now()
                 has_gradients = self._has_gradients()
-                self._go_back(now, self._steps, lost)
+                self._repeat_from_snapshot(now, self._steps, lost)
                 if not has_gradients:  # Lightning clears them before a validation
                     for optimizer in self._pipeline.optimizers.optimizers:
                         optimizer.zero_grad()
@@ -512,7 +512,7 @@ class StepRecovery:
         here = [p for p in self._model.parameters() if p.requires_grad and not p.is_meta]
         return not here or any(p.grad is not None for p in here)
 
-    def _go_back(self, until: Moment, steps: Sequence[_Step], lost: str) -> None:
+    def _repeat_from_snapshot(self, until: Moment, steps: Sequence[_RepeatableStep], lost: str) -> None:
         """Go back to the last snapshot, and run steps again.
 
         Args:
@@ -560,7 +560,7 @@ class StepRecovery:
         self.recoveries.append(Recovery(time.time(), lost, len(repeated), seconds))
         rank_zero_warn(f"{lost}\nTraining goes on from a snapshot ({again}, {seconds:.1f} s).")
 
-    def _check(self, steps: Sequence[_Step], lost: str, *, follow_snapshot: bool) -> None:
+    def _check(self, steps: Sequence[_RepeatableStep], lost: str, *, follow_snapshot: bool) -> None:
         """Raise an error if something has changed since a snapshot that cannot be restored.
 
         Args:

@@ -96,7 +96,7 @@ class Remembered:
         del self._kept[number:]
 
 
-class Memory:
+class RememberedValues:
     """Remembers values of objects, again and again, and copies a large tensor only if it has changed.
 
     Args:

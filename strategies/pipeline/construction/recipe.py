@@ -51,7 +51,7 @@ class View:
 
 
 @dataclass
-class Step:
+class RecordedOperation:
     """A recorded operation.
 
     Attributes:
@@ -117,7 +117,7 @@ class _Constant:
 
 
 def constant(tensor: Tensor | None, stored: Stored | None = None) -> Any:
-    """Return what stands for a tensor with values among the arguments of a :class:`Step`."""
+    """Return what stands for a tensor with values among the arguments of a :class:`RecordedOperation`."""
     return _Constant(tensor, stored)
 
 
@@ -133,7 +133,7 @@ class Recipe:
 
     storage: int
     num_bytes: int
-    steps: list[Step]
+    steps: list[RecordedOperation]
 
     def replay(self, known: Mapping[int, UntypedStorage] | None = None) -> UntypedStorage:
         """Return a storage with the values. The caller may change them.
@@ -154,7 +154,7 @@ class Recipe:
         return storages.get(self.storage) or UntypedStorage(self.num_bytes)
 
 
-def views_in(step: Step) -> Iterator[View]:
+def views_in(step: RecordedOperation) -> Iterator[View]:
     """Return the views among the arguments and outputs of a step."""
     found: list[View] = []
     tree_map_only(View, found.append, (list(step.args), dict(step.kwargs), list(step.outputs)))

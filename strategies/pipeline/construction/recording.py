@@ -27,7 +27,7 @@ from strategies.common.torch_compat import (
     tree_map_only,
 )
 from strategies.common.trees import tensors_in
-from strategies.pipeline.construction.recipe import Recipe, Step, View, constant, is_random, views_in
+from strategies.pipeline.construction.recipe import Recipe, RecordedOperation, View, constant, is_random, views_in
 from strategies.pipeline.construction.stored import References, Stored
 
 SMALL_BYTES = 2**14
@@ -62,7 +62,7 @@ class Construction:
 
     def __init__(self, small_bytes: int = SMALL_BYTES) -> None:
         self._small_bytes = small_bytes
-        self._steps: list[Step] = []
+        self._steps: list[RecordedOperation] = []
         self._is_replaying = self._is_recording = False
         self.is_in_function = False
         """Whether the code has called a function of torch with a recorded tensor, which has not returned yet."""
@@ -147,7 +147,7 @@ class Construction:
         made = torch.empty(like.shape, dtype=like.dtype, device="meta")
         self._record(made).append(len(self._steps))
         self._overwrites.add(len(self._steps))
-        self._steps.append(Step(None, [constant(None, stored)], outputs=[self.view(made)]))
+        self._steps.append(RecordedOperation(None, [constant(None, stored)], outputs=[self.view(made)]))
         return made
 
     def held_elsewhere(self, built: Collection[int]) -> list[Tensor]:
@@ -381,7 +381,7 @@ class Construction:
         own_args, own_kwargs = tree_map(argument, (list(args), dict(kwargs)))
         views = [self.view(tensor) for tensor in made.values()]
         self._steps.append(
-            Step(operator_name(func), own_args, own_kwargs, views, torch.get_default_dtype(), random_state)
+            RecordedOperation(operator_name(func), own_args, own_kwargs, views, torch.get_default_dtype(), random_state)
         )
         return result
 

@@ -19,7 +19,7 @@ class Stored(ABC):
 
 
 @dataclass(frozen=True)
-class Reference:
+class FileReference:
     """Where the values of a tensor are, besides memory.
 
     Attributes:
@@ -37,10 +37,10 @@ class References:
     """The references that are in use; none, outside of :meth:`used`."""
 
     def __init__(self) -> None:
-        self._found: Mapping[int, Reference] = {}
+        self._found: Mapping[int, FileReference] = {}
 
     @contextmanager
-    def used(self, found: Mapping[int, Reference]) -> Iterator[None]:
+    def used(self, found: Mapping[int, FileReference]) -> Iterator[None]:
         """Within this, values that are in a file too are referred to.
 
         Args:

@@ -215,7 +215,7 @@ class StageProcess:
 
 
 @dataclass(frozen=True)
-class _Called:
+class _Callee:
     """Whom a call was made to.
 
     Attributes:
@@ -401,7 +401,7 @@ class RemoteStage(NotCopyable):
     def connect(self, link: Sender) -> None:
         """Have the stage follow orders on a link from now on."""
         self._link = link
-        called = _Called(self.process, self._lost, self.failures, self._replies)
+        called = _Callee(self.process, self._lost, self.failures, self._replies)
         reply: Any = unrecorded(rpc.rpc_async, self._name, follow, args=(self._host,), timeout=0)
         reply.add_done_callback(partial(self._settle, done=self._followed, called=called))
 
@@ -460,7 +460,7 @@ class RemoteStage(NotCopyable):
             reply.set_exception(error)
         self._number += 1
         # Those of now: who leads the stages may have others by the time of the reply, and the stage another process.
-        called = _Called(self.process, self._lost, self.failures, self._replies)
+        called = _Callee(self.process, self._lost, self.failures, self._replies)
         settle = partial(self._settle, done=done, called=called)
         reply.add_done_callback(lambda reply: called.replies.arrived(number, partial(settle, reply)))
         if self._link is not None and not self._followed.done():  # last: if interrupted, the next one does it
@@ -535,7 +535,7 @@ class RemoteStage(NotCopyable):
             raise WorkerLost(f"{self.description}, {self.process.description}, was declared lost")
         return result.result()
 
-    def _settle(self, reply: Any, *, done: "Future[Any]", called: "_Called") -> None:
+    def _settle(self, reply: Any, *, done: "Future[Any]", called: "_Callee") -> None:
         """Pass on the reply to a call; runs on a thread of RPC."""
         process, failures = called.process, called.failures
         try:

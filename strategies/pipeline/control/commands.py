@@ -14,12 +14,12 @@ from torch import Tensor
 
 from strategies.commands.declaration import command
 from strategies.optim.calls import MethodCall
-from strategies.pipeline.control.operations import Operation, Reference
+from strategies.pipeline.control.operations import Operation, WorkerTensor
 from strategies.pipeline.control.parts import Part, Piece
 from strategies.pipeline.schedule.operations import Row
 from strategies.pipeline.stage.layers import PassContext
+from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.records import Recorded
-from strategies.pipeline.stage.stage import Pass
 from strategies.pipeline.transport.slots import SlotAddress
 
 Attributes = dict[int, dict[str, Any]]
@@ -87,7 +87,7 @@ class StageCommands(Protocol):
         """Run an operation on values of this stage, with the default dtype of the driver."""
 
     @command(changes_values=False)
-    def held_value(self, reference: Reference) -> Tensor:
+    def held_value(self, reference: WorkerTensor) -> Tensor:
         """Return a tensor of this stage."""
 
     @command(changes_values=False, can_wait=True)

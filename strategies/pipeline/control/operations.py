@@ -14,7 +14,7 @@ Key = int | tuple[int, str]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Strides:
     """Where the elements of a tensor are in its storage."""
 
     size: tuple[int, ...]
@@ -23,24 +23,24 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Layout":
+    def of(cls, tensor: Tensor) -> "Strides":
         """Return the layout of ``tensor``."""
         return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
 
 @dataclass(frozen=True)
-class Reference:
+class WorkerTensor:
     """A tensor of the worker, as the arguments of an operation name it.
 
     Attributes:
         key: The value that the tensor is, or is a view of.
-        base: Layout of the value as the driver knows it.
-        view: Layout of the tensor, if it is a view of the value.
+        base: Strides of the value as the driver knows it.
+        view: Strides of the tensor, if it is a view of the value.
     """
 
     key: Key
-    base: Layout
-    view: Layout | None
+    base: Strides
+    view: Strides | None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Watch:
     """
 
     def __init__(self, remotes: Sequence[RemoteStage], timeout_seconds: float) -> None:
-        self._watched = [_Watched(remote, timeout_seconds) for remote in remotes]
+        self._watched = [_WatchedStage(remote, timeout_seconds) for remote in remotes]
         self._seconds, self._ended = timeout_seconds / _LOOKS, threading.Event()
         self._thread = threading.Thread(target=self._work, name="relay-stage-watch", daemon=True)
         self._thread.start()
@@ -52,7 +52,7 @@ class Watch:
                     self._seconds = min(self._seconds, _LATE_LOOK_SECONDS)
 
 
-class _Watched:
+class _WatchedStage:
     """The answers of one stage so far."""
 
     def __init__(self, remote: RemoteStage, timeout_seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Runs rows of actions over the stages of a pipeline, led by the driver, which runs the last chunk of layers itself.
 
-    whole_batch.py      one forward and one backward part per batch ──┐
+    fill_drain.py       one forward and one backward part per batch ──┐
                                                                       ├──▶ Executor ──▶ stages on workers, own stage
     per_microbatch.py   both in turn, per micro-batch ────────────────┘
 
@@ -23,11 +23,12 @@ from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStag
 from strategies.pipeline.control.commands import StageCommands
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.optim.replicas import Averaging
-from strategies.pipeline.schedule.timetable import Timetable, Timetables
+from strategies.pipeline.schedule.program import Program, Programs
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext, num_recomputed
+from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.stage.side_outputs import Placeholders, WithSideOutputs
-from strategies.pipeline.stage.stage import DriverCode, Pass, Stage
+from strategies.pipeline.stage.stage import DriverCode, Stage
 from strategies.pipeline.state.mirror import Mirror
 from strategies.pipeline.transport.ties import TiedParameters
 
@@ -40,7 +41,7 @@ class PipelineParts:
         module: The whole module, whose modes and ``requires_grad`` flags are carried to the stages.
         stages: The parts of ``module``.
         stage: The last stage, on this process.
-        timetables: What each process does in a pass.
+        programs: What each process does in a pass.
         edges: The driver's ends of all edges.
         ties: The tied parameters of the driver; ``None`` if no two processes share a parameter.
         remotes: The other stages, in order.
@@ -55,7 +56,7 @@ class PipelineParts:
     module: nn.Module
     stages: Sequence[StageLayers]
     stage: Stage
-    timetables: Timetables
+    programs: Programs
     edges: Edges
     ties: TiedParameters | None
     remotes: Sequence[RemoteStage]
@@ -77,8 +78,8 @@ class Executor(NotCopyable):
     def __init__(self, parts: PipelineParts) -> None:
         self._parts, self.stage, self.edges, self.remotes = parts, parts.stage, parts.edges, parts.remotes
         self.module, self.settings = parts.module, parts.settings
-        self.timetables, self.num_stages = parts.timetables, len(parts.stages)
-        self.last_chunk = len(parts.timetables.rank_of) - 1
+        self.programs, self.num_stages = parts.programs, len(parts.stages)
+        self.last_chunk = len(parts.programs.rank_of) - 1
         """Number of the chunk whose output goes to the driver's code."""
         mail = parts.edges.mail
         self.inputs, self.input_grads = mail["F", 0], mail["B", 0]
@@ -95,6 +96,8 @@ class Executor(NotCopyable):
         """What stands in place of tensors that layers leave in their attributes."""
         self._children = list(parts.module._modules.values())
         self._num_passes = self._num_backward = self._num_averaged = 0
+        self.current = -1
+        """Number of the pass that runs, or that ran last."""
         self._shared = self._state_of_ties()
 
     def begin(
@@ -113,7 +116,8 @@ class Executor(NotCopyable):
                 "the pipelined module has other layers than when the pipeline started; layers cannot be replaced "
                 "during a run. Change the model before fit, or in configure_model."
             )
-        number, self._num_passes = self._num_passes, self._num_passes + 1
+        self.current = number = self._num_passes
+        self._num_passes += 1
         this = Pass(
             number=number,
             microbatches=microbatches,
@@ -122,7 +126,7 @@ class Executor(NotCopyable):
             at_once=not self.settings.pipelined_backward,
             seed=self._parts.next_seed(grad),
             context=context or PassContext.capture(self.stage.device.type),
-            splits=grad and self.timetables.training[microbatches].splits,
+            splits=grad and self.programs.training[microbatches].splits,
             gathers=gathers,
             shares=self._ties_have_changed(),
         )
@@ -141,14 +145,14 @@ class Executor(NotCopyable):
             this: The pass.
             code: What this process runs between its actions.
         """
-        program = (part, this.microbatches)
-        timetable: Timetable = getattr(self.timetables, part)[this.microbatches]
-        this = replace(this, limit=timetable.limit)
-        is_new = program not in self._told
-        for remote, row in zip(self.remotes, timetable.operations, strict=False):
-            remote.send(StageCommands.run, this, program, row if is_new else None)
-        self._told.add(program)
-        self.stage.run(timetable.operations[-1], this, code)
+        self.current, name = this.number, (part, this.microbatches)
+        program: Program = getattr(self.programs, part)[this.microbatches]
+        this = replace(this, limit=program.limit)
+        is_new = name not in self._told
+        for remote, row in zip(self.remotes, program.operations, strict=False):
+            remote.send(StageCommands.run, this, name, row if is_new else None)
+        self._told.add(name)
+        self.stage.run(program.operations[-1], this, code)
 
     @contextmanager
     def in_backward(self, this: Pass, m: int) -> Iterator[None]:
@@ -207,6 +211,11 @@ class Executor(NotCopyable):
         if self._num_backward > self._num_averaged:
             self.average_gradients()
 
+    def wait(self) -> None:
+        """Wait until every stage has done what it was told. Passes and optimizer steps do not wait for all stages."""
+        for answer in [remote.ask(StageCommands.num_kept) for remote in self.remotes]:
+            answer.wait()
+
     def forget(self, number: int) -> None:
         """Make every stage forget a pass whose backward part can no longer come."""
         self.stage.discard(number)
@@ -231,7 +240,7 @@ class Leader(Protocol):
 AnyLeader = TypeVar("AnyLeader", bound=Leader)
 
 
-class Run(Generic[AnyLeader]):
+class PendingPass(Generic[AnyLeader]):
     """A pass from its forward part until its backward part has run or can no longer come.
 
     An output of the pipeline refers to this object, so the object refers to the pipeline weakly: an output that the

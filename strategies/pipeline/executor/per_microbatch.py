@@ -25,15 +25,17 @@ from torch import Tensor, nn
 
 from strategies.common.autograd import GatheredGradients, with_backward
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.executor.executor import Executor, Run
-from strategies.pipeline.executor.suspended import Step, Steps
+from strategies.pipeline.executor.executor import Executor, PendingPass
+from strategies.pipeline.executor.suspended import Steps, SuspendedStep
 from strategies.pipeline.schedule.operations import Operation, Post, Result, Row, UserCode
 from strategies.pipeline.schedule.tables import Action
+from strategies.pipeline.stage.edges import leaves_of, tensors_of, with_leaves
 from strategies.pipeline.stage.layers import PassContext, layer_seed, preserved_random_state
 from strategies.pipeline.stage.microbatch.split import pack_objects, plain, unpack_objects
-from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.passes import Pass
+from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.side_outputs import is_fresh
-from strategies.pipeline.stage.stage import GradientSlot, Pass, entered, leaves_of, tensors_of, with_leaves
+from strategies.pipeline.stage.stage import GradientSlot, entered
 
 Code = Callable[[], Tensor | None]
 """The user's code for one micro-batch. It calls the module once and returns a loss, or ``None`` to skip training."""
@@ -90,7 +92,7 @@ class PerMicrobatch:
         executor = self._executor
         with torch.no_grad(), executor.explained():
             this = executor.begin(len(codes), grad=True, context=context, gathers=True)
-            run = Run(this, executor)
+            run = PendingPass(this, executor)
             gathered = GatheredGradients(self._parameters())
             code = _TrainingStep(executor, self.steps, this, codes, [weight * scale for weight in weights])
             with gathered.gathering(), preserved_random_state(executor.stage.device), code.abandoned_on_error():
@@ -108,7 +110,7 @@ class PerMicrobatch:
 
 
 def _release(
-    run: Run[Executor],
+    run: PendingPass[Executor],
     gathered: GatheredGradients,
     scale: float,
     shares: Callable[[], Shares],
@@ -147,7 +149,7 @@ class _TrainingStep:
         """The loss of each micro-batch, detached."""
         self.learns = False
         """Whether the loss of any micro-batch requires a backward pass."""
-        self._steps: list[Step] = []
+        self._steps: list[SuspendedStep] = []
         self._inputs: list[list[Tensor]] = []
         """Per micro-batch, the tensors in the module's input that require a gradient."""
         self._is_joined = False
@@ -284,7 +286,7 @@ class _TrainingStep:
             recorder.end("loss", m, executor.last_chunk, this.number)
         return None if loss is None else loss.detach().clone()  # later code may change what it has returned
 
-    def _end_at_output(self, recorder: Recorder, output: Any, m: int, ended: list[bool]) -> None:
+    def _end_at_output(self, recorder: ActionRecorder, output: Any, m: int, ended: list[bool]) -> None:
         """Have the record of the code end where its backward pass comes to the output, and that of the chunk begin.
 
         Args:

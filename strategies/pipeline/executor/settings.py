@@ -12,8 +12,8 @@ from strategies.launch.session import BUSY_FACTOR
 from strategies.pipeline.schedule.custom import CustomTable, custom_table
 from strategies.pipeline.schedule.planned import AUTO as AUTO_SCHEDULE
 from strategies.pipeline.schedule.posting import direct_order, posting_order
+from strategies.pipeline.schedule.program import Programs
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
-from strategies.pipeline.schedule.timetable import Timetables
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES
 from strategies.pipeline.transport.planes import AUTO, GLOO, PLANES, chosen_plane
 
@@ -61,7 +61,7 @@ class Settings:
         """
         return chosen_plane(self.data_plane, devices, hosts)
 
-    def timetables(self, processes: int, *, ordered: bool = False) -> Timetables:
+    def programs(self, processes: int, *, ordered: bool = False) -> Programs:
         """Return what each process does in a pass; under ``"auto"``, what it does where nothing is trained.
 
         Args:
@@ -79,12 +79,12 @@ class Settings:
             named = SCHEDULES[schedule]
             chunks = 1 if self.is_auto else self.chunks_per_stage or named.chunks[1]
             placement, at_once = named.placement(processes, chunks), not self.pipelined_backward
-            return Timetables(lambda m: named.table(processes, m, chunks), placement, order, at_once=at_once)
+            return Programs(lambda m: named.table(processes, m, chunks), placement, order, at_once=at_once)
         try:
             placement = Placement.of(custom_table(schedule, processes, self.microbatches))
         except OSError as error:
             raise ValueError(f"schedule={str(schedule)!r} is the path of a table, but: {error}.") from error
-        tables = Timetables(lambda m: custom_table(schedule, processes, m), placement, order)
+        tables = Programs(lambda m: custom_table(schedule, processes, m), placement, order)
         tables.training[self.microbatches]  # raises an error if it cannot run
         return tables
 

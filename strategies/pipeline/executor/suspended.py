@@ -123,7 +123,7 @@ class _ThreadSettings:
         _add_modes(self.modes)  # last: function modes are called for some of the above
 
 
-class Step:
+class SuspendedStep:
     """One run of a function, begun by :meth:`Steps.begin`."""
 
     def __init__(
@@ -219,10 +219,10 @@ class Step:
 class _Runs(greenlet):
     """Runs the function of a step, and returns its exception."""
 
-    def __init__(self, step: Step, function: Callable[[], Any]) -> None:
+    def __init__(self, step: SuspendedStep, function: Callable[[], Any]) -> None:
         super().__init__()
         self.gr_context = copy_context()
-        self.step: Step | None = step
+        self.step: SuspendedStep | None = step
         self._function: Callable[[], Any] | None = function
 
     def run(self, go_on: bool, _: Any) -> BaseException | None:
@@ -252,7 +252,7 @@ class Steps:
         self._device, self._python = device, PythonGenerator()
 
     @property
-    def current(self) -> Step | None:
+    def current(self) -> SuspendedStep | None:
         """The step that runs on this thread."""
         running: greenlet | None = getcurrent()
         while running is not None:  # training_step may start greenlets of its own
@@ -261,7 +261,7 @@ class Steps:
             running = running.parent
         return None
 
-    def begin(self, function: Callable[[], Any], seed: int, expected: PassContext | None = None) -> Step:
+    def begin(self, function: Callable[[], Any], seed: int, expected: PassContext | None = None) -> SuspendedStep:
         """Run a function until it calls the module or ends.
 
         Args:
@@ -272,7 +272,7 @@ class Steps:
         Raises:
             Exception: Whatever the function raises.
         """
-        step = Step(function, seed, self._device, expected, self._python)
+        step = SuspendedStep(function, seed, self._device, expected, self._python)
         try:
             step.resume()
         except BaseException:  # KeyboardInterrupt too, during which the function still runs

@@ -40,7 +40,7 @@ from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.control.shelf import ShelvedPart
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.recorder import ActionRecorder
 
 
 class PipelineOptimizers:
@@ -75,7 +75,7 @@ class PipelineOptimizers:
         self._shipped = [_group_sizes(optimizer) for optimizer in self.optimizers]
         self._shared_steps: SharedSteps | None = None
         self.references = References()
-        self.recorder: Recorder | None = None
+        self.recorder: ActionRecorder | None = None
         """Records when the optimizers step on the driver; ``None`` while no step is recorded."""
 
     def connect(

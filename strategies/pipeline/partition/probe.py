@@ -17,7 +17,7 @@ def positional_and_named(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     return example if isinstance(example, tuple) else (example,), {}
 
 
-class _Reached(Exception):
+class _ReachedModule(Exception):
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
@@ -36,7 +36,7 @@ def is_called_first(module: nn.Module, before: nn.Module, model: nn.Module, exam
 
     def stop(called: nn.Module, *args: Any, **kwargs: Any) -> None:
         reached.append(called)
-        raise _Reached(None)
+        raise _ReachedModule(None)
 
     undo = [replaced(one, "forward", partial(stop, one)) for one in (module, before)]
     modes = {m: m.training for m in model.modules()}
@@ -45,7 +45,7 @@ def is_called_first(module: nn.Module, before: nn.Module, model: nn.Module, exam
         model.eval()
         with torch.no_grad(), torch.random.fork_rng():
             model(*args, **kwargs)
-    except (_Reached, NotImplementedError):
+    except (_ReachedModule, NotImplementedError):
         pass
     finally:
         for restore in undo:
@@ -72,7 +72,7 @@ def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
     """
 
     def stop(value: Any, *more: Any, **named: Any) -> None:
-        raise _Reached(value)
+        raise _ReachedModule(value)
 
     modes = {m: m.training for m in model.modules()}
     args, kwargs = positional_and_named(example)
@@ -82,7 +82,7 @@ def input_of(module: nn.Module, model: nn.Module, example: Any) -> Any:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng():
             model(*args, **kwargs)
-    except _Reached as reached:
+    except _ReachedModule as reached:
         return tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, reached.value)
     except NotImplementedError:
         pass  # the model has no forward of its own

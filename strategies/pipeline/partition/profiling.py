@@ -294,10 +294,10 @@ def activation_bytes(
 def _kept_for_backward(layer: nn.Module, value: Any) -> tuple[dict[int, int], dict[int, int], Any]:
     """Return what autograd keeps after a call of ``layer``, and the input, as bytes by storage; and the output."""
     value = as_output(value)
-    kept: list[weakref.ref[_Kept]] = []
+    kept: list[weakref.ref[_SavedTensor]] = []
 
-    def pack(tensor: Tensor) -> _Kept:
-        holder = _Kept(tensor.detach())  # a saved output refers to the graph: a cycle that is never freed
+    def pack(tensor: Tensor) -> _SavedTensor:
+        holder = _SavedTensor(tensor.detach())  # a saved output refers to the graph: a cycle that is never freed
         kept.append(weakref.ref(holder))
         return holder
 
@@ -362,7 +362,7 @@ def pass_bytes(layer: nn.Module, value: Any) -> tuple[PassBytes, Any]:
     return PassBytes(inner, of_input, all_input, kept, size, forward_extra, live.peak - after), output
 
 
-class _Kept:
+class _SavedTensor:
     """A tensor that autograd saved. Unlike the wrapper of a tensor, it lives exactly as long as autograd keeps it."""
 
     def __init__(self, tensor: Tensor) -> None:

@@ -20,7 +20,7 @@ from strategies.launch.private_rpc import PrivateRpc
 from strategies.launch.session import Session
 from strategies.optim.restricted import parameters_of
 from strategies.pipeline.pipe.local_engine import ForwardPass, LocalEngine
-from strategies.pipeline.pipe.remote_engine import RemoteEngine
+from strategies.pipeline.pipe.rpc_partitions import RpcPartitions
 from strategies.pipeline.pipe.with_device import WithDevice, layers_of, partitions_of
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES, PassContext, num_recomputed
 from strategies.pipeline.stage.microbatch.chunks import gather, scatter
@@ -86,9 +86,9 @@ class Pipe(nn.Module):
         # Not by add_module, which refuses a layer whose name is that of an attribute, such as "chunks".
         self._modules.update(layers_of(partitions))
         self._built_of = self._parts()
-        self._engine: LocalEngine | RemoteEngine
+        self._engine: LocalEngine | RpcPartitions
         if any(partition.place.worker for partition in partitions):
-            self._engine = RemoteEngine(self, partitions, deferred_batch_norm=deferred_batch_norm)
+            self._engine = RpcPartitions(self, partitions, deferred_batch_norm=deferred_batch_norm)
         else:
             self._engine = LocalEngine(partitions, deferred_batch_norm=deferred_batch_norm)
 
@@ -145,7 +145,7 @@ class Pipe(nn.Module):
         Raises:
             ValueError: If the optimizer has stepped before, cannot be divided over processes, or is already followed.
         """
-        if isinstance(self._engine, RemoteEngine):
+        if isinstance(self._engine, RpcPartitions):
             self._engine.followed.follow(optimizer)
         return optimizer
 
@@ -155,7 +155,7 @@ class Pipe(nn.Module):
         Returns:
             The norm before clipping, a scalar.
         """
-        if isinstance(self._engine, RemoteEngine):
+        if isinstance(self._engine, RpcPartitions):
             return self._engine.followed.optimizers.clip_grad_norm(optimizer, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters_of(optimizer), max_norm, norm_type)
 

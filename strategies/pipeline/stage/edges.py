@@ -5,19 +5,132 @@ Edge e leads to chunk e; edge 0 comes from the driver's code, and the last edge 
     driver's code ──edge 0──▶ chunk 0 ──edge 1──▶ chunk 1 ──edge 2──▶ driver's code
 
 Values travel in the direction of the arrows, gradients against it. At each end of an edge there is a
-:class:`~strategies.pipeline.stage.stage.Mailbox` for values and one for gradients; if both ends are in one process,
+:class:`Mailbox` for values and one for gradients; if both ends are in one process,
 they are the same. Between two processes, the sends and receives in the rows move what is in them::
 
     chunk ──▶ mailbox ── SEND ──▶ channel ──▶ RECV ──▶ mailbox ──▶ chunk of another process
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
+import torch
+from torch import Tensor
+
+from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten
 from strategies.pipeline.schedule.operations import Edge, Post
-from strategies.pipeline.stage.stage import Mailbox, Pass, Ports
-from strategies.pipeline.transport.channel import EDGE_TAG, Receiver, Sender
-from strategies.pipeline.transport.interface import Transport
+from strategies.pipeline.stage.passes import Pass
+from strategies.pipeline.transport.channel import EDGE_TAG, Arriving
+from strategies.pipeline.transport.interface import InChannel, OutChannel, Transport
+
+_ALONE, _WITHOUT_SKIPS = tree_flatten(0)[1], tree_flatten((0, {}))[1]
+_LISTS = [tree_flatten([0] * length)[1] for length in range(9)]
+
+
+def leaves_of(value: Any) -> tuple[list[Any], TreeSpec]:
+    """Do what ``tree_flatten`` does, which takes several microseconds per node.
+
+    There is a shortcut for what stages exchange most: a tensor, a tensor without skips, and short lists of tensors.
+    """
+    kind = type(value)
+    if kind is Tensor:
+        return [value], _ALONE
+    if kind is tuple and len(value) == 2 and type(value[0]) is Tensor and type(value[1]) is dict and not value[1]:
+        return [value[0]], _WITHOUT_SKIPS
+    if kind is list and len(value) < len(_LISTS) and all(type(leaf) is Tensor or leaf is None for leaf in value):
+        return list(value), _LISTS[len(value)]
+    return tree_flatten(value)
+
+
+def with_leaves(leaves: list[Any], spec: TreeSpec) -> Any:
+    """Do what ``tree_unflatten`` does with the result of :func:`leaves_of`."""
+    if spec is _ALONE:
+        return leaves[0]
+    if spec is _WITHOUT_SKIPS:
+        return leaves[0], {}
+    return tree_unflatten(leaves, spec)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, in the order of its leaves."""
+    return [leaf for leaf in leaves_of(value)[0] if isinstance(leaf, Tensor)]
+
+
+class Mailbox:
+    """Holds values, by pass and micro-batch, until they are taken out.
+
+    Args:
+        copies: Whether the receiver gets copies of tensors, which it may change in place.
+        device: The device of the receiver, to which tensors are moved; ``None`` if they are there.
+    """
+
+    def __init__(self, *, copies: bool = False, device: torch.device | None = None) -> None:
+        self._copies, self._device = copies, device
+        self._values: dict[tuple[int, int], Any] = {}
+        self._arriving: dict[tuple[int, int], Arriving] = {}
+
+    def send(self, value: Any, number: int, m: int, *, requires_grad: list[bool] | None = None) -> None:
+        """Put in a value, detached.
+
+        Args:
+            value: The value.
+            number: The pass.
+            m: The micro-batch.
+            requires_grad: For each tensor, whether the receiver sends a gradient back; by default as it is set.
+        """
+        leaves, spec = leaves_of(value)
+        flags = iter(requires_grad or [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
+        own = [self._own(leaf).requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._values[number, m] = with_leaves(own, spec)
+
+    def put(self, value: Any, number: int, m: int) -> None:
+        """Put in a value as it is, with its graph."""
+        self._values[number, m] = value
+
+    def expect(self, arriving: Arriving, number: int, m: int) -> None:
+        """Put in a value whose receive has begun."""
+        self._arriving[number, m] = arriving
+
+    def has(self, number: int, m: int) -> bool:
+        """Return whether a value has been put in."""
+        return (number, m) in self._values
+
+    def receive(self, number: int, m: int) -> Any:
+        """Take a value out."""
+        arriving = self._arriving.pop((number, m), None)
+        value = self._values.pop((number, m)) if arriving is None else arriving.value()
+        return value if self._device is None else _moved(value, self._device)
+
+    def discard(self, number: int) -> None:
+        """Drop the values of a pass. The garbage collector may call this at any time."""
+        for kept in (self._values, self._arriving):
+            for key in list(kept):  # a copy, which CPython makes without switching threads
+                if key[0] == number:
+                    kept.pop(key, None)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone() if self._copies else tensor.detach()
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    leaves, spec = leaves_of(value)
+    moved = [
+        leaf.detach().to(device).requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return with_leaves(moved, spec)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The four ports of one chunk, as :class:`~strategies.pipeline.stage.stage.Chunk` has them."""
+
+    inputs: Mailbox
+    outputs: Mailbox
+    output_grads: Mailbox
+    input_grads: Mailbox
 
 
 class Edges:
@@ -27,27 +140,37 @@ class Edges:
         rank: This process. The driver's rank is the last.
         rank_of: The process of each chunk.
         transport: Opens channels to other processes; ``None`` if there are none.
+        devices: The device of each chunk of this process, if they are on several.
 
     Attributes:
         mail: The mailboxes of this process, by kind and number of the edge.
+        waits_in_receives: Whether a receive returns when the value is here, rather than let computation wait for it.
     """
 
-    def __init__(self, rank: int, rank_of: Sequence[int], transport: Transport | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        rank_of: Sequence[int],
+        transport: Transport | None,
+        devices: Mapping[int, torch.device] | None = None,
+    ) -> None:
+        on = devices or {}
         driver = rank_of[-1]
         ends = [driver, *rank_of, driver]
         self.rank, self.rank_of, self.transport = rank, tuple(rank_of), transport
         self.waits_in_receives = transport is None or not transport.is_ordered
         self.mail: dict[Edge, Mailbox] = {}
-        self._senders: dict[Edge, Sender] = {}
-        self._receivers: dict[Edge, Receiver] = {}
+        self._senders: dict[Edge, OutChannel] = {}
+        self._receivers: dict[Edge, InChannel] = {}
         self._answered: set[tuple[int, int, int]] = set()
         """Values for which gradients will come back, by pass, micro-batch and edge."""
         for e, (source, target) in enumerate(pairwise(ends)):
             if rank not in (source, target):
                 continue
             is_local = source == target
-            self.mail["F", e] = Mailbox(copies=e == 0 and is_local)  # layers may change the user's tensors in place
-            self.mail["B", e] = Mailbox()
+            copies = e == 0 and is_local  # layers may change the user's tensors in place
+            self.mail["F", e] = Mailbox(copies=copies, device=on.get(e))
+            self.mail["B", e] = Mailbox(device=on.get(e - 1))
             if not is_local:
                 assert transport is not None, f"edge {e} leads to another process"
                 tag, other = EDGE_TAG + 2 * e, target if source == rank else source
@@ -63,7 +186,7 @@ class Edges:
         }
 
     def post(self, post: Post, this: Pass) -> None:
-        """Move a value of a pass; see :class:`~strategies.pipeline.stage.stage.Connections`.
+        """Send a value of a pass out of a mailbox, or receive one into a mailbox.
 
         What does not travel is left out: both ends know from the value whether there will be a gradient.
         """

@@ -43,7 +43,7 @@ from strategies.common.torch_compat import (
     tree_leaves,
 )
 from strategies.pipeline.stage.batchnorm import DeferredStatistics
-from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.skip import SKIPS, Key, waiting_skips
 from strategies.pipeline.stage.weight_gradients import LARGE_BYTES, DelayedWeights, WeightGradients
 
@@ -299,12 +299,12 @@ class RandomStateKeeper:
     """Restores the random state of the process after a part of a pass, if layers have drawn random numbers in it.
 
     Args:
-        device: The device whose generator layers use beside that of the CPU.
+        devices: The devices whose generators layers use beside that of the CPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._depth = device, 0
-        self._state: list[Any] | None = None
+    def __init__(self, *devices: torch.device) -> None:
+        self._devices, self._depth = devices, 0
+        self._states: list[list[Any]] | None = None
 
     @contextmanager
     def preserving(self) -> Iterator[None]:
@@ -314,14 +314,15 @@ class RandomStateKeeper:
             yield
         finally:
             self._depth -= 1
-            if self._state is not None and not self._depth:
-                set_random_state(self._state, self._device)
-                self._state = None
+            if self._states is not None and not self._depth:
+                for state, device in zip(self._states, self._devices, strict=True):
+                    set_random_state(state, device)
+                self._states = None
 
     def keep(self) -> None:
         """Store the state, before it changes for the first time."""
-        if self._depth and self._state is None:
-            self._state = random_state(self._device)
+        if self._depth and self._states is None:
+            self._states = [random_state(device) for device in self._devices]
 
 
 _KINDS_THAT_DRAW_NOTHING = frozenset(
@@ -508,7 +509,7 @@ class Layers:
         recomputing: bool,
         doing: Callable[[str], None] | None = None,
         splits: bool = False,
-        recorder: Recorder | None = None,
+        recorder: ActionRecorder | None = None,
     ) -> Carried:
         """Run one micro-batch through the layers.
 

@@ -16,7 +16,7 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
-class Memory:
+class DeviceMemory:
     """The memory of a device.
 
     Attributes:
@@ -32,7 +32,7 @@ class Memory:
     total_bytes: int
 
     @classmethod
-    def of(cls, device: torch.device) -> "Memory":
+    def of(cls, device: torch.device) -> "DeviceMemory":
         """Return the memory of a device."""
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
@@ -77,7 +77,7 @@ class Situation:
     is_float32: bool = False
 
 
-def changes(at: Situation, memory: Memory) -> list[str]:
+def changes(at: Situation, memory: DeviceMemory) -> list[str]:
     """Return what helps against an error for lack of memory: the smallest change first."""
     found = []
     if memory.is_fragmented:
@@ -110,7 +110,7 @@ def changes(at: Situation, memory: Memory) -> list[str]:
     return found
 
 
-def explained(error: torch.OutOfMemoryError, stage: str, memory: Memory, at: Situation) -> torch.OutOfMemoryError:
+def explained(error: torch.OutOfMemoryError, stage: str, memory: DeviceMemory, at: Situation) -> torch.OutOfMemoryError:
     """Return an error with the text of ``error``, which Lightning's batch-size finder looks for, and what helps."""
     return torch.OutOfMemoryError(
         f"{error}\n{stage} is out of memory in {at.doing}: {memory}. What helps, the smallest change first: "
@@ -134,4 +134,4 @@ def explaining(stage: str, layers: torch.nn.Sequential, device: torch.device, do
         yield
     except torch.OutOfMemoryError as error:
         at = Situation(doing, len(layers), is_float32=is_float32(layers))
-        raise explained(error, stage, Memory.of(device), at) from error
+        raise explained(error, stage, DeviceMemory.of(device), at) from error

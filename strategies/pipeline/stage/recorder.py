@@ -16,7 +16,7 @@ from strategies.common.torch_compat import tree_leaves
 from strategies.pipeline.stage.records import LayerRecord, Record, Recorded, RecordKind
 
 
-class Recorder:
+class ActionRecorder:
     """Records what a process does, as consecutive records that do not overlap.
 
     The times are those of ``time.perf_counter``, which is one clock for all processes of a host on Linux.

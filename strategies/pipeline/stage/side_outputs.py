@@ -65,13 +65,13 @@ class SideOutputs:
         watched: The modules that may have side outputs, with their attributes before their first pass.
     """
 
-    def __init__(self, index: int, watched: "Sequence[_Watched]") -> None:
+    def __init__(self, index: int, watched: "Sequence[_WatchedModule]") -> None:
         self._index, self._watched = index, watched
 
     @classmethod
     def of(cls, index: int, layers: nn.Module) -> "SideOutputs | None":
         """Return the object that finds the side outputs of ``layers``; ``None`` if no module in them can have any."""
-        watched = [_Watched(k, vars(module)) for k, module in enumerate(layers.modules()) if _may_have(module)]
+        watched = [_WatchedModule(k, vars(module)) for k, module in enumerate(layers.modules()) if _may_have(module)]
         return cls(index, watched) if watched else None
 
     def find(self) -> tuple[Attribute, ...]:
@@ -79,7 +79,7 @@ class SideOutputs:
         return tuple(Attribute(self._index, each.module, name) for each in self._watched for name in each.new())
 
 
-class _Watched:
+class _WatchedModule:
     """The attributes of one module; a comparison of their ids detects quickly that none has changed."""
 
     def __init__(self, module: int, own: dict[str, Any]) -> None:

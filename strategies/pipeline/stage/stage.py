@@ -23,82 +23,21 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from strategies.common.activity import Activity
 from strategies.common.stage_layers import StageLayers
-from strategies.common.torch_compat import TreeSpec, tree_flatten, tree_unflatten, version_of
+from strategies.common.torch_compat import version_of
 from strategies.pipeline.schedule.operations import Post, Result, Row, Tied, UserCode
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, PassContext, RandomStateKeeper
+from strategies.pipeline.stage.edges import Edges, Ports, leaves_of, tensors_of, with_leaves
+from strategies.pipeline.stage.layers import CallLayers, Carried, Flags, Layers, RandomStateKeeper
 from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
-from strategies.pipeline.stage.out_of_memory import Memory, Situation, explained, is_float32
-from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.out_of_memory import DeviceMemory, Situation, explained, is_float32
+from strategies.pipeline.stage.passes import Pass
+from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.side_outputs import SideOutputs, WithSideOutputs
 from strategies.pipeline.stage.weight_gradients import WeightGradients
-from strategies.pipeline.transport.channel import Arriving
-from strategies.pipeline.transport.interface import Transport
 from strategies.pipeline.transport.ties import TiedParameters
 
 Note = Callable[[str], None]
 """Records what a stage does, such as ``F3, layer 5``."""
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What every stage must know about one pass of a batch through the pipeline.
-
-    Attributes:
-        number: Number of the pass in its session.
-        microbatches: Number of micro-batches of the batch.
-        grad: Whether a backward pass may follow.
-        recomputed: Number of micro-batches, from the first on, that are recomputed: the stage keeps only their inputs.
-        at_once: Run the backward passes of all micro-batches in one call of autograd instead of one after another.
-        seed: Base of the random seeds of the layers in this pass.
-        context: The driver's settings, such as autocast and default dtype.
-        limit: How many values on one channel may not have arrived yet; ``None``: no limit.
-        splits: Whether backward passes have two parts.
-        gathers: Whether gradients stay apart from ``.grad`` until they are released.
-        shares: Whether values of tied parameters may have changed since the pass before.
-    """
-
-    number: int
-    microbatches: int
-    grad: bool
-    recomputed: int
-    at_once: bool
-    seed: int
-    context: PassContext
-    limit: int | None = None
-    splits: bool = False
-    gathers: bool = False
-    shares: bool = False
-
-
-class Connections(Protocol):
-    """Connects a process to others: moves values between its mailboxes and them.
-
-    Attributes:
-        waits_in_receives: Whether a receive returns when the value is here, rather than let computation wait for it.
-        transport: What carries the values; ``None`` if calls of RPC do.
-    """
-
-    waits_in_receives: bool
-    transport: Transport | None
-
-    def ports(self) -> Mapping[int, "Ports"]:
-        """Return the ports of each chunk of this process."""
-
-    def post(self, post: Post, this: Pass) -> None:
-        """Send a value of a pass out of a mailbox, or receive one into a mailbox."""
-
-    def begin(self, this: Pass) -> None:
-        """Begin with a row of a pass."""
-
-    def end(self, this: Pass) -> None:
-        """End a row of a pass."""
-
-    def release(self, keep: int | None) -> None:
-        """Drop all sent values but the last ``keep`` on each channel, which have arrived."""
-
-    def discard(self, number: int) -> None:
-        """Forget a pass that will have no backward part. The garbage collector may call this at any time."""
 
 
 class DriverCode(Protocol):
@@ -112,103 +51,6 @@ class DriverCode(Protocol):
 
     def around(self) -> AbstractContextManager[None]:
         """Return the context in which layers of the driver run."""
-
-
-@dataclass(frozen=True)
-class Ports:
-    """The four ports of one chunk, as in the picture above."""
-
-    inputs: "Mailbox"
-    outputs: "Mailbox"
-    output_grads: "Mailbox"
-    input_grads: "Mailbox"
-
-
-_ALONE, _WITHOUT_SKIPS = tree_flatten(0)[1], tree_flatten((0, {}))[1]
-_LISTS = [tree_flatten([0] * length)[1] for length in range(9)]
-
-
-def leaves_of(value: Any) -> tuple[list[Any], TreeSpec]:
-    """Do what ``tree_flatten`` does, which takes several microseconds per node.
-
-    There is a shortcut for what stages exchange most: a tensor, a tensor without skips, and short lists of tensors.
-    """
-    kind = type(value)
-    if kind is Tensor:
-        return [value], _ALONE
-    if kind is tuple and len(value) == 2 and type(value[0]) is Tensor and type(value[1]) is dict and not value[1]:
-        return [value[0]], _WITHOUT_SKIPS
-    if kind is list and len(value) < len(_LISTS) and all(type(leaf) is Tensor or leaf is None for leaf in value):
-        return list(value), _LISTS[len(value)]
-    return tree_flatten(value)
-
-
-def with_leaves(leaves: list[Any], spec: TreeSpec) -> Any:
-    """Do what ``tree_unflatten`` does with the result of :func:`leaves_of`."""
-    if spec is _ALONE:
-        return leaves[0]
-    if spec is _WITHOUT_SKIPS:
-        return leaves[0], {}
-    return tree_unflatten(leaves, spec)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in ``value``, in the order of its leaves."""
-    return [leaf for leaf in leaves_of(value)[0] if isinstance(leaf, Tensor)]
-
-
-class Mailbox:
-    """Holds values, by pass and micro-batch, until they are taken out.
-
-    Args:
-        copies: Whether the receiver gets copies of tensors, which it may change in place.
-    """
-
-    def __init__(self, *, copies: bool = False) -> None:
-        self._copies = copies
-        self._values: dict[tuple[int, int], Any] = {}
-        self._arriving: dict[tuple[int, int], Arriving] = {}
-
-    def send(self, value: Any, number: int, m: int, *, requires_grad: list[bool] | None = None) -> None:
-        """Put in a value, detached.
-
-        Args:
-            value: The value.
-            number: The pass.
-            m: The micro-batch.
-            requires_grad: For each tensor, whether the receiver sends a gradient back; by default as it is set.
-        """
-        leaves, spec = leaves_of(value)
-        flags = iter(requires_grad or [leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor)])
-        own = [self._own(leaf).requires_grad_(next(flags)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._values[number, m] = with_leaves(own, spec)
-
-    def put(self, value: Any, number: int, m: int) -> None:
-        """Put in a value as it is, with its graph."""
-        self._values[number, m] = value
-
-    def expect(self, arriving: Arriving, number: int, m: int) -> None:
-        """Put in a value whose receive has begun."""
-        self._arriving[number, m] = arriving
-
-    def has(self, number: int, m: int) -> bool:
-        """Return whether a value has been put in."""
-        return (number, m) in self._values
-
-    def receive(self, number: int, m: int) -> Any:
-        """Take a value out."""
-        arriving = self._arriving.pop((number, m), None)
-        return self._values.pop((number, m)) if arriving is None else arriving.value()
-
-    def discard(self, number: int) -> None:
-        """Drop the values of a pass. The garbage collector may call this at any time."""
-        for kept in (self._values, self._arriving):
-            for key in list(kept):  # a copy, which CPython makes without switching threads
-                if key[0] == number:
-                    kept.pop(key, None)
-
-    def _own(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone() if self._copies else tensor.detach()
 
 
 @dataclass
@@ -253,7 +95,7 @@ def entered(value: Any, slots: Sequence[GradientSlot]) -> Any:
 
 
 @dataclass
-class _Kept:
+class _KeptMicrobatch:
     """Data of a micro-batch that a stage keeps between its forward and its backward pass.
 
     Attributes:
@@ -276,7 +118,7 @@ class Stage:
 
     Args:
         chunks: The chunks by their numbers, which are those of stages in tables of actions.
-        connections: Connects the chunks to those of other processes.
+        edges: This process's ends of the edges between chunks.
         ties: The tied parameters of this process; ``None`` if there are none.
         activity: Records what the stage does; ``None`` on the driver.
         name: The stage in words, for errors.
@@ -285,7 +127,7 @@ class Stage:
     def __init__(
         self,
         chunks: Mapping[int, "Chunk"],
-        connections: Connections,
+        edges: Edges,
         *,
         ties: TiedParameters | None = None,
         activity: Activity | None = None,
@@ -293,9 +135,9 @@ class Stage:
     ) -> None:
         first = next(iter(chunks.values()))
         self.chunks, self.device, self._random_state = chunks, first.device, first.random_state
-        self._connections, self._ties, self._activity, self._name = connections, ties, activity, name
+        self._edges, self._ties, self._activity, self._name = edges, ties, activity, name
         self._now, self._runs_code = "", False
-        self.recorder: Recorder | None = None
+        self.recorder: ActionRecorder | None = None
         """Records what the stage does; ``None`` if nobody wants to know."""
 
     def close(self) -> None:
@@ -310,7 +152,7 @@ class Stage:
 
     def discard(self, pass_number: int) -> None:
         """Discard a pass that will have no backward part. The garbage collector may call this at any time."""
-        self._connections.discard(pass_number)
+        self._edges.discard(pass_number)
         for chunk in self.chunks.values():
             chunk.discard(pass_number)
 
@@ -332,15 +174,15 @@ class Stage:
             RuntimeError: If a neighbour fails or does not answer in time.
             torch.OutOfMemoryError: If the device has no memory left; it says what helps.
         """
-        self._connections.begin(this)
+        self._edges.begin(this)
         try:
             with self._random_state.preserving():
                 self._run(row, this, code)
         except torch.OutOfMemoryError as error:
             if self._runs_code:
                 raise
-            raise explained(error, self._name, Memory.of(self.device), self._situation(this)) from error
-        self._connections.end(this)
+            raise explained(error, self._name, DeviceMemory.of(self.device), self._situation(this)) from error
+        self._edges.end(this)
         if self._ties is not None and not this.grad:
             self._ties.flush()
 
@@ -416,7 +258,7 @@ class Stage:
             chunk.backward(this, [action.microbatch for action in actions], note, recorder, splits=kind == "I")
 
     def _post(self, post: Post, this: Pass) -> None:
-        recorder, waits = self.recorder, self._connections.waits_in_receives
+        recorder, waits = self.recorder, self._edges.waits_in_receives
         sends, is_feed = post.way == "SEND", post.way == "SEND" and post.kind == "F" and post.edge == 0
         self._now = f"{post.kind}{post.microbatch}" if waits else str(post)
         if not waits:
@@ -427,7 +269,7 @@ class Stage:
             recorder.begin()
             if is_feed:
                 recorder.computed()
-        self._connections.post(post, this)
+        self._edges.post(post, this)
         if recorder is not None and is_feed:
             recorder.end("feed", post.microbatch, number=this.number)
         elif recorder is not None and waits and not sends:
@@ -459,7 +301,7 @@ class Chunk:
         self.layers: nn.Sequential = layers.layers
         self.device, self.random_state = layers.device, layers.random_state
         self._runner, self._ports, self._side_outputs = layers, ports, side_outputs
-        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._kept: dict[tuple[int, int], _KeptMicrobatch] = {}
         self._delayed: dict[tuple[int, int], WeightGradients] = {}
         self._writes_input: bool | None = None
 
@@ -486,7 +328,7 @@ class Chunk:
         return self._runner.in_backward()
 
     def forward(
-        self, this: Pass, m: int, note: Note, recorder: Recorder | None = None, *, with_graph: bool = False
+        self, this: Pass, m: int, note: Note, recorder: ActionRecorder | None = None, *, with_graph: bool = False
     ) -> None:
         """Run the forward pass of a micro-batch.
 
@@ -503,7 +345,7 @@ class Chunk:
             recorder.received()
         x, attributes = x if isinstance(x, WithSideOutputs) else (x, ())
         recompute = this.grad and m < this.recomputed
-        kept = _Kept([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
+        kept = _KeptMicrobatch([GradientSlot() for tensor in tensors_of(x) if tensor.requires_grad], [])
         if recompute:
             kept.recompute_from, kept.flags = x, Flags.of(self.layers)  # a layer may change its own flags
             if self._writes_input is not False:
@@ -543,7 +385,7 @@ class Chunk:
         this: Pass,
         microbatches: Sequence[int],
         note: Note,
-        recorder: Recorder | None = None,
+        recorder: ActionRecorder | None = None,
         *,
         splits: bool = False,
     ) -> None:
@@ -608,7 +450,7 @@ class Chunk:
         *,
         grad: bool,
         recomputing: bool,
-        recorder: Recorder | None = None,
+        recorder: ActionRecorder | None = None,
     ) -> Carried:
         """Run the layers on new objects, which no other run uses; see :func:`unpack_objects`."""
         x, skips = unpack_objects(carried[0]), carried[1]
@@ -645,6 +487,7 @@ def chunks_of(
     deferred_batch_norm: bool,
     call: CallLayers,
     side_outputs: SideOutputs | None = None,
+    random_state: RandomStateKeeper | None = None,
 ) -> dict[int, Chunk]:
     """Return the chunks of a stage by their numbers.
 
@@ -655,8 +498,9 @@ def chunks_of(
         deferred_batch_norm: See :class:`~strategies.pipeline.stage.layers.Layers`.
         call: How the layers are called; see :class:`~strategies.pipeline.stage.layers.Layers`.
         side_outputs: Finds tensors that layers store in attributes; ``None`` if no layer can do so.
+        random_state: Restores the random state of the process; by default one of these chunks only.
     """
-    random_state = RandomStateKeeper(device)
+    random_state = random_state or RandomStateKeeper(device)
     return {
         number: Chunk(
             Layers(

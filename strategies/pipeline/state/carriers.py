@@ -179,7 +179,7 @@ def _reduced_code(code: CodeType) -> tuple[Any, ...]:
     return make, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
 
 
-class _Pickler(cloudpickle.Pickler):
+class _StagePickler(cloudpickle.Pickler):
     """Leaves out large storages, and refuses to pickle the whole model with a layer that refers to it."""
 
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _reduced_code}, cloudpickle.Pickler.dispatch_table)
@@ -258,7 +258,7 @@ def _no_hook() -> Any:
 def _does_nothing(*_: Any) -> None: ...
 
 
-class _Unpickler(pickle.Unpickler):
+class _StageUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, recipes: dict[int, Recipe]) -> None:
         super().__init__(file)
         self._recipes = recipes
@@ -279,7 +279,7 @@ class _Unpickler(pickle.Unpickler):
 def unpickled(blob: bytes) -> tuple[Any, list[UntypedStorage]]:
     """Return the object, and the storages in it whose values are to be received, in the order of their numbers."""
     content, recipes = pickle.loads(blob)
-    unpickler = _Unpickler(io.BytesIO(content), recipes)
+    unpickler = _StageUnpickler(io.BytesIO(content), recipes)
     found = unpickler.load()
     return found, [storage for _, storage in sorted(unpickler.storages.items())]
 
@@ -321,7 +321,7 @@ def pickled(
                 stacklevel=2,
             )
     file = io.BytesIO()
-    pickler = _Pickler(file, forbidden, construction, streams=streams, small_bytes=small_bytes)
+    pickler = _StagePickler(file, forbidden, construction, streams=streams, small_bytes=small_bytes)
     try:
         pickler.dump(state)
     except ValueError:

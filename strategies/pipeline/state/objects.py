@@ -27,7 +27,7 @@ class _NotCarried(Exception):
     """Raised if an object must not be copied, because it contains a module, a tensor or what has ``__del__``."""
 
 
-class _Pickler(cloudpickle.Pickler):
+class _AttributePickler(cloudpickle.Pickler):
     """Refuses modules and tensors, and what releases something at its end: a copy would release it once more."""
 
     def reducer_override(self, obj: Any) -> Any:
@@ -108,7 +108,7 @@ def pickled_alone(value: Any) -> bytes | None:
     """Return a pickle of an object; ``None`` if it cannot be pickled, or must have no copy."""
     file = io.BytesIO()
     try:
-        _Pickler(file).dump(value)
+        _AttributePickler(file).dump(value)
     except Exception:  # whatever the objects' own methods raise: such an object stays where it is
         return None
     return file.getvalue()

@@ -30,7 +30,7 @@ from strategies.common.torch_compat import (
 from strategies.common.trees import tensors_in
 from strategies.pipeline.control.client import RemoteStage
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.control.operations import Key, Layout, Operation, Reference
+from strategies.pipeline.control.operations import Key, Operation, Strides, WorkerTensor
 from strategies.pipeline.state.remote_tensor import RemoteBuffer, RemoteParameter
 
 _REMOTE = RemoteParameter | RemoteBuffer
@@ -40,17 +40,17 @@ class RemoteValue:
     """Refers to a value on a worker, which frees a computed value when no reference on the driver is left."""
 
     def __init__(self, holder: "Holder", key: Key, stand_in: Tensor) -> None:
-        self.holder, self.key, self.layout = holder, key, Layout.of(stand_in)
+        self.holder, self.key, self.layout = holder, key, Strides.of(stand_in)
 
     def __del__(self) -> None:
         if isinstance(self.key, int):
             self.holder.referenced.discard(self.key)
             self.holder.stage.send(StageCommands.free_value, self.key)
 
-    def reference(self, tensor: Tensor) -> Reference:
+    def reference(self, tensor: Tensor) -> WorkerTensor:
         """Return how an operation names ``tensor``, which shares the storage of this value."""
-        layout = Layout.of(tensor)
-        return Reference(self.key, self.layout, None if layout == self.layout else layout)
+        layout = Strides.of(tensor)
+        return WorkerTensor(self.key, self.layout, None if layout == self.layout else layout)
 
 
 class Holder:
@@ -96,7 +96,7 @@ class Holder:
         self.num_writes += writes
         self.stage.send(StageCommands.compute, operation, torch.get_default_dtype())
 
-    def fetch(self, reference: Reference) -> Tensor:
+    def fetch(self, reference: WorkerTensor) -> Tensor:
         """Return a tensor of the stage, on the CPU."""
         self._check()
         return self.stage.readable().ask(StageCommands.held_value, reference).wait()
@@ -129,7 +129,7 @@ class OnStages(TorchFunctionMode):
         if _is_left_alone(func):
             return func(*args, **kwargs)
         values = {storage_key(t): t.relay_value for t in remotes if t.relay_value is not None}
-        recorder = Recorder(values, loads=func is Tensor.copy_)
+        recorder = OperationRecorder(values, loads=func is Tensor.copy_)
         with without_torch_function():
             if func.__name__ == "__get__" and not isinstance(found := func(*args, **kwargs), Tensor):
                 return found  # such as a shape
@@ -162,7 +162,7 @@ class NotCarriedError(RuntimeError):
     """Raised for an operation that no stage can carry out."""
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """While active, records operations on stand-ins; :meth:`commit` sends them to their stages.
 
     Args:
@@ -264,7 +264,7 @@ class Recorder(TorchDispatchMode):
         name = operator_name(func)
         self._recorded.append((holder, Operation(name, named_args, named_kwargs, tuple(numbers)), writes))
 
-    def _reference(self, tensor: Tensor) -> Reference | Tensor:
+    def _reference(self, tensor: Tensor) -> WorkerTensor | Tensor:
         value = self._value(tensor)
         if value is not None:
             return value.reference(tensor)
@@ -287,7 +287,7 @@ class HeldValues:
         """Carry out an operation and keep its new values."""
         namespace, name, overload = operation.name
         func = named_operator(namespace, name, overload)
-        args, kwargs = tree_map_only(Reference, self.tensor, (operation.args, operation.kwargs))
+        args, kwargs = tree_map_only(WorkerTensor, self.tensor, (operation.args, operation.kwargs))
         written, tensors = changed_arguments(func, args, kwargs), tensors_in((args, kwargs))
         if len({tensor.device for tensor in tensors}) > 1:
             device = next((t.device for t in (*written, *tensors) if t.dim()), torch.device("cpu"))
@@ -301,7 +301,7 @@ class HeldValues:
             if number is not None:
                 self.computed[number] = result
 
-    def tensor(self, reference: Reference) -> Tensor:
+    def tensor(self, reference: WorkerTensor) -> Tensor:
         """Return the tensor that a reference names, detached."""
         key = reference.key
         value = self.computed[key] if isinstance(key, int) else attrgetter(key[1])(self._modules[key[0]]).detach()
@@ -321,7 +321,7 @@ class HeldValues:
         self.computed.pop(number, None)
 
 
-def _fetch(holder: Holder, reference: Reference, read: Callable[..., Tensor]) -> Tensor:
+def _fetch(holder: Holder, reference: WorkerTensor, read: Callable[..., Tensor]) -> Tensor:
     """Read a computed value. ``read`` is for views of stand-ins and is not used."""
     return holder.fetch(reference)
 

@@ -3,15 +3,40 @@
 headers, layouts    gloo, under every transport: the CPU can wait for them, and they can report a failure
 payloads            host plane: gloo, through the memory of the hosts        (HostTransport)
                     device plane: from device to device                      (device.py)
+
+Between RPC workers that the user has started there is no gloo: everything travels in calls of RPC (rpc.py).
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 
 from strategies.common.waiting import Wait
-from strategies.pipeline.transport.channel import Receiver, Sender
+from strategies.pipeline.transport.channel import Arriving, Receiver, Sender
+
+
+class OutChannel(Protocol):
+    """Sends values to one peer; see :class:`~strategies.pipeline.transport.channel.Sender`."""
+
+    def send(self, value: Any, pass_number: int, microbatch: int, *, keep: int | None = None) -> bool:
+        """Send a value; return whether a tensor of it requires a gradient, which the receiver sends back."""
+
+    def release(self, keep: int = 0) -> None:
+        """Drop references to sent values but the last ``keep``."""
+
+    def flush(self, keep: int = 0) -> None:
+        """Wait until the caller may change the tensors of all values but the last ``keep``."""
+
+
+class InChannel(Protocol):
+    """Receives the values of one peer; see :class:`~strategies.pipeline.transport.channel.Receiver`."""
+
+    def begin(self, pass_number: int, microbatch: int) -> Arriving:
+        """Begin to receive the value of a pass and a micro-batch."""
+
+    def receive(self, pass_number: int, microbatch: int) -> Any:
+        """Wait for the value of a pass and a micro-batch."""
 
 
 class Transport(Protocol):
@@ -24,10 +49,10 @@ class Transport(Protocol):
 
     is_ordered: bool
 
-    def sender(self, peer: int, tag: int) -> Sender:
+    def sender(self, peer: int, tag: int) -> OutChannel:
         """Open a channel to a rank."""
 
-    def receiver(self, peer: int, tag: int) -> Receiver:
+    def receiver(self, peer: int, tag: int) -> InChannel:
         """Open a channel from a rank."""
 
     def fail(self) -> None:

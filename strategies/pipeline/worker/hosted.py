@@ -25,16 +25,18 @@ from strategies.optim.restricted import (
     put_together,
 )
 from strategies.pipeline.control.commands import Attributes, StageCommands
-from strategies.pipeline.control.operations import Operation, Reference
+from strategies.pipeline.control.operations import Operation, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind, Piece, bytes_of, on_shelf
 from strategies.pipeline.optim.replicas import Averaging, SharedSteps
 from strategies.pipeline.schedule.operations import Row
+from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.out_of_memory import explaining
-from strategies.pipeline.stage.recorder import Recorder
+from strategies.pipeline.stage.passes import Pass
+from strategies.pipeline.stage.recorder import ActionRecorder
 from strategies.pipeline.stage.records import Recorded
 from strategies.pipeline.stage.side_outputs import SideOutputs
-from strategies.pipeline.stage.stage import Connections, Pass, Stage, chunks_of
+from strategies.pipeline.stage.stage import Stage, chunks_of
 from strategies.pipeline.state.carriers import Carrier, Receive, StageSlots
 from strategies.pipeline.state.held import HeldState
 from strategies.pipeline.state.mirror import set_attributes
@@ -73,7 +75,7 @@ class HostedStage(StageCommands):
     Args:
         setup: How the stage runs.
         state: The state with which it begins.
-        connections: The connections of the stage to other processes.
+        edges: The stage's ends of the edges between chunks.
         activity: Where the stage records what it does.
         orders: Brings the driver's orders; ``None`` if all commands come over RPC.
     """
@@ -82,7 +84,7 @@ class HostedStage(StageCommands):
         self,
         setup: StageSetup,
         state: StageState,
-        connections: Connections,
+        edges: Edges,
         activity: Activity,
         orders: Receiver | None = None,
     ) -> None:
@@ -90,24 +92,24 @@ class HostedStage(StageCommands):
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._index, self._activity, self._orders = setup.index, activity, orders
-        self._transport = connections.transport
+        self._transport = edges.transport
         self._layers = state.layers
         with explaining(self.describe(), self._layers, device, "set-up, with its parameters"):
             self._optimizers = state.place(device)
         ties: TiedParameters | None = None
-        if setup.ties and connections.transport is not None:
+        if setup.ties and edges.transport is not None:
             named = dict(self._layers.named_parameters(remove_duplicate=False))
-            ties = TiedParameters(setup.index, setup.ties, named, connections.transport)
+            ties = TiedParameters(setup.index, setup.ties, named, edges.transport)
         self._stage = Stage(
             chunks_of(
                 self._layers,
-                connections.ports(),
+                edges.ports(),
                 device,
                 deferred_batch_norm=setup.deferred_batch_norm,
                 call=setup.call,
                 side_outputs=SideOutputs.of(setup.index, self._layers) if setup.reports_side_outputs else None,
             ),
-            connections,
+            edges,
             ties=ties,
             activity=activity,
             name=self.describe(),
@@ -141,7 +143,7 @@ class HostedStage(StageCommands):
         return describe(self._index, self._layers)
 
     def announce_failure(self) -> None:
-        if self._transport is not None:  # over RPC, the user's process tells the other partitions
+        if self._transport is not None:
             self._transport.fail()
 
     def abort_transfers(self) -> None:
@@ -209,7 +211,7 @@ class HostedStage(StageCommands):
         torch.set_default_dtype(dtype)
         self._values.compute(operation)
 
-    def held_value(self, reference: Reference) -> Tensor:
+    def held_value(self, reference: WorkerTensor) -> Tensor:
         return self._values.tensor(reference).cpu()
 
     def free_value(self, number: int) -> None:
@@ -333,11 +335,11 @@ class HostedStage(StageCommands):
     # Profiling
 
     def start_recording(self) -> None:
-        self._stage.recorder = Recorder(self._stage.device)
+        self._stage.recorder = ActionRecorder(self._stage.device)
 
     def stop_recording(self) -> Recorded:
         recorder, self._stage.recorder = self._stage.recorder, None
-        return (recorder or Recorder(self._stage.device)).recorded()
+        return (recorder or ActionRecorder(self._stage.device)).recorded()
 
     def start_trace(self, options: Mapping[str, Any]) -> None:
         self._trace = torch.profiler.profile(**options)

@@ -16,7 +16,7 @@ from strategies.common.activity import Activity
 from strategies.launch.rendezvous import store_at
 from strategies.launch.session import Session, environment_variables, join_data_plane, join_rpc, variables_of_nccl
 from strategies.pipeline.control.commands import StageCommands
-from strategies.pipeline.schedule.timetable import ranks_of
+from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.carriers import Carrier
 from strategies.pipeline.transport.channel import NO_LIMIT, ORDERS_TAG, Receiver

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from strategies import DataParallelStrategy, StrategyPlugin
-from strategies.dp import Part, _Replicas, merged
+from strategies.dp import ReplicaResult, _Replicas, merged
 from trainer import Trainer
 from trainer.cli import main
 
@@ -118,7 +118,7 @@ class InParts(OnCPU):
 
 
 class _InParts(_Replicas):
-    def forward(self, name: str, autocast: Any, batch: list[Tensor], *others: Any) -> list[Part]:
+    def forward(self, name: str, autocast: Any, batch: list[Tensor], *others: Any) -> list[ReplicaResult]:
         parts = zip(*(tensor.tensor_split(2) for tensor in batch), strict=True)
         return self.gather([self.module(name, autocast, list(part), *others) for part in parts], None)
 

@@ -12,10 +12,9 @@ from harness import run
 from torch import nn
 
 from strategies.pipeline import Pipe, WithDevice
-from strategies.pipeline.pipe.remote_engine import _routes
+from strategies.pipeline.pipe.rpc_partitions import placement_of
 from strategies.pipeline.pipe.with_device import partitions_of
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
-from strategies.pipeline.stage.skip import Key
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -150,18 +149,17 @@ def test_a_process_ends_while_a_pipe_lives():
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
-def test_skips_go_straight():
-    """0 Stashes ─▶ 1 between ─▶ 2 Pops: what is stashed is not sent to 1, nor its gradient."""
-    net = nn.Sequential(pipe_job.Stashes(), nn.ReLU(), nn.ReLU(), pipe_job.Pops())
-    layers = [WithDevice(layer, place) for layer, place in zip(net, ("a/cpu", "b/cpu", "b/cpu", "c/cpu"), strict=True)]
-    partitions = partitions_of(nn.Sequential(*layers), here="me")
-    skip: Key = (None, "x")
-    routes = _routes(partitions, ["a", "b", "c"], "me", ["", "", ""])
-    assert [(r.own, r.sources, r.targets) for r in routes] == [
-        ("a", {None: "me"}, {None: "b", skip: "c"}),
-        ("b", {None: "a"}, {None: "c"}),
-        ("c", {None: "b", skip: "a"}, {None: "me"}),
-    ]
+@pytest.mark.parametrize(
+    ("places", "process_of"),
+    [
+        (("a/cpu", "b/cpu", None), (0, 1, 2)),
+        ((None, "a/cpu", None), (1, 0, 1)),
+        ((None, "a/cpu", "b/cpu"), (2, 0, 1, 2)),  # the outputs go to a chunk without layers
+    ],
+)
+def test_the_process_of_the_pipe_has_the_last_chunk(places, process_of):
+    layers = [nn.Linear(1, 1) if place is None else WithDevice(nn.Linear(1, 1), place) for place in places]
+    assert placement_of(partitions_of(nn.Sequential(*layers), here="me")).process_of == process_of
 
 
 def test_needs_rpc():

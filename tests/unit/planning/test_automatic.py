@@ -75,7 +75,7 @@ def test_a_schedule_is_found_and_the_model_is_left_alone(caplog: pytest.LogCaptu
     assert torch.equal(torch.get_rng_state(), state)
     (line,) = caplog.messages
     assert line.startswith("RPCSequentialStrategy: schedule='auto' chooses ") and f"balance {planned.balance}" in line
-    tables = with_schedule(Settings(schedule="auto", chunks_per_stage=2), planned).timetables(2)
+    tables = with_schedule(Settings(schedule="auto", chunks_per_stage=2), planned).programs(2)
     for number in (1, 3, 4):
         assert sum(map(len, tables.training[number].rows)) >= 2 * number * len(planned.balance)
 

@@ -8,6 +8,7 @@ import pytest
 
 from strategies.pipeline.schedule.operations import Group, Meeting, Operation, Post, edge_to
 from strategies.pipeline.schedule.posting import posting_order
+from strategies.pipeline.schedule.program import Programs
 from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.tables import (
     Action,
@@ -20,7 +21,6 @@ from strategies.pipeline.schedule.tables import (
     zb_h1,
     zbv,
 )
-from strategies.pipeline.schedule.timetable import Timetables
 from strategies.planning.devices import Deadlock, check_runs, for_all, per_edge, per_pair
 from strategies.planning.simulator import ActionCosts, simulate
 
@@ -82,7 +82,7 @@ def _value(action: Action) -> tuple[Any, int, int]:
 
 def ours(table: ActionTable) -> list[list[Operation]]:
     """The posting order of a table whose last process is the driver, without the driver's code."""
-    tables = Timetables(lambda m: table, Placement.of(table))
+    tables = Programs(lambda m: table, Placement.of(table))
     whole = tables.training[1 + max(action.microbatch for action in table[0])]
     return posting_order(whole.rows, len(tables.rank_of))
 

@@ -11,8 +11,8 @@ import pytest
 from strategies.optim.trial import StepCost
 from strategies.pipeline.partition.memory import Need
 from strategies.pipeline.partition.profiling import PassBytes
+from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Placement
-from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.planning.action_costs import ACTION_SECONDS, DriverPart, Layer
 from strategies.planning.plan_rows import Measured, PlanRow, activation_peaks, best_row, plan_row
 from strategies.planning.search import LayerCosts

@@ -1,11 +1,11 @@
 """Calls of blocks as data, and how a stage runs them.
 
 The value that travels through the stages is a table of tensors and a plan. The plan holds, for each block, the
-arguments and the output of its call; where there was a tensor, there is a :class:`Slot`, the number of a table entry:
+arguments and the output of its call, with a :class:`TableEntry`, the number of a table entry, in place of each tensor:
 
     table   0: hidden   1: mask   2: output of block 0   3: output of block 1
-    plan    block 0: ((Slot 0,), {mask: Slot 1}) -> Slot 2, drop 0
-            block 1: ((Slot 2,), {mask: Slot 1}) -> Slot 3, drop 1, 2
+    plan    block 0: ((TableEntry 0,), {mask: TableEntry 1}) -> TableEntry 2, drop 0
+            block 1: ((TableEntry 2,), {mask: TableEntry 1}) -> TableEntry 3, drop 1, 2
 
 A tensor that several blocks take is in the table once, so it travels once per stage and micro-batch. A tensor that no
 later block takes is dropped.
@@ -27,7 +27,7 @@ from strategies.pipeline.stage.microbatch.split import freeze, objects_in, unpac
 
 
 @dataclass(frozen=True)
-class Slot:
+class TableEntry:
     """The number of an entry of the table, in place of a tensor."""
 
     number: int
@@ -38,8 +38,8 @@ class BlockCall:
     """One call of a block.
 
     Attributes:
-        arguments: Positional and keyword arguments, with a :class:`Slot` for each tensor.
-        output: The output, with a :class:`Slot` for each tensor; not used for the last block.
+        arguments: Positional and keyword arguments, with a :class:`TableEntry` for each tensor.
+        output: The output, with a :class:`TableEntry` for each tensor; not used for the last block.
         fixed: For each table entry that the block must not change in place, the name of the argument.
         has_objects: Whether any argument is an object that is neither a tensor nor a plain value.
         dropped: Table entries that nothing takes after this call.
@@ -58,7 +58,7 @@ class BlockCall:
     assumed: tuple[tuple[int, ...], torch.dtype] | None = None
     shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     captures: Sequence[Capture] = ()
-    captured: Slot | None = None
+    captured: TableEntry | None = None
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def call_blocks(layers: nn.Sequential, value: Value, before: Before) -> Any:
     for place, (name, block) in enumerate(layers._modules.items()):
         call = plan.calls[name]
         arguments = tree_map(
-            lambda leaf: table[leaf.number] if isinstance(leaf, Slot) else leaf, call.arguments, is_leaf=_is_slot
+            lambda leaf: table[leaf.number] if isinstance(leaf, TableEntry) else leaf, call.arguments, is_leaf=_is_slot
         )
         args, kwargs = unpack_objects(arguments)
         del arguments
@@ -138,7 +138,7 @@ def _unpickled(plan: bytes) -> Plan:
 
 
 def _is_slot(node: Any) -> bool:
-    return isinstance(node, Slot)
+    return isinstance(node, TableEntry)
 
 
 def objects_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -190,16 +190,16 @@ def _store(block: str, call: BlockCall, output: Any, table: list[Any]) -> None:
             "outputs whose nesting does not depend on values."
         )
     for leaf, slot in zip(leaves, expected, strict=True):
-        if isinstance(leaf, Tensor) if isinstance(slot, Slot) else _is_same(leaf, slot):
+        if isinstance(leaf, Tensor) if isinstance(slot, TableEntry) else _is_same(leaf, slot):
             continue
-        expectation = "a tensor" if isinstance(slot, Slot) else repr(slot)
+        expectation = "a tensor" if isinstance(slot, TableEntry) else repr(slot)
         value = "a tensor" if isinstance(leaf, Tensor) else repr(leaf)
         raise RuntimeError(
             f"block {block} returned {value}, but the model, which ran before the block, was told that it returns "
             f"{expectation}. Of what a block returns only tensors may depend on values or on earlier calls."
         )
     for leaf, slot in zip(leaves, expected, strict=True):
-        if isinstance(slot, Slot):
+        if isinstance(slot, TableEntry):
             if leaf.shape[1:] != call.shapes[slot.number]:
                 raise RuntimeError(
                     f"block {block} returned a tensor of shape [*, {list(leaf.shape[1:])}], but the model, which ran "

@@ -33,7 +33,7 @@ from strategies.common.trees import tensors_in
 from strategies.pipeline.partition.blocks.calls import Value, call_blocks
 from strategies.pipeline.partition.blocks.expected import ExpectedOutputs
 from strategies.pipeline.partition.blocks.output import DeferredOutput
-from strategies.pipeline.partition.blocks.recording import NOT_JOINED, Recording
+from strategies.pipeline.partition.blocks.recording import NOT_JOINED, RecordedCalls
 from strategies.pipeline.partition.blocks.rows import (
     Rows,
     all_follow,
@@ -71,10 +71,10 @@ class _Left(Enum):
     OUT = "left out"
 
 
-class _Reached(BaseException):
+class _ReachedLastBlock(BaseException):
     """Ends a probe at the call of the last block. Not an ``Exception``, so that the model's code does not catch it."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: RecordedCalls) -> None:
         super().__init__()
         self.recording = recording
 
@@ -121,7 +121,7 @@ class DeferredBlocks:
         self._blocks, self._run, self.path, self._model = blocks, run, path, model
         self._names = list(order or blocks._modules)
         self._expected = ExpectedOutputs(blocks, path)
-        self._recording: Recording | None = None
+        self._recording: RecordedCalls | None = None
         self._is_probing = self._in_stage = False
         self._outer_calls: list[_OuterCall] = []
         """Calls in progress of modules that contain the list, the outermost one first."""
@@ -207,7 +207,7 @@ class DeferredBlocks:
         if recording is None or (recording.names[0] == name and not recording.made_any_of((args, kwargs))):
             if recording is not None:
                 recording.abandon(f"block {self.path}.{name} was called first for another pass")
-            recording = self._recording = Recording(self.path, self._names, self._blocks)
+            recording = self._recording = RecordedCalls(self.path, self._names, self._blocks)
         try:
             if not recording.record(name, args, kwargs, self._expected.of):
                 return recording.last_output()
@@ -216,7 +216,7 @@ class DeferredBlocks:
             raise
         self._recording = None
         if self._is_probing:
-            raise _Reached(recording)
+            raise _ReachedLastBlock(recording)
         self._parts, self._split = [], None
         value = recording.value()
         output, returned = self._run(value, partial(self._find_rows, recording, value[1]))
@@ -258,7 +258,7 @@ class DeferredBlocks:
                     "schedule='1f1b'."
                 )
 
-    def _find_rows(self, recording: Recording, plan: bytes) -> list[bool] | None:
+    def _find_rows(self, recording: RecordedCalls, plan: bytes) -> list[bool] | None:
         """Decide which tensors of a recording have rows.
 
         Raises:
@@ -305,7 +305,7 @@ class DeferredBlocks:
                 found = (call, rows) if found[0] is None else found
         return found
 
-    def _evidence(self, recording: Recording, outer: _OuterCall, rows: int) -> tuple[Rows | None, str]:
+    def _evidence(self, recording: RecordedCalls, outer: _OuterCall, rows: int) -> tuple[Rows | None, str]:
         """Return what has rows, found by calls with half of the rows; or ``None`` and why that is not clear."""
         if outer.has_run:
             return None, "the model has called the blocks before in the same call, with other kinds of arguments"
@@ -323,7 +323,9 @@ class DeferredBlocks:
                 return found, ""
         return None, why
 
-    def _compared(self, recording: Recording, probe: Recording, rows: int, probe_rows: int) -> tuple[Rows | None, str]:
+    def _compared(
+        self, recording: RecordedCalls, probe: RecordedCalls, rows: int, probe_rows: int
+    ) -> tuple[Rows | None, str]:
         """Decide by the recordings of two calls."""
         if recording.users() != probe.users():
             return None, "with half of the rows the blocks get other numbers of tensors"
@@ -346,7 +348,7 @@ class DeferredBlocks:
         }
         return Rows([bool(has_rows) for has_rows in found], is_joined, None if last[1] else follow), ""
 
-    def _probe(self, repeat: Callable[..., Any], arguments: Any) -> "Recording | str":
+    def _probe(self, repeat: Callable[..., Any], arguments: Any) -> "RecordedCalls | str":
         """Return the recording of a call, or why that call fails."""
         assert self._model is not None
         inside = set(self._blocks.modules())
@@ -357,7 +359,7 @@ class DeferredBlocks:
         try:
             with torch.no_grad(), preserved_random_state(self._device()), unchanged(outside):
                 repeat(*args, **kwargs)
-        except _Reached as reached:
+        except _ReachedLastBlock as reached:
             return reached.recording
         except Exception as error:  # whatever the model raises that cannot run with other shapes
             return f"{type(error).__name__}: {error}"

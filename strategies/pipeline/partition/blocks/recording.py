@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from strategies.common.torch_compat import num_changes, tree_flatten, tree_leaves, tree_unflatten
 from strategies.common.transformers_compat import active_collector, captures_in, collect
-from strategies.pipeline.partition.blocks.calls import BlockCall, Plan, Slot, Value
+from strategies.pipeline.partition.blocks.calls import BlockCall, Plan, TableEntry, Value
 from strategies.pipeline.partition.blocks.output import DeferredOutput
 from strategies.pipeline.stage.layers import PassContext
 from strategies.pipeline.stage.microbatch.split import is_object, pack_objects
@@ -28,7 +28,7 @@ NOT_JOINED = (
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 
 
-class Recording:
+class RecordedCalls:
     """The calls of one pass.
 
     Args:
@@ -107,7 +107,7 @@ class Recording:
                 first = leaf if first is None else first
                 self._last_use[slot] = name
                 self._users.setdefault(slot, (block, arguments[place]))
-                template[place] = Slot(slot)
+                template[place] = TableEntry(slot)
         call = BlockCall(tree_unflatten(template, spec), None, fixed, has_objects, [], **self._capture(name, args))
         if not self._calls:
             self.hidden_slot = self._hidden_slot(kwargs, given)
@@ -128,11 +128,11 @@ class Recording:
             self.table.append(None)
             self._outputs.append(ref(deferred))
             self.shapes[deferred.slot] = leaf.shape
-            slots.append(Slot(deferred.slot))
+            slots.append(TableEntry(deferred.slot))
             leaves[place] = deferred
         self._last_output = tree_unflatten(leaves, spec)
         assumed = (tuple(output.shape[1:]), output.dtype) if is_guess else None
-        told = {slot.number: tuple(self.shapes[slot.number][1:]) for slot in slots if isinstance(slot, Slot)}
+        told = {slot.number: tuple(self.shapes[slot.number][1:]) for slot in slots if isinstance(slot, TableEntry)}
         self._calls[name] = replace(call, output=tree_unflatten(slots, spec), assumed=assumed, shapes=told)
         return False
 
@@ -148,7 +148,7 @@ class Recording:
         """Return for each slot the first block that takes it, and the argument."""
         return tuple((slot, *user) for slot, user in sorted(self._users.items()))
 
-    def differs_from(self, other: "Recording") -> str | None:
+    def differs_from(self, other: "RecordedCalls") -> str | None:
         """Return which argument that is not a tensor differs from that of another recording; ``None`` if none does."""
         for name, call in self._calls.items():
             leaves, spec = tree_flatten(call.arguments)
@@ -169,7 +169,7 @@ class Recording:
             return {}
         if name == self.names[0] and args and any((c.path, c.key) == ("", "hidden_states") for c in captures):
             collect(collector, {"hidden_states": [args[0]]})  # the hidden state that enters the blocks is one too
-        slot = Slot(len(self.table))
+        slot = TableEntry(len(self.table))
         self.table.append(None)
         self._captured.append((slot.number, collector))
         return {"captures": captures, "captured": slot}
@@ -269,7 +269,7 @@ class Recording:
             if slot not in kept:
                 dropped[name].append(slot)
         for name, call in self._calls.items():
-            slots = [leaf.number for leaf in tree_leaves(call.output) if isinstance(leaf, Slot)]
+            slots = [leaf.number for leaf in tree_leaves(call.output) if isinstance(leaf, TableEntry)]
             dropped[name] += [slot for slot in slots if slot not in used and slot not in kept]
         calls = {name: replace(call, dropped=dropped[name]) for name, call in self._calls.items()}
         plan = Plan(self._path, calls, self.names[-1], returned)

@@ -1,4 +1,4 @@
-"""Micro-batches: splitting values and batches into them, packing objects, and merging outputs and gradients.
+"""Micro-batches: splitting values and batches into them, packing objects, and merging outputs.
 
     whole batch  ──split_batch──▶ a batch per micro-batch          for training_step once per micro-batch (``1f1b``)
     input        ──split──▶ a value per micro-batch ── stages ──▶ merge ──▶ output of the batch       (``gpipe``)
@@ -122,7 +122,8 @@ def split(value: Any, microbatches: int) -> list[Any]:
         return [tree_unflatten([plain(leaf) for leaf in leaves], spec)]
     rows = _num_rows(value, leaves)
     parts = max(1, min(microbatches, rows))
-    columns = [leaf.tensor_split(parts) if has_rows(leaf) else [plain(leaf)] * parts for leaf in leaves]
+    sizes = [rows // parts + (m < rows % parts) for m in range(parts)]
+    columns = [leaf.split(sizes) if has_rows(leaf) else [plain(leaf)] * parts for leaf in leaves]
     return [tree_unflatten(list(column), spec) for column in zip(*columns, strict=True)]
 
 
@@ -143,24 +144,6 @@ def merge(parts: list[Any]) -> Any:
         return parts[0]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten([_merge_leaves(list(column)) for column in columns], spec)
-
-
-def merge_gradients(grads: Sequence[Tensor | None], original: Tensor, *, is_split: bool) -> Tensor | None:
-    """Join the gradients of one input over the micro-batches; a missing gradient counts as zero.
-
-    Args:
-        grads: One gradient per micro-batch.
-        original: The input of the whole batch.
-        is_split: Whether each micro-batch got some rows of the input instead of all.
-    """
-    known = [grad for grad in grads if grad is not None]
-    if not known:
-        return None
-    if not is_split:
-        return torch.stack(known).sum(0)
-    parts = original.tensor_split(len(grads))
-    filled = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, grads, strict=True)]
-    return torch.cat(filled)
 
 
 def has_rows(leaf: Any) -> bool:
@@ -248,7 +231,7 @@ class Packed:
 
     def rebuild(self) -> Any:
         """Unpickle a new object with these tensors."""
-        return _Unpickler(self.rest, self.tensors).load()
+        return _ObjectUnpickler(self.rest, self.tensors).load()
 
 
 class _Again(int):
@@ -320,7 +303,7 @@ def freeze(leaf: Any) -> Any:
 
 def _pack(leaf: Any, mark: Callable[[Tensor], Tensor]) -> Packed | None:
     file = io.BytesIO()
-    pickler = _Pickler(file)
+    pickler = _ObjectPickler(file)
     try:
         pickler.dump(leaf)
     except Exception:  # an object's own methods may raise any exception
@@ -328,7 +311,7 @@ def _pack(leaf: Any, mark: Callable[[Tensor], Tensor]) -> Packed | None:
     return Packed(file.getvalue(), [mark(tensor) for tensor in pickler.tensors])
 
 
-class _Pickler(cloudpickle.Pickler):
+class _ObjectPickler(cloudpickle.Pickler):
     """Collects each tensor once instead of pickling it."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -345,7 +328,7 @@ class _Pickler(cloudpickle.Pickler):
         return self._numbers[id(obj)]
 
 
-class _Unpickler(pickle.Unpickler):
+class _ObjectUnpickler(pickle.Unpickler):
     def __init__(self, rest: bytes, tensors: list[Any]) -> None:
         super().__init__(io.BytesIO(rest))
         self._tensors = tensors

@@ -48,7 +48,7 @@ def trained(plane: str, schedule: str, stages: int) -> list[Tensor]:
     settings = Settings(
         microbatches=5, schedule=schedule, chunks_per_stage=SCHEDULES[schedule], data_plane=plane, rpc_timeout_sec=15
     )
-    chunks = settings.timetables(stages).placement.num_stages
+    chunks = settings.programs(stages).placement.num_stages
     balance = [len(layers) // chunks + (i < len(layers) % chunks) for i in range(chunks)]
     devices = [torch.device("cpu")] * stages
     pipeline = Pipeline(module, balance, devices, settings, optimizers=[optimizer], seeds=Seeds(1))

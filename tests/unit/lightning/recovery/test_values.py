@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanSquaredError, MetricCollection
 from torchmetrics.regression import SpearmanCorrCoef
 
-from strategies.lightning.recovery.values import Memory
+from strategies.lightning.recovery.values import RememberedValues
 
 
 class Slotted:
@@ -46,8 +46,8 @@ class Names(list[str]):
     owner = ""
 
 
-def memory(*elsewhere: Any, foreign: tuple[type, ...] = ()) -> Memory:
-    return Memory(elsewhere, foreign)
+def memory(*elsewhere: Any, foreign: tuple[type, ...] = ()) -> RememberedValues:
+    return RememberedValues(elsewhere, foreign)
 
 
 def holder(**attributes: Any) -> tuple[str, SimpleNamespace]:

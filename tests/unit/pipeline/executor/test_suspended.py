@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from strategies.pipeline.executor.suspended import Step, Steps, take_modes
+from strategies.pipeline.executor.suspended import Steps, SuspendedStep, take_modes
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def test_control_is_handed_over(steps: Steps) -> None:
 
         return run
 
-    begun: list[Step] = []
+    begun: list[SuspendedStep] = []
     for m in range(3):
         begun.append(steps.begin(code(m), seed=m))
         order.append(f"lead has input {begun[m].input[1]}")

@@ -6,7 +6,7 @@ import pytest
 
 from strategies.pipeline.schedule.custom import custom_table
 from strategies.pipeline.schedule.planned import PlannedSchedule
-from strategies.pipeline.schedule.timetable import check_order
+from strategies.pipeline.schedule.program import check_order
 from strategies.planning.search import SEARCHABLE, SEARCHED, LayerCosts, ModelCosts, search
 from strategies.planning.simulator import simulate
 

@@ -23,9 +23,9 @@ from strategies.pipeline.schedule.operations import (
     edge_to,
 )
 from strategies.pipeline.schedule.posting import direct_order, posting_order, with_meetings
+from strategies.pipeline.schedule.program import Program, Programs, check_order
 from strategies.pipeline.schedule.running_order import sources_of
 from strategies.pipeline.schedule.tables import SCHEDULES, Action, ActionTable, Placement, loop, needs_of, one_f_one_b
-from strategies.pipeline.schedule.timetable import Timetable, Timetables, check_order
 from strategies.planning.devices import check_runs, for_all, per_pair
 from strategies.planning.search import LayerCosts, ModelCosts, search
 from strategies.planning.simulator import ActionCosts, simulate
@@ -47,9 +47,9 @@ def num_chunks(name: str) -> int:
     return int(choice.get("chunks_per_stage", SCHEDULES[choice["schedule"]].chunks[1]))
 
 
-def posted(timetable: Timetable, num_stages: int) -> list[list[DeviceOperation]]:
+def posted(program: Program, num_stages: int) -> list[list[DeviceOperation]]:
     """Return what each process posts in a pass, the driver with the user's code."""
-    return posting_order([*timetable.rows[:-1], timetable.driver], num_stages)
+    return posting_order([*program.rows[:-1], program.driver], num_stages)
 
 
 SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0, "b": 0.0, "a": 0.0}
@@ -59,7 +59,7 @@ def seconds(step: Computation) -> float:
     return SECONDS[step[0]]
 
 
-def passes(tables: Timetables, m: int) -> Iterator[Timetable]:
+def passes(tables: Programs, m: int) -> Iterator[Program]:
     """Training, evaluation, and the backward part after a forward part, which is an evaluation pass, too."""
     yield tables.training[m]
     yield tables.forward[m]
@@ -70,9 +70,9 @@ def steps_of(row: Sequence[Operation]) -> list[Computation]:
     return [operation for operation in row if isinstance(operation, Action | UserCode)]
 
 
-def check_complete(rows: Sequence[Sequence[Operation]], timetable: Timetable, num_stages: int) -> None:
+def check_complete(rows: Sequence[Sequence[Operation]], program: Program, num_stages: int) -> None:
     """Each row has its steps in order; a send directly follows its step; a step has a receive if its input is far."""
-    expected = [*timetable.rows[:-1], timetable.driver]
+    expected = [*program.rows[:-1], program.driver]
     assert [steps_of(row) for row in rows] == expected
     row_of = {step: r for r, row in enumerate(expected) for step in row}
     for r, row in enumerate(rows):
@@ -159,26 +159,26 @@ def early(rows: Sequence[Sequence[Operation]]) -> list[tuple[int, int, int]]:
 
 
 def test_the_order_of_1f1b() -> None:
-    timetable = Settings(schedule="1f1b").timetables(2).training[3]
-    without_code = replace(timetable, driver=list(timetable.rows[-1]))
+    program = Settings(schedule="1f1b").programs(2).training[3]
+    without_code = replace(program, driver=list(program.rows[-1]))
     assert [" ".join(map(repr, row)) for row in posted(without_code, 2)] == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0F2 0RECV_B1 0SEND_F2 0B1 0RECV_B2 0B2",
         "1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
     ]
-    first, *_, last = posted(timetable, 2)[1]
-    assert repr(posted(timetable, 2)[1][:4]) == "[b0, codeSEND_F0, b1, codeSEND_F1]"
+    first, *_, last = posted(program, 2)[1]
+    assert repr(posted(program, 2)[1][:4]) == "[b0, codeSEND_F0, b1, codeSEND_F1]"
     assert (first, last) == (UserCode("b", 0), UserCode("a", 2))
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_tables_run_on_devices_in_the_worst_case(name: str) -> None:
     for p, m in [*product((1, 2, 3, 5), (1, 2, 3)), (2, 7), (3, 7), (4, 9)]:  # a slow test below has all sizes
-        tables = Settings(**CHOICES[name]).timetables(p)
+        tables = Settings(**CHOICES[name]).programs(p)
         num = len(tables.rank_of)
-        for timetable in passes(tables, m):
-            rows = posted(timetable, num)
+        for program in passes(tables, m):
+            rows = posted(program, num)
             if m < 4:
-                check_complete(rows, timetable, num)
+                check_complete(rows, program, num)
             check_runs(rows)
             check_runs_in_turn(rows)
             check_runs(rows, communicator=for_all)
@@ -196,10 +196,10 @@ def refuses(check: Callable[[Sequence[Sequence[Operation]]], object], rows: Sequ
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_both_ways_to_check_an_order_agree(name: str) -> None:
     """On orders that run, and on those in which one operation has another place."""
-    draw, tables = random.Random(0), Settings(**CHOICES[name]).timetables(3)
+    draw, tables = random.Random(0), Settings(**CHOICES[name]).programs(3)
     refused = []
-    for timetable in passes(tables, 4):
-        order = posted(timetable, len(tables.rank_of))
+    for program in passes(tables, 4):
+        order = posted(program, len(tables.rank_of))
         for _ in range(60):
             rows = [list(row) for row in order]
             row = draw.choice(rows)
@@ -220,26 +220,26 @@ def test_all_tables_run_on_devices_in_the_worst_case(p: int, some: bool) -> None
 
     Before a merge all numbers of micro-batches up to 24 and every fourth above, among them 64 on 16 processes.
     """
-    all_tables = [Settings(**choice).timetables(p) for choice in CHOICES.values()]
+    all_tables = [Settings(**choice).programs(p) for choice in CHOICES.values()]
     gc.disable()  # the collector looks at each of the many tuples several times
     try:
         for m in [m for m in range(1, 65) if (m <= 24 or (m + p) % 4 == 0) == some]:
             usual = [tables for tables in all_tables if len(tables.rank_of) <= 16 or (p == 16 and m >= 63)]
-            # Schedules of one placement share the timetable of evaluation passes.
-            each = {id(timetable): (timetable, tables) for tables in usual for timetable in passes(tables, m)}
-            for timetable, tables in each.values():
-                check_runs_in_turn(posted(timetable, len(tables.rank_of)))
+            # Schedules of one placement share the program of evaluation passes.
+            each = {id(program): (program, tables) for tables in usual for program in passes(tables, m)}
+            for program, tables in each.values():
+                check_runs_in_turn(posted(program, len(tables.rank_of)))
     finally:
         gc.enable()
 
 
 def check_in_turn(name: str, p: int, microbatches: Iterable[int]) -> None:
-    tables = Settings(**SEVERAL_CHUNKS[name]).timetables(p)
+    tables = Settings(**SEVERAL_CHUNKS[name]).programs(p)
     gc.disable()
     try:
         for m in microbatches:
-            for timetable in passes(tables, m):
-                check_runs_in_turn(posted(timetable, len(tables.rank_of)))
+            for program in passes(tables, m):
+                check_runs_in_turn(posted(program, len(tables.rank_of)))
     finally:
         gc.enable()
 
@@ -264,16 +264,16 @@ def test_all_tables_of_more_than_sixteen_chunks(name: str, p: int) -> None:
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_largest_tables_run_on_independent_streams(name: str) -> None:
     """16 processes and 64 micro-batches, where posting a receive waits for its header."""
-    tables = Settings(**CHOICES[name]).timetables(16)
-    for timetable in passes(tables, 64):
-        check_runs(posted(timetable, len(tables.rank_of)), independent_streams=True)
+    tables = Settings(**CHOICES[name]).programs(16)
+    for program in passes(tables, 64):
+        check_runs(posted(program, len(tables.rank_of)), independent_streams=True)
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> None:
     """Neither if processes post far ahead of their devices, nor if posting takes as long as the actions."""
     for p, m in ((2, 8), (4, 9), (8, 16)):
-        tables = Settings(**CHOICES[name]).timetables(p)
+        tables = Settings(**CHOICES[name]).programs(p)
         table = tables.training[m].rows
         least = simulate(table, ActionCosts(backward=2.0)).total_time
         rows = posted(tables.training[m], len(tables.rank_of))
@@ -286,7 +286,7 @@ def test_the_order_costs_no_time_where_streams_are_independent(name: str) -> Non
 def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name: str) -> None:
     """A receive that is posted before an earlier action closes a circle, or leaves its order, if it is not."""
     for p, m in ((2, 4), (3, 7), (4, 8)):
-        tables = Settings(**CHOICES[name]).timetables(p)
+        tables = Settings(**CHOICES[name]).programs(p)
         rows = posted(tables.training[m], len(tables.rank_of))
         num = sum(isinstance(operation, Post) for row in rows for operation in row) // 2
         moved = early(rows)
@@ -299,9 +299,9 @@ def test_receives_are_posted_no_earlier_than_freedom_from_deadlock_requires(name
 
 def test_forward_passes_of_a_line_need_no_early_receive() -> None:
     """If the driver's inputs do not travel: a stage sends, then receives, and so on."""
-    timetable = Settings(schedule="1f1b").timetables(4).forward[9]
-    timetable = replace(timetable, driver=list(timetable.rows[-1]))
-    assert not early(posted(timetable, 4))
+    program = Settings(schedule="1f1b").programs(4).forward[9]
+    program = replace(program, driver=list(program.rows[-1]))
+    assert not early(posted(program, 4))
 
 
 def random_table(processes: int, chunks: int, m: int, seed: int) -> ActionTable:
@@ -343,11 +343,11 @@ def test_tables_of_users_run_whatever_their_order(seeds: range) -> None:
     """So no table that the simulator accepts is refused for the sake of devices."""
     for seed in seeds:
         table = random_table(2 + seed % 3, 1 + seed % 2, 2 + seed % 5, seed)
-        tables = Timetables(partial(_given, table), Placement.of(table))
+        tables = Programs(partial(_given, table), Placement.of(table))
         num, m = len(tables.rank_of), 2 + seed % 5
-        for timetable in passes(tables, m):
-            rows = posted(timetable, num)
-            check_complete(rows, timetable, num)
+        for program in passes(tables, m):
+            rows = posted(program, num)
+            check_complete(rows, program, num)
             check_runs(rows)
 
 
@@ -355,7 +355,7 @@ def test_orders_that_a_search_finds_run() -> None:
     costs = ModelCosts([LayerCosts(1.0, 1.0, 1.0)] * 7 + [LayerCosts(3.0, 2.0, 4.0)], transfer=0.1)
     for limit in (None, 9.0):
         plan = search(costs, 3, [8], effort=20_000, memory_limit_bytes=limit)
-        tables = Timetables(partial(_given, plan.table), plan.placement)
+        tables = Programs(partial(_given, plan.table), plan.placement)
         check_runs(posted(tables.training[8], len(tables.rank_of)))
 
 
@@ -366,7 +366,7 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
     Without some gradients: a stage whose layers are frozen sends none, for all micro-batches or for some.
     """
     p, m, draw = 3, 5, random.Random(0)
-    tables = Settings(**CHOICES[name]).timetables(p)
+    tables = Settings(**CHOICES[name]).programs(p)
     num = len(tables.rank_of)
     trains = [tables.forward[m], tables.backward[m]] if name == "gpipe" else [tables.training[m]]
     rows: list[list[Operation]] = [[] for _ in range(2 * p)]
@@ -377,8 +377,8 @@ def test_passes_run_one_after_another_with_ties_and_averages(name: str) -> None:
             shared = [Meeting(f"value {number} {replica}", (own[-1], own[r])) for r in range(p - 1)]
             moved = [Meeting(f"gradient {number} {replica} {r}", (own[r], own[-1])) for r in range(p - 1)]
             whole: list[list[Operation]] = with_meetings([[] for _ in range(2 * p)], shared)
-            for timetable in (tables.forward[m], *trains):
-                for r, row in zip(own, posted(timetable, num), strict=True):
+            for program in (tables.forward[m], *trains):
+                for r, row in zip(own, posted(program, num), strict=True):
                     whole[r] += [
                         operation._replace(peer=own[operation.peer]) if isinstance(operation, Post) else operation
                         for operation in row

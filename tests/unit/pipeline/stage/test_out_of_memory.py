@@ -9,7 +9,7 @@ from torch import nn
 
 from strategies.pipeline.stage.out_of_memory import (
     EXPANDABLE,
-    Memory,
+    DeviceMemory,
     Situation,
     changes,
     explained,
@@ -18,11 +18,11 @@ from strategies.pipeline.stage.out_of_memory import (
 )
 
 GIB = 2**30
-FULL = Memory(38 * GIB, 39 * GIB, GIB // 2, 40 * GIB)
+FULL = DeviceMemory(38 * GIB, 39 * GIB, GIB // 2, 40 * GIB)
 IN_FORWARD = Situation("F3", 4, microbatches=8, recomputed=7, num_kept=8, is_float32=True)
 
 
-def kinds(at: Situation, memory: Memory = FULL) -> list[str]:
+def kinds(at: Situation, memory: DeviceMemory = FULL) -> list[str]:
     words = {
         EXPANDABLE: "allocator",
         "checkpoint='always'": "recompute",
@@ -84,5 +84,5 @@ def test_only_errors_for_lack_of_memory_are_explained() -> None:
 
 
 def test_memory_of_the_cpu_is_that_of_the_process() -> None:
-    memory = Memory.of(torch.device("cpu"))
+    memory = DeviceMemory.of(torch.device("cpu"))
     assert 0 < memory.allocated_bytes == memory.reserved_bytes < memory.total_bytes and not memory.is_fragmented

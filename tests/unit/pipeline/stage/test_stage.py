@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from strategies.pipeline.driver import Pipeline
 from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.stage.edges import Mailbox
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.layers import RandomStateKeeper, Seeds, is_recomputing
-from strategies.pipeline.stage.stage import Mailbox
 from strategies.pipeline.transport.channel import Arrived
 
 

@@ -15,11 +15,12 @@ from torch.utils._pytree import tree_leaves
 from strategies.pipeline import NoChunk
 from strategies.pipeline.partition.sequential import cut
 from strategies.pipeline.schedule.tables import Action
-from strategies.pipeline.stage.edges import Edges
+from strategies.pipeline.stage.edges import Edges, Mailbox, Ports
 from strategies.pipeline.stage.layers import RECOMPUTE_MODES as MODES
 from strategies.pipeline.stage.layers import Layers, PassContext, num_recomputed
 from strategies.pipeline.stage.microbatch.split import merge, pack_objects, split, unpack_objects
-from strategies.pipeline.stage.stage import Chunk, Mailbox, Pass, Ports, Stage
+from strategies.pipeline.stage.passes import Pass
+from strategies.pipeline.stage.stage import Chunk, Stage
 
 pytestmark = pytest.mark.usefixtures("float64")
 

@@ -13,11 +13,11 @@ from torch.distributed import ProcessGroup
 from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
-from strategies.pipeline.control.operations import Layout, Operation, Reference
+from strategies.pipeline.control.operations import Operation, Strides, WorkerTensor
 from strategies.pipeline.control.parts import Part, PartKind
 from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import loop
-from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.carriers import InSlot
 from strategies.pipeline.state.stage_state import StageState
@@ -94,7 +94,7 @@ def test_a_stage_goes_on_where_the_first_one_was(groups: tuple[ProcessGroup, Pro
     optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
     first = stage_of(layers, optimizer, groups[0])
     step(first, optimizer, torch.ones(1))
-    weight = Reference((0, "1.weight"), Layout((3,), (1,), 0, torch.float32), None)
+    weight = WorkerTensor((0, "1.weight"), Strides((3,), (1,), 0, torch.float32), None)
     first.compute(Operation(("aten", "clone", "default"), (weight,), {}, (4,)), torch.float32)
     first.compute(Operation(("aten", "view", "default"), (weight, [3, 1]), {}, (5,)), torch.float32)
     first.snapshot(2, slot.address, False)

@@ -15,7 +15,7 @@ from strategies.common.waiting import wait_here
 from strategies.pipeline.schedule.operations import Post
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.stage.layers import PassContext
-from strategies.pipeline.stage.stage import Pass
+from strategies.pipeline.stage.passes import Pass
 from strategies.pipeline.transport.channel import EDGE_TAG
 from strategies.pipeline.transport.device import DeviceReceiver, DeviceSender, DeviceTransport, Route, routes_of
 from strategies.pipeline.transport.simulated import SimulatedLinks

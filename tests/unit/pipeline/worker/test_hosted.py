@@ -11,8 +11,8 @@ from strategies.common.activity import Activity
 from strategies.common.waiting import wait_here
 from strategies.optim.calls import hyperparameters
 from strategies.pipeline.partition.sequential import cut
+from strategies.pipeline.schedule.program import ranks_of
 from strategies.pipeline.schedule.tables import loop
-from strategies.pipeline.schedule.timetable import ranks_of
 from strategies.pipeline.stage.edges import Edges
 from strategies.pipeline.state.stage_state import StageState
 from strategies.pipeline.transport.channel import ORDERS_TAG, Receiver, Sender

@@ -8,16 +8,16 @@ from schedule_choices import CHOICES
 
 from strategies.pipeline.executor.settings import Settings
 from strategies.pipeline.schedule.operations import Result, UserCode
-from strategies.pipeline.schedule.tables import Action, Placement, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
-from strategies.pipeline.schedule.timetable import (
+from strategies.pipeline.schedule.program import (
     MIN_UNDER_WAY,
-    Timetables,
+    Programs,
     can_run,
     check_order,
     driver_row,
-    forward_timetable,
+    forward_program,
     ranks_of,
 )
+from strategies.pipeline.schedule.tables import Action, Placement, gpipe, interleaved, loop, one_f_one_b, v, zb_h1, zbv
 from strategies.planning.simulator import ActionCosts, DriverCosts, render, simulate
 
 SIZES = [(p, m) for p in (1, 2, 3, 5) for m in (1, 2, 3, 7, 16)]
@@ -30,23 +30,23 @@ def table_of(rows: list[str]) -> list[list[Action]]:
 def test_the_driver_has_the_last_rank() -> None:
     assert ranks_of(loop(3, 2)) == (0, 1, 2, 0, 1, 2)
     assert ranks_of(v(3)) == (2, 0, 1, 1, 0, 2)
-    rows = Timetables(lambda m: zbv(2, m), v(2)).training[3].rows
+    rows = Programs(lambda m: zbv(2, m), v(2)).training[3].rows
     assert [{action.stage for action in row} for row in rows] == [{1, 2}, {0, 3}]
 
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_size_runs(name: str) -> None:
-    """With as many values under way as the timetable says, forward passes alone, backward passes alone, and both."""
+    """With as many values under way as the program says, forward passes alone, backward passes alone, and both."""
     for p, m in SIZES:
-        tables = Settings(**CHOICES[name]).timetables(p)
+        tables = Settings(**CHOICES[name]).programs(p)
         driver, num = tables.placement.driver, len(tables.rank_of)
-        for timetable in (tables.training[m], tables.forward[m], tables.backward[m]):
+        for program in (tables.training[m], tables.forward[m], tables.backward[m]):
             # A backward part sends the gradients of the inputs without a limit.
-            own = timetable.rows[-1] if timetable is tables.backward[m] else timetable.driver
-            rows: list[Any] = [*timetable.rows[:-1]]
+            own = program.rows[-1] if program is tables.backward[m] else program.driver
+            rows: list[Any] = [*program.rows[:-1]]
             rows.insert(driver, own)
             assert can_run(rows, tables.placement, num + 2)
-            assert timetable.limit == num + MIN_UNDER_WAY
+            assert program.limit == num + MIN_UNDER_WAY
         kinds = sorted(action.kind for row in tables.training[m].rows for action in row)
         assert kinds.count("F") == num * m == kinds.count("B") + kinds.count("I")
         assert tables.training[m].splits == ("W" in kinds)
@@ -60,11 +60,11 @@ def test_inputs_of_evaluations_come_early_enough(placement: Callable[[int, int],
     for p, m in SIZES:
         for chunks in (1, 2, 3, 4):
             own = placement(p, chunks)
-            timetable = forward_timetable(own, m)
+            program = forward_program(own, m)
             if own.process_of[0] == own.driver:
                 continue
-            assert can_run([*timetable.rows[:-1], timetable.driver], own, 2 * p + m)
-            own_row = timetable.driver
+            assert can_run([*program.rows[:-1], program.driver], own, 2 * p + m)
+            own_row = program.driver
             for k, step in enumerate(own_row):
                 if isinstance(step, UserCode):
                     following = next(action for action in own_row[k:] if isinstance(action, Action))
@@ -77,7 +77,7 @@ def test_a_limit_that_is_too_small_deadlocks() -> None:
     crossed = table_of(["0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3", "1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3"])
     assert can_run(rows, loop(2, 2), 3)
     assert can_run(crossed, loop(2, 2), 4) and not can_run(crossed, loop(2, 2), 1)
-    assert forward_timetable(loop(2, 2), 4).limit >= 2
+    assert forward_program(loop(2, 2), 4).limit >= 2
 
 
 def test_orders_that_channels_cannot_bring() -> None:
@@ -92,17 +92,17 @@ def test_orders_that_channels_cannot_bring() -> None:
 
 def test_the_driver_runs_the_code_of_each_microbatch_once() -> None:
     for choice in [own for name, own in CHOICES.items() if name != "gpipe"]:
-        row = Settings(**choice).timetables(3).training[5].driver
+        row = Settings(**choice).programs(3).training[5].driver
         codes = [step for step in row if isinstance(step, UserCode)]
         assert sorted(codes) == sorted(UserCode(part, m) for part in "ab" for m in range(5))
 
 
 def test_tables_of_ones_own() -> None:
-    tables = Settings(schedule=one_f_one_b, microbatches=4).timetables(2)
+    tables = Settings(schedule=one_f_one_b, microbatches=4).programs(2)
     assert tables.rank_of == (0, 1) and not tables.training[4].splits
     assert tables.training[3].rows == one_f_one_b(2, 3)
     with pytest.raises(ValueError, match="lacks"):
-        Settings(schedule=lambda p, m: [row[:-1] for row in one_f_one_b(p, m)]).timetables(2)
+        Settings(schedule=lambda p, m: [row[:-1] for row in one_f_one_b(p, m)]).programs(2)
 
 
 def test_tables_that_channels_cannot_run_are_refused_at_once() -> None:
@@ -110,16 +110,16 @@ def test_tables_that_channels_cannot_run_are_refused_at_once() -> None:
         return [list(reversed([a for a in row if a.kind == "F"])) + row[m:] for row in gpipe(p, m)]
 
     with pytest.raises(ValueError, match=r"stage 0 runs the forward passes of micro-batches \[2, 1, 0\]"):
-        Settings(schedule=backwards, microbatches=3).timetables(2)
+        Settings(schedule=backwards, microbatches=3).programs(2)
     with pytest.raises(ValueError, match=r"schedule='missing.csv' is the path of a table, but: .*No such file"):
-        Settings(schedule="missing.csv").timetables(2)
+        Settings(schedule="missing.csv").programs(2)
 
 
 def test_tables_of_other_numbers_of_micro_batches() -> None:
     """They may split other backward passes, but must leave the stages where they are."""
-    split_later = Settings(schedule=lambda p, m: (zb_h1 if m > 1 else one_f_one_b)(p, m), microbatches=4).timetables(2)
+    split_later = Settings(schedule=lambda p, m: (zb_h1 if m > 1 else one_f_one_b)(p, m), microbatches=4).programs(2)
     assert split_later.training[4].splits and not split_later.training[1].splits
-    moved = Settings(schedule=lambda p, m: (interleaved if m == 4 else zbv)(p, m), microbatches=4).timetables(2)
+    moved = Settings(schedule=lambda p, m: (interleaved if m == 4 else zbv)(p, m), microbatches=4).programs(2)
     with pytest.raises(
         ValueError, match=r"the table for 3 micro-batches has stages 0, 1, ... on processes \(0, 1, 1, 0"
     ):
@@ -133,14 +133,14 @@ def test_picture_of_the_driver_row() -> None:
 
 
 def test_rows_have_exchanges_of_ties_and_the_places_where_code_takes_outputs() -> None:
-    first, last = Timetables(lambda m: one_f_one_b(2, m), loop(2)).training[1].operations
+    first, last = Programs(lambda m: one_f_one_b(2, m), loop(2)).training[1].operations
     assert repr([first[0], first[-1]]) == "[TIED_VALUES, TIED_GRADIENTS]" == repr([last[0], last[-1]])
     assert not any(isinstance(operation, Result) for operation in first)
     assert last[[*last].index(Action("F", 0, 1)) + 1] == Result(0)
 
 
 def test_backward_passes_at_once_follow_all_receives_and_precede_all_sends() -> None:
-    tables = Timetables(lambda m: gpipe(3, m), loop(3), at_once=True)
+    tables = Programs(lambda m: gpipe(3, m), loop(3), at_once=True)
     assert " ".join(map(repr, tables.backward[2].operations[1])) == (
         "1RECV_B1 1RECV_B0 1B1 1B0 1SEND_B1 1SEND_B0 TIED_GRADIENTS"
     )

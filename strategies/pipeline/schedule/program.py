@@ -22,7 +22,7 @@ MIN_UNDER_WAY = 2
 
 
 @dataclass(frozen=True)
-class Timetable:
+class Program:
     """What the processes do in a pass, or in a part of one.
 
     Attributes:
@@ -47,22 +47,22 @@ Order = Callable[[Sequence[Sequence[Computation]], int], Sequence[Row]]
 """Returns the computations of each process, of a number of stages, with the sends and receives between processes."""
 
 
-class _Computed(dict[int, Timetable]):
-    """Timetables by the number of micro-batches, computed when they are first needed."""
+class _Computed(dict[int, Program]):
+    """Programs by the number of micro-batches, computed when they are first needed."""
 
-    def __init__(self, compute: Callable[[int], Timetable]) -> None:
+    def __init__(self, compute: Callable[[int], Program]) -> None:
         super().__init__()
         self._compute = compute
 
-    def __missing__(self, microbatches: int) -> Timetable:
+    def __missing__(self, microbatches: int) -> Program:
         self[microbatches] = known = self._compute(microbatches)
         return known
 
 
-class Timetables:
-    """The timetables of a pipeline, by the number of micro-batches.
+class Programs:
+    """The programs of a pipeline, by the number of micro-batches.
 
-    A timetable is computed when it is first needed, which raises a ``ValueError`` if the table is incomplete or
+    A program is computed when it is first needed, which raises a ``ValueError`` if the table is incomplete or
     deadlocks, runs micro-batches in another order on some stage, or has stages on other processes than ``placement``.
 
     Args:
@@ -89,11 +89,11 @@ class Timetables:
     ) -> None:
         self._schedule, self.placement, self._order, self._at_once = schedule, placement, order, at_once
         self.rank_of = ranks_of(placement)
-        self.training: Mapping[int, Timetable] = _Computed(self._training)
-        self.forward: Mapping[int, Timetable] = _Computed(partial(forward_timetable, placement, order=order))
-        self.backward: Mapping[int, Timetable] = _Computed(self._backward)
+        self.training: Mapping[int, Program] = _Computed(self._training)
+        self.forward: Mapping[int, Program] = _Computed(partial(forward_program, placement, order=order))
+        self.backward: Mapping[int, Program] = _Computed(self._backward)
 
-    def _training(self, microbatches: int) -> Timetable:
+    def _training(self, microbatches: int) -> Program:
         table, driver = self._schedule(microbatches), self.placement.driver
         check_order(table)
         if (other := Placement.of(table)) != self.placement:
@@ -106,15 +106,15 @@ class Timetables:
         with_code[driver] = driver_row(table)
         limit = _limit(with_code, self.placement)
         exchanges = Tied("values"), Tied("gradients")
-        return _timetable(table, with_code[driver], limit, self.placement, self._order, exchanges, splits=splits)
+        return _program(table, with_code[driver], limit, self.placement, self._order, exchanges, splits=splits)
 
-    def _backward(self, microbatches: int) -> Timetable:
+    def _backward(self, microbatches: int) -> Program:
         table = [[action for action in row if action.kind != "F"] for row in self._schedule(microbatches)]
         driver, last = self.placement.driver, self.placement.num_stages - 1
         answered = [action.microbatch for action in table[driver] if action.stage == last and action.kind != "W"]
         code = [UserCode("a", m) for m in answered]
         limit, exchange = _limit(table, self.placement), Tied("gradients")
-        found = _timetable(table, [*table[driver], *code], limit, self.placement, self._order, (None, exchange))
+        found = _program(table, [*table[driver], *code], limit, self.placement, self._order, (None, exchange))
         return replace(found, operations=[_at_once(row) for row in found.operations]) if self._at_once else found
 
 
@@ -167,29 +167,40 @@ def driver_row(table: ActionTable) -> list[Computation]:
     return [*row, *before[-1]]
 
 
+def forward_table(placement: Placement, microbatches: int) -> ActionTable:
+    """Return a table of forward passes, in which each process prefers the last of its stages that can run."""
+    num = placement.num_stages
+    table: ActionTable = [[] for _ in range(1 + max(placement.process_of))]
+    next_of = [0] * num
+    while sum(next_of) < num * microbatches:
+        ready = [i for i in range(num) if next_of[i] < (next_of[i - 1] if i else microbatches)]
+        for process, row in enumerate(table):
+            own = [i for i in ready if placement.process_of[i] == process]
+            if own:
+                row.append(Action("F", next_of[own[-1]], own[-1]))
+        for row in table:
+            if row and next_of[row[-1].stage] == row[-1].microbatch:
+                next_of[row[-1].stage] += 1
+    return table
+
+
+def fill_drain_table(placement: Placement, microbatches: int) -> ActionTable:
+    """Return ``gpipe`` under any placement: the forward passes, then the backward passes in reverse order."""
+    return [[*row, *(Action("B", m, i) for _, m, i in reversed(row))] for row in forward_table(placement, microbatches)]
+
+
 @lru_cache(maxsize=256)
-def forward_timetable(placement: Placement, microbatches: int, order: Order = direct_order) -> Timetable:
-    """Return a timetable of forward passes only, in which each process prefers the last of its stages that can run.
+def forward_program(placement: Placement, microbatches: int, order: Order = direct_order) -> Program:
+    """Return a program of forward passes only, those of :func:`forward_table`.
 
     The driver sends inputs at most two micro-batches per process ahead of its own actions.
 
     Args:
         placement: Which row of a table has which stages.
         microbatches: The number of micro-batches.
-        order: As for :class:`Timetables`.
+        order: As for :class:`Programs`.
     """
-    num, processes = placement.num_stages, 1 + max(placement.process_of)
-    table: ActionTable = [[] for _ in range(processes)]
-    next_of = [0] * num
-    while sum(next_of) < num * microbatches:
-        ready = [i for i in range(num) if next_of[i] < (next_of[i - 1] if i else microbatches)]
-        for process in range(processes):
-            own = [i for i in ready if placement.process_of[i] == process]
-            if own:
-                table[process].append(Action("F", next_of[own[-1]], own[-1]))
-        for row in table:
-            if row and next_of[row[-1].stage] == row[-1].microbatch:
-                next_of[row[-1].stage] += 1
+    table, processes = forward_table(placement, microbatches), 1 + max(placement.process_of)
     driver = placement.driver
     ahead = 1 if placement.process_of[0] == driver else 2 * processes
     with_code: list[Computation] = []
@@ -199,10 +210,10 @@ def forward_timetable(placement: Placement, microbatches: int, order: Order = di
             with_code.append(UserCode("b", m))
             num_fed = m + 1
         with_code.append(action)
-    return _timetable(table, with_code, _limit(table, placement), placement, order, (Tied("values"), None))
+    return _program(table, with_code, _limit(table, placement), placement, order, (Tied("values"), None))
 
 
-def _timetable(
+def _program(
     table: ActionTable,
     driver: list[Computation],
     limit: int,
@@ -211,12 +222,12 @@ def _timetable(
     exchanges: tuple[Tied | None, Tied | None],
     *,
     splits: bool = False,
-) -> Timetable:
+) -> Program:
     rows = _by_rank(table, placement.driver)
     *others, own = order([*rows[:-1], driver], placement.num_stages)
     first, last = ([] if exchange is None else [exchange] for exchange in exchanges)
     operations = [[*first, *row, *last] for row in [*others, _with_results(own, placement.num_stages - 1)]]
-    return Timetable(rows, driver, limit, splits, operations)
+    return Program(rows, driver, limit, splits, operations)
 
 
 def _with_results(row: Row, last: int) -> list[Operation]:

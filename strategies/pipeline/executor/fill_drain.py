@@ -1,0 +1,166 @@
+"""Runs a batch in two parts: fill, then drain (``gpipe``), or forward only.
+
+    driver   split ─▶ F0 F1 F2 F3 ─▶ merge ─▶ output ─▶ the user's loss ─▶ backward() ─▶ B3 B2 B1 B0
+                      └ FillDrain.run ┘                                                  └ backward ┘
+
+The outputs of the micro-batches are those of one autograd node. When the loss differentiates it, every stage runs its
+backward part. The driver runs its own part inside the node and does not wait for the others, whose work overlaps with
+what the driver does next.
+
+Index letters: ``m`` micro-batch, ``i`` stage.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from strategies.common.autograd import with_backward
+from strategies.pipeline.executor.executor import Executor, PendingPass
+from strategies.pipeline.schedule.operations import Result, Row, UserCode
+from strategies.pipeline.stage.edges import tensors_of
+from strategies.pipeline.stage.microbatch.split import NoChunk, merge, pack_objects, split, unpack_objects
+from strategies.pipeline.stage.passes import Pass
+from strategies.pipeline.stage.side_outputs import with_graph
+
+
+class FillDrain:
+    """Stands for the forward function of the pipelined module.
+
+    Args:
+        executor: Leads the stages.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __call__(self, input: Any, microbatches: int | None = None) -> Any:
+        """Take and return what the module's own forward function does.
+
+        Args:
+            input: The input.
+            microbatches: Into how many parts to split it; by default as many as the settings say.
+        """
+        parts = split(pack_objects(input, NoChunk), microbatches or self._executor.settings.microbatches)
+        return unpack_objects(merge(self.run(parts)))
+
+    def run(self, parts: Sequence[Any]) -> list[Any]:
+        """Run the forward part of a pass, and the backward part when the outputs are differentiated.
+
+        Args:
+            parts: The input of each micro-batch, with packed objects.
+
+        Returns:
+            The output of each micro-batch, with packed objects.
+        """
+        executor, given = self._executor, [tensor for part in parts for tensor in tensors_of(part)]
+        grad = torch.is_grad_enabled() and (
+            any(t.requires_grad for t in given) or any(p.requires_grad for p in executor.module.parameters())
+        )
+        inputs = [t for t in given if grad and t.requires_grad]
+        with torch.no_grad(), executor.explained():
+            this = executor.begin(len(parts), grad=grad)
+            outputs = self._forward(parts, this)
+        required = [[t.requires_grad for t in tensors_of(output)] for output in outputs]
+        run = PendingPass(this, self)
+        wanted = [flag for flags in required for flag in flags]
+        return with_backward(outputs, wanted, inputs, partial(_backward, run, required)) if any(wanted) else outputs
+
+    def _forward(self, parts: Sequence[Any], this: Pass) -> list[Any]:
+        """Run the forward part of a pass, and return the output of each micro-batch."""
+        executor = self._executor
+        code = _Code(executor, this, parts)
+        executor.run("forward", this, code)
+        if executor.stage.recorder is not None:
+            executor.stage.recorder.begin(pass_of_code=this.number)  # which runs until the backward part
+        if executor.side_outputs.known:
+            executor.side_outputs.restore()
+            executor.side_outputs.insert(partial(_is_of_one_process, this))
+        return code.results
+
+    def backward(
+        self,
+        this: Pass,
+        required: Sequence[Sequence[bool]],
+        grads: Sequence[Tensor | None],
+        inputs: Sequence[Tensor],
+    ) -> list[Tensor | None]:
+        """Run the backward part of a pass on every stage.
+
+        Args:
+            this: The pass.
+            required: For each micro-batch, whether each tensor of its output requires a gradient; a guess for
+                recomputed ones.
+            grads: The gradients of those tensors that require one, in order; ``None`` where the loss did not use it.
+            inputs: The tensors of the inputs of micro-batches that require a gradient.
+
+        Returns:
+            The gradients of ``inputs``.
+        """
+        executor, ahead = self._executor, iter(grads)
+        executor.note_backward()
+        if (recorder := executor.stage.recorder) is not None and recorder.pass_of_code == this.number:
+            recorder.end("loss", this.microbatches - 1, executor.last_chunk, this.number)
+        with executor.explained():
+            for m, flags in enumerate(required):
+                executor.output_grads.send([next(ahead) for flag in flags if flag], this.number, m)
+            executor.carry_changes()  # autograd computes no gradient for what requires none by now
+            code = _Code(executor, this, answered=bool(inputs))
+            executor.run("backward", this, code)
+        return [grad for m in sorted(code.received) for grad in code.received[m]]
+
+    def forget(self, number: int) -> None:
+        """Make every stage forget a pass whose backward part can no longer come."""
+        self._executor.forget(number)
+
+
+class _Code:
+    """What the driver does between the actions of a pass: it gives inputs, takes outputs and takes gradients of inputs.
+
+    Args:
+        executor: Leads the stages.
+        this: The pass.
+        parts: The input of each micro-batch.
+        answered: Whether gradients of inputs are wanted.
+    """
+
+    def __init__(self, executor: Executor, this: Pass, parts: Sequence[Any] = (), *, answered: bool = False) -> None:
+        self._executor, self._this, self._parts, self._answered = executor, this, parts, answered
+        self.results: list[Any] = []
+        """The output of each micro-batch."""
+        self.received: dict[int, list[Tensor | None]] = {}
+        """The gradients of the input of each micro-batch."""
+
+    def run(self, operation: UserCode | Result) -> None:
+        executor, this, m = self._executor, self._this, operation.microbatch
+        if isinstance(operation, Result):
+            self.results.append(executor.output(this, m))
+        elif operation.part == "b":  # no skip before the first layer
+            part = self._parts[m]
+            flags = [this.grad and tensor.requires_grad for tensor in tensors_of(part)]
+            executor.inputs.send((part, {}), this.number, m, requires_grad=flags)
+        elif self._answered:
+            self.received[m] = executor.input_grads.receive(this.number, m)
+
+    def joins(self, row: Row, place: int) -> bool:
+        return False
+
+    def around(self) -> AbstractContextManager[None]:
+        return self._executor.own_values()
+
+
+def _backward(
+    run: PendingPass[FillDrain],
+    required: Sequence[Sequence[bool]],
+    grads: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+) -> list[Tensor | None]:
+    return run.spend().backward(run.this, required, grads, inputs)
+
+
+def _is_of_one_process(this: Pass, value: Any) -> bool:
+    """Whether a side output is that of one process, and no gradient flows through it."""
+    return this.microbatches == 1 and not (this.grad and (this.recomputed or with_graph(value)))

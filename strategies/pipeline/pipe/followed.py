@@ -1,0 +1,69 @@
+"""Optimizers over a ``Pipe`` with partitions on workers: their steps reach every process."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import cloudpickle
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.common.stage_layers import StageLayers, locate
+from strategies.optim.restricted import numbers_of, parameters_of, restricted, taken_apart
+from strategies.optim.trial import check_divisible
+from strategies.pipeline.control.client import RemoteStage
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.optim.optimizers import PipelineOptimizers, follow_optimizer
+
+_ADVICE = (
+    "Let the pipeline follow the optimizer, optimizer = pipe.follow(optimizer), so that its steps reach every process; "
+    "for gradients of all partitions call pipe.clip_grad_norm_(optimizer, max_norm), and to clear them zero_grad() of "
+    "the optimizer or of the Pipe."
+)
+
+
+class FollowedOptimizers:
+    """Optimizers of the user that partitions on workers follow.
+
+    Args:
+        elsewhere: For each partition on a worker, its layers, whose parameters are stand-ins in this process.
+        remotes: The stages on workers, in the same order.
+    """
+
+    def __init__(self, elsewhere: Sequence[StageLayers], remotes: Sequence[RemoteStage]) -> None:
+        self._elsewhere, self._remotes = list(elsewhere), list(remotes)
+        self.optimizers = PipelineOptimizers([], partial(locate, self._elsewhere, None), lambda: None)
+        self.optimizers.connect(self._remotes, [[] for _ in self._remotes])
+        for layers in elsewhere:
+            for parameter in layers.parameters():
+                vars(parameter).update(relay_advice=_ADVICE, relay_is_followed=False)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Follow an optimizer from now on; see :meth:`~strategies.pipeline.pipe.pipe.Pipe.follow`."""
+        if any(isinstance(key, Tensor) and key.is_meta for key in optimizer.state):
+            raise ValueError(
+                f"this {type(optimizer).__name__} already has a state of parameters that live in another process; let "
+                "the Pipe follow it before its first step and before load_state_dict"
+            )
+        if any(optimizer is own for own in self.optimizers.optimizers):
+            raise ValueError(f"the Pipe follows this {type(optimizer).__name__} already")
+        owned = [list(layers.parameters()) for layers in self._elsewhere]
+        elsewhere = {id(p) for part in owned for p in part}
+        check_divisible(optimizer, [*owned, [p for p in parameters_of(optimizer) if id(p) not in elsewhere]])
+        parts = [_part(optimizer, layers) for layers in self._elsewhere]
+        for remote, (blob, numbers) in zip(self._remotes, parts, strict=True):
+            remote.ask(StageCommands.adopt, blob, numbers).wait()
+        self.optimizers.add(optimizer, [numbers for _, numbers in parts])
+        follow_optimizer(optimizer, self.optimizers)
+        for parameter in parameters_of(optimizer):
+            if parameter.is_meta:
+                vars(parameter)["relay_is_followed"] = True
+
+
+def _part(optimizer: Optimizer, layers: nn.Module) -> tuple[bytes, list[int]]:
+    """Return the part of an optimizer for some layers, with parameters given by name, and the parameters' numbers."""
+    owned = list(layers.parameters())
+    names = {id(parameter): name for name, parameter in layers.named_parameters()}
+    cls, attributes = taken_apart(restricted(optimizer, owned))
+    groups = attributes["param_groups"]
+    attributes["param_groups"] = [{**g, "params": [names[id(p)] for p in g["params"]]} for g in groups]
+    return cloudpickle.dumps((cls, attributes)), numbers_of(optimizer, owned)

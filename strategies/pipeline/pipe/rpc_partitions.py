@@ -1,0 +1,265 @@
+"""A ``Pipe`` with partitions on other RPC workers: a pipeline whose driver is the user's process.
+
+    user's process ── commands ─┬──────────────────────┐
+      inputs ──▶ partition 0 ──▶ partition 1 ──▶ partition 2 ──▶ outputs
+
+Each partition on a worker is a stage with a thread of its own, so micro-batches in different places overlap. The
+partitions of the user's process are chunks of the driver's stage. The schedule is ``gpipe``, under whatever placement
+of partitions the user has chosen.
+
+Index letters: ``i`` partition, which is a chunk of the pipeline; ``r`` rank.
+"""
+
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import rpc
+
+from strategies.commands.host import Host, close
+from strategies.common.activity import Activity
+from strategies.common.stage_layers import StageLayers
+from strategies.common.torch_compat import rpc_is_initialized
+from strategies.pipeline.control.client import Failures, NotCopyable, RemoteStage, StageProcess
+from strategies.pipeline.control.commands import StageCommands
+from strategies.pipeline.control.watch import Watch
+from strategies.pipeline.executor.executor import Executor, PipelineParts
+from strategies.pipeline.executor.fill_drain import FillDrain
+from strategies.pipeline.executor.settings import Settings
+from strategies.pipeline.pipe.followed import FollowedOptimizers
+from strategies.pipeline.pipe.local_engine import ForwardPass, check_output
+from strategies.pipeline.pipe.with_device import Partition
+from strategies.pipeline.schedule.program import Programs, fill_drain_table
+from strategies.pipeline.schedule.tables import Placement
+from strategies.pipeline.stage.calling import call_partition
+from strategies.pipeline.stage.edges import Edges
+from strategies.pipeline.stage.layers import Before, PassContext, RandomStateKeeper, call_in_turn
+from strategies.pipeline.stage.microbatch.split import pack_objects, unpack_objects
+from strategies.pipeline.stage.passes import Pass
+from strategies.pipeline.stage.stage import Chunk, DriverCode, Stage, chunks_of
+from strategies.pipeline.state.carriers import Carrier, Shipped, pickled
+from strategies.pipeline.state.stage_state import StageState
+from strategies.pipeline.state.stand_ins import move_to_meta
+from strategies.pipeline.state.state_dict import StateOfStages
+from strategies.pipeline.transport.rpc import Inbox, RpcTransport
+from strategies.pipeline.worker.hosted import HostedStage, taken
+from strategies.pipeline.worker.setup import StageSetup
+
+_CPU = torch.device("cpu")
+
+
+class RpcPartitions(NotCopyable):
+    """Leads the partitions through passes.
+
+    Args:
+        module: The ``Pipe``, which has the layers of the partitions.
+        partitions: All partitions.
+        deferred_batch_norm: Update running statistics once per pass instead of once per micro-batch.
+
+    Raises:
+        ValueError: If a layer cannot be sent to its worker.
+    """
+
+    def __init__(self, module: nn.Module, partitions: Sequence[Partition], *, deferred_batch_norm: bool) -> None:
+        descriptions = [partition.describe(i) for i, partition in enumerate(partitions)]
+        elsewhere = [i for i, partition in enumerate(partitions) if partition.place.worker is not None]
+        shipped = [_shipped(partitions[i].layers) for i in elsewhere]
+        placement = placement_of(partitions)
+        inboxes: list[Any] = [rpc.remote(partitions[i].place.worker, Inbox) for i in elsewhere]
+        inboxes.append(rpc.RRef(Inbox()))
+        failures, hosts = Failures(), []
+        self.remotes: list[RemoteStage] = []
+        """The partitions on workers, in order."""
+        for r, i in enumerate(elsewhere):
+            device, worker = str(partitions[i].place.device), partitions[i].place.worker
+            call = _CallPartition(descriptions[i])
+            setup = StageSetup(i, device, deferred_batch_norm, call=call, placement=placement)
+            arguments = (setup, shipped[r], r, inboxes, descriptions[i])
+            hosts.append(rpc.remote(worker, host_partition, args=arguments))
+            process = StageProcess(
+                f"RPC worker {worker}",
+                ended=lambda: None,
+                doing=lambda: "",
+                kill=lambda: None,  # the user has started it
+            )
+            self.remotes.append(RemoteStage(str(worker), hosts[-1], descriptions[i], process, failures))
+        weakref.finalize(self, _close, hosts)
+        if timeout_seconds := rpc.get_rpc_timeout():  # zero means no time-out
+            watch = Watch(self.remotes, timeout_seconds)
+            weakref.finalize(self, watch.end)
+        for remote in self.remotes:
+            remote.ask(StageCommands.num_kept).wait()  # raises the error if unpacking has failed
+        for i, remote in zip(elsewhere, self.remotes, strict=True):
+            move_to_meta(partitions[i].layers, module, [], stage=remote)
+        self.followed = FollowedOptimizers([partitions[i].layers for i in elsewhere], self.remotes)
+        own = {i: partition for i, partition in enumerate(partitions) if i not in elsewhere}
+        transport = RpcTransport(len(elsewhere), inboxes, _CPU)
+        edges = Edges(
+            len(elsewhere), placement.process_of, transport, {i: partition.place.device for i, partition in own.items()}
+        )
+        whole = nn.Module()
+        whole._modules.update(module._modules)
+        self._executor = _Executor(
+            PipelineParts(
+                module=whole,
+                stages=[*(partitions[i].layers for i in elsewhere), StageLayers([range(0)])],
+                stage=_own_stage(own, descriptions, edges, deferred_batch_norm),
+                programs=Programs(partial(fill_drain_table, placement), placement),
+                edges=edges,
+                ties=None,
+                remotes=self.remotes,
+                failures=failures,
+                settings=Settings(),
+                next_seed=lambda grad: 0,
+                num_updates=lambda: 0,
+            ),
+            transport,
+        )
+        self._batch = FillDrain(self._executor)
+        by_number = dict(zip(elsewhere, self.remotes, strict=True))
+        self.state = StateOfStages(
+            module, [p.layers for p in partitions], [by_number.get(i) for i in range(len(partitions))]
+        )
+
+    def run(self, parts: Sequence[Any], this: ForwardPass) -> list[Any]:
+        """Run the pass on the inputs of the micro-batches; returns their outputs."""
+        self._executor.this = this
+        return [unpack_objects(output) for output in self._batch.run([pack_objects(part) for part in parts])]
+
+
+class _Executor(Executor):
+    """Leads the partitions; a failure ends the pass in which it occurs, and no later one.
+
+    Args:
+        parts: The partitions and their connections.
+        transport: Brings their values.
+    """
+
+    def __init__(self, parts: PipelineParts, transport: RpcTransport) -> None:
+        super().__init__(parts)
+        self._transport = transport
+        self.this: ForwardPass | None = None
+        """What the next pass is like."""
+        self._begin_without_failures(parts.failures)
+
+    def begin(
+        self, microbatches: int, *, grad: bool, context: PassContext | None = None, gathers: bool = False
+    ) -> Pass:
+        assert self.this is not None
+        this = super().begin(microbatches, grad=grad, context=self.this.context, gathers=gathers)
+        return replace(this, seed=self.this.seed, recomputed=self.this.recomputed if grad else 0)
+
+    def run(self, part: str, this: Pass, code: DriverCode) -> None:
+        super().run(part, this, code)
+        if part == "backward":
+            self.wait()  # user code may read and change gradients at once
+
+    def explained(self) -> AbstractContextManager[None]:
+        failures = self._parts.failures
+        if failures.any:  # such as in the last step of an optimizer
+            self._fail()
+            failures.raise_cause()
+        return super().explained()
+
+    def _fail(self) -> None:
+        self._begin_without_failures(Failures())
+        self._transport.give_up(self.current)
+        self.forget(self.current)
+
+    def _begin_without_failures(self, failures: Failures) -> None:
+        """Record failures here from now on; the first one ends waits of this process."""
+        self._parts = replace(self._parts, failures=failures)
+        for remote in self.remotes:
+            remote.failures = failures
+        failures.first.add_done_callback(partial(_wake, weakref.ref(self)))
+
+    def give_up_here(self) -> None:
+        """End what this process waits for."""
+        self._transport.inbox.give_up(self.current)
+
+
+def _wake(executor: "weakref.ref[_Executor]", _: Any) -> None:
+    if (known := executor()) is not None:
+        known.give_up_here()
+
+
+@dataclass(frozen=True)
+class _CallPartition:
+    """Calls a partition, and checks what it returns."""
+
+    description: str
+
+    def __call__(self, layers: nn.Sequential, value: Any, before: Before) -> Any:
+        output = call_partition(layers, value, before)
+        check_output(output, self.description)
+        return output
+
+
+def placement_of(partitions: Sequence[Partition]) -> Placement:
+    """Return the process of each chunk: partitions on workers have one each, and the user's is the last.
+
+    The user's process takes the outputs: if the last partition is elsewhere, a chunk without layers follows it.
+    """
+    num_elsewhere = sum(partition.place.worker is not None for partition in partitions)
+    ahead = iter(range(num_elsewhere))
+    process_of = [num_elsewhere if partition.place.worker is None else next(ahead) for partition in partitions]
+    return Placement((*process_of, num_elsewhere) if process_of[-1] != num_elsewhere else tuple(process_of))
+
+
+def _own_stage(
+    own: dict[int, Partition], descriptions: Sequence[str], edges: Edges, deferred_batch_norm: bool
+) -> Stage:
+    """Return the stage of the user's process, whose chunks are its partitions."""
+    random_state = RandomStateKeeper(*{partition.place.device for partition in own.values()})
+    chunks: dict[int, Chunk] = {}
+    for i, ports in edges.ports().items():
+        partition = own.get(i)
+        chunks |= chunks_of(
+            StageLayers([range(i, i)]) if partition is None else partition.layers,
+            {i: ports},
+            _CPU if partition is None else partition.place.device,
+            deferred_batch_norm=deferred_batch_norm,
+            call=call_in_turn if partition is None else _CallPartition(descriptions[i]),
+            random_state=random_state,
+        )
+    return Stage(chunks, edges, name="the process of the Pipe")
+
+
+def host_partition(
+    setup: StageSetup, carrier: Carrier, rank: int, inboxes: Sequence[Any], description: str
+) -> Host[HostedStage]:
+    """Receive a partition; ``rpc.remote`` calls this on the worker of the partition.
+
+    Args:
+        setup: How the partition runs.
+        carrier: What brings the partition.
+        rank: Its rank.
+        inboxes: The ``RRef`` to the inbox of each rank.
+        description: The partition in words.
+    """
+    activity = Activity()
+
+    def create() -> HostedStage:
+        transport = RpcTransport(rank, inboxes, torch.device(setup.device), activity.wait)
+        return HostedStage(
+            setup, taken(carrier, activity), Edges(rank, setup.placement.process_of, transport), activity
+        )
+
+    return Host(create, StageCommands, name=description, activity=activity).start()
+
+
+def _close(hosts: Sequence[Any]) -> None:
+    if rpc_is_initialized():
+        for host in hosts:
+            with suppress(RuntimeError):  # the worker has ended, and its threads with it
+                rpc.rpc_async(host.owner(), close, args=(host,), timeout=0)
+
+
+def _shipped(layers: StageLayers) -> Shipped:
+    state = StageState.capture(layers, list(layers.parameters()))
+    return Shipped(pickled(state, layers, None, streams=False).blob)
