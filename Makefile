@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/installed
 INSTALL := pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: device-plane device-plane-all drawing ends faults help demo unit test slow nightly check coverage mutation bench bench-tiny clean
+.PHONY: device-plane device-plane-all docs drawing ends faults help demo unit test slow nightly check coverage mutation bench bench-tiny clean
 
 help:
 	@echo "make demo     train a character GPT as a two-stage pipeline on two CPU processes (about two minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make nightly  run the tests marked nightly, the rest of long sweeps (about half an hour)"
 	@echo "make device-plane run tests of parity over the simulated device plane (half a minute); device-plane-all: all of them"
 	@echo "make check    lint, format, types and the layers of imports"
+	@echo "make docs     build the documentation as a site in build/site; a broken link is an error"
 	@echo "make drawing  compare classes of public packages, drawn by the seed of the day or SEED=..., with one process (a quarter of an hour)"
 	@echo "make faults   disturb 1,000 small runs by random faults (two hours); it continues where it was interrupted"
 	@echo "make ends     show how 200 runs of torchrun end, beside as many of Lightning's DDP (an hour)"
@@ -57,6 +58,10 @@ check: $(INSTALLED)
 	mypy
 	lint-imports
 
+docs: $(INSTALLED)-docs
+	python .ci/options_page.py --check
+	NO_MKDOCS_2_WARNING=1 mkdocs build
+
 faults: $(INSTALLED)
 	mkdir -p build/faults
 	OMP_NUM_THREADS=1 python -m tests.faults.simulator --seed 0 --count 1000 --resume build/faults/verdicts.jsonl --report build/faults/report.md
@@ -90,6 +95,10 @@ $(INSTALLED): pyproject.toml
 
 $(INSTALLED)-bench: $(INSTALLED)
 	@$(INSTALL) -e '.[bench]'
+	@touch $@
+
+$(INSTALLED)-docs: $(INSTALLED)
+	@$(INSTALL) -e '.[docs]'
 	@touch $@
 
 $(INSTALLED)-drawing: $(INSTALLED)

@@ -1,7 +1,11 @@
-"""Imports, from an installation alone, every module that the source tree has: `import_all.py INSTALLED SOURCE`."""
+"""Imports every module that the source tree has from an installation alone, and looks for the command ``relay`` there.
+
+``import_all.py INSTALLED SOURCE``
+"""
 
 import importlib
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 
 installed, source = Path(sys.argv[1]).resolve(), Path(sys.argv[2])
@@ -15,4 +19,8 @@ for path in paths:
         continue
     module = importlib.import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__"))
     assert Path(module.__file__).is_relative_to(installed), f"{path} is not installed: {module.__file__} was imported"
+(distribution,) = distributions(name="relay-trainer", path=[str(installed)])
+(command,) = distribution.entry_points.select(group="console_scripts", name="relay")
+assert command.load() is importlib.import_module("trainer.cli").main
+assert (installed / "bin" / "relay").is_file(), "the command relay is not installed"
 print(f"{len(paths)} modules installed and importable")

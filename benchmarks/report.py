@@ -140,8 +140,8 @@ def write(folder: Path, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     (folder / "results.json").write_text(json.dumps(outcomes, indent=1) + "\n")
     head = [
         "# Benchmarks",
-        "Written by `make bench`; [what each section compares](../README.md#what-it-costs). Sections may have been "
-        "measured on different days and machines, some of them faster: compare figures within a section only.",
+        "Written by `make bench`; [what each section compares](../docs/costs.md#the-benchmarks). Sections may have "
+        "been measured on different days and machines, some of them faster: compare figures within a section only.",
         "",
     ]
     parts = ["\n\n".join(head).rstrip(), "\n".join(f"- {line}" for line in machine())]

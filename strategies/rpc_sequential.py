@@ -123,13 +123,19 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
 
     Args:
         balance: Number of layers of each stage, or ``"even"`` for equal numbers. ``None`` (default) finds the numbers
-            by ``balance_mode``. After ``setup`` the attribute ``balance`` is the list in use. If stages have several
-            chunks of layers (see ``chunks_per_stage``), it has one number for each chunk, in the order of the layers.
-        microbatches: Number of parts into which each batch is split. More parts shorten the time for which stages are
-            idle, but each part must be large enough to be computed efficiently. Default: 8. ``"auto"``, under
-            ``schedule="auto"`` only: the number with which a batch takes least time.
+            by ``balance_mode``: the exact optimum for the measured costs, with no empty stage. After ``setup`` the
+            attribute ``balance`` is the list in use. If stages have several chunks of layers (see
+            ``chunks_per_stage``), it has one number for each chunk, in the order of the layers.
+        microbatches: Number of parts into which each batch is split; the stages work on different parts at the same
+            time. More parts shorten the time for which stages are idle, but each part must be large enough to be
+            computed efficiently. The number of rows need not be divisible by it. Default: 8. ``"auto"``, under
+            ``schedule="auto"`` only: the number with which a batch takes least time. Tensors, dicts, dataclasses and
+            lists are split along the rows; if the model has a method ``split_batch(batch, num_microbatches)``, that
+            is called instead.
         checkpoint: Which micro-batches are recomputed in the backward pass instead of keeping their activations:
-            ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"``.
+            ``"always"``, ``"except_last"`` (default; all but the last) or ``"never"`` (fastest, if memory allows).
+            Under the first two, gradient checkpointing of a Hugging Face model is off in the blocks during ``fit``,
+            because the stages recompute them; under ``"never"`` it stays on.
         balance_mode: ``"balance_by_size"`` (default; bytes of parameters and activations) or ``"balance_by_time"``
             (measured time of forward and backward passes). Both measure each layer and, as a cost of the last stage,
             what the driver runs outside the layers (embedding, norm, head, logits; the loss if ``forward`` returns it).
@@ -139,41 +145,44 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             same class and shapes.
         pipelined_backward: If ``True`` (default), a stage runs the backward passes of the micro-batches one after
             another, so that stages overlap. If ``False``, it runs them in one call of autograd, after the following
-            stage has finished all of its own.
-        rpc_timeout_sec: Seconds for which a process that others wait for may be idle before it is declared hung.
-            Default: 60.
+            stage has finished its backward passes.
+        rpc_timeout_sec: Seconds for which a process may be idle while another process waits for it. After that it is
+            declared hung and ended, and the error contains its Python stack. A process that computes may take ten
+            times as long. Default: 60.
         schedule: Order of the passes. Under ``"gpipe"`` (default), all forward passes precede all backward passes, and
-            ``training_step`` runs once for the batch. Under all others, ``training_step`` runs once per micro-batch,
-            and its results are means weighted by ``loss_weight``. They need less memory or time:
+            ``training_step`` runs once for the batch, so it may compute any loss over the batch. Under all other
+            schedules, ``training_step`` runs once per micro-batch and is suspended where it calls the pipelined
+            module, and its results are means weighted by ``loss_weight``. They need less memory or time:
 
             * ``"1f1b"``: each backward pass as early as possible. The first stage keeps the activations of as many
               micro-batches as there are stages.
-            * ``"interleaved"``: 1F1B with several chunks of layers per stage, which are idle for less time at the start
-              and at the end of a batch, and send more.
-            * ``"zb-h1"``: 1F1B in which the weight gradients of linear layers and convolutions wait until a stage would
-              be idle.
-            * ``"zbv"``: the same with two chunks per stage, of which the driver has the first and the last one.
-            * ``"v-half"``: the same chunks with about half of the activations of 1F1B.
-            * ``"auto"``: the one of these, or an order of its own, that takes least time for a batch by measured times
-              of the layers; see above.
-            * A table of one's own: the path of a CSV file in the format of ``torch.distributed.pipelining``, or a
-              function ``(processes, microbatches) -> table``; see
+            * ``"interleaved"``: 1F1B with several chunks of layers per stage. The stages are idle for less time at the
+              start and at the end of a batch, and send more.
+            * ``"zb-h1"``: 1F1B in which the weight gradients of linear layers, attention, convolutions and embeddings
+              wait until a stage would be idle.
+            * ``"zbv"``: ``"zb-h1"`` with two chunks per stage; the driver has the first and the last chunk.
+            * ``"v-half"``: the chunks of ``"zbv"``, with about half of the activations of 1F1B.
+            * ``"auto"``: the fastest of these schedules, or a custom order found by search, for the measured times of
+              the layers; see ``docs/choose_a_strategy.md``.
+            * A custom table: the path of a CSV file in the format of ``torch.distributed.pipelining``, or a function
+              ``(processes, microbatches) -> table``; see
               :func:`~strategies.pipeline.schedule.custom.custom_table`.
         chunks_per_stage: Number of chunks of consecutive layers in each stage, under ``"interleaved"`` (default: 2)
             and ``"zb-h1"`` (default: 1). The model needs at least one layer per chunk. Under ``"auto"``, the largest
             number that may be chosen (default: 2).
         data_plane: How stages exchange activations and gradients. ``"auto"`` (default) is ``"gloo"``: through the
-            memory of the hosts. ``"nccl"``: from GPU to GPU, if each stage has a GPU of its own; it has never run
-            (``docs/gpu.md``), so it is never chosen automatically. For tests on CPUs, ``"simulated"`` runs
-            the code of the latter by the rules of NCCL and reports tensors that are changed while they are being sent;
-            ``"simulated-serial"`` does so on devices that run one operation at a time.
+            memory of the hosts. ``"nccl"``: from GPU to GPU, if no two stages share a GPU; it has never run
+            (``docs/gpu.md``), so it is never chosen automatically. For tests on CPUs, ``"simulated"`` runs the code of
+            ``"nccl"`` by the rules of NCCL and reports tensors that are changed while they are being sent;
+            ``"simulated-serial"`` does the same on devices that run one operation at a time.
         max_microbatches: With ``microbatches="auto"``, the largest number that may be chosen. Default: 32.
         memory_limit_bytes: With ``schedule="auto"``, what each process may take for activations and for parameters,
-            which count four times, as with Adam and its gradients, or five times where a run holds two sets of
-            gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what
-            allocators keep. Default: no limit.
+            which count four times, as with Adam and its gradients. They count five times where a run holds two sets of
+            gradients (``docs/decisions/098-two-sets-of-gradients.md``). A fifth is added for what allocators keep.
+            Default: no limit.
         deferred_batch_norm: If ``True``, the running statistics of BatchNorm layers are updated once per batch from all
-            of its rows; otherwise once per micro-batch. Default: ``False``.
+            of its rows; otherwise once per micro-batch. In both cases BatchNorm normalises each micro-batch by its
+            own statistics. Default: ``False``.
         module: Dotted path of the ``nn.Sequential`` or ``nn.ModuleList`` in the model. ``None`` (default) finds it:
             ``sequential_module``, else the list of blocks of a Hugging Face model, else the only ``nn.ModuleList`` with
             at least one layer per stage, else the only such ``nn.Sequential``. The blocks of an ``nn.ModuleList`` are
@@ -185,37 +194,40 @@ class RPCSequentialStrategy(StrategyPlugin, ReplicatedStrategy):
             count by their tokens too. The labels are the micro-batch's entry or attribute ``"shift_labels"``, or else
             ``"labels"``, without the first of each row if the model contains a Hugging Face model whose loss shifts
             them. If the model has a method ``microbatch_weight(microbatch) -> float``, the weights that it returns are
-            used like numbers of tokens, whatever ``loss_weight`` is.
-        data_parallel_size: Number of replicas of the pipeline, among which devices and data are divided. Default: 1.
+            used like numbers of tokens, whatever ``loss_weight`` is. See ``docs/inputs.md``.
+        data_parallel_size: Number of replicas of the pipeline, each with ``devices / data_parallel_size`` stages and
+            its share of the data. Each stage averages its gradients with the same stage of the other replicas.
+            Default: 1.
         shard_optimizer_states: If ``True``, the replicas of a stage divide its optimizer states and steps among them
-            (ZeRO stage 1). Default: ``False``.
+            (ZeRO stage 1). After a step, each replica sends its new values to the other replicas. Default: ``False``.
         state_dict_type: ``"full"`` (default): a checkpoint is one file, which the driver writes as it receives tensor
             after tensor. ``"sharded"``: a checkpoint is a directory into which every stage writes its own part;
             ``python -m strategies.checkpoint.consolidate`` turns it into one file.
         async_save: If ``True``, training goes on while a checkpoint is written from a copy in host memory. Default:
             ``False``.
         max_restarts: How often one ``fit`` may resume from its last checkpoint, with new workers, after a worker has
-            died or hung. Only on one host. Default: 0.
-        snapshot_every_n_steps: After so many optimizer steps, every process copies its part of the model and of the
-            optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last copy
-            and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts only
-            losses that cannot be repaired in this way. With several replicas, all of them go back together. Only for
-            one host, on CPUs and Linux; see ``docs/launch.md``. Default: 0, no copies.
+            died or hung. Only on one host; see ``docs/lost_workers.md``. Default: 0.
+        snapshot_every_n_steps: After this number of optimizer steps, every process copies its part of the model and of
+            the optimizer states into memory that outlives it. When a worker has died or hung, all go back to the last
+            copy and run the steps since then again, with the results of an undisturbed run. ``max_restarts`` counts
+            only losses that cannot be repaired in this way. With several replicas, all of them go back together. Only
+            for one host, on CPUs and Linux; see ``docs/lost_workers.md``. Default: 0, no copies.
         spare_workers: Under torchrun and SLURM, how many processes each rank with a worker keeps ready, with torch
             imported, to take over from a worker that is lost. They make a loss cost less time, and take memory; see
-            ``docs/launch.md``. For ``max_restarts`` and ``snapshot_every_n_steps``. Workers that the strategy starts
-            itself are forks of such a process anyway. Default: 0.
-        rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers move to
-            other stages if recorded steps predict that this saves ``rebalance_threshold`` of the time of the passes,
-            such as when the process of a stage has become slow. Losses and weights are those of a run without it. For
-            one pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default: ``None``.
+            ``docs/lost_workers.md``. For ``max_restarts`` and ``snapshot_every_n_steps``. Workers that the strategy
+            starts itself are forks of such a process anyway. Default: 0.
+        rebalance: ``"auto"``: at the end of each training epoch, or every ``rebalance_every_n_steps``, layers may move
+            to other stages. They move if recorded steps predict that this saves ``rebalance_threshold`` of the time of
+            the passes, such as when the process of a stage has become slow. Losses and weights are those of a run
+            without it. For one pipeline whose workers the strategy starts, on CPUs; see ``docs/monitor.md``. Default:
+            ``None``.
         rebalance_every_n_steps: With ``rebalance="auto"``, the number of batches after which layers may move. Default:
             at the end of each epoch.
         rebalance_threshold: With ``rebalance="auto"``, the predicted share that must be saved. Default: 0.1.
         gather_on_end: Whether weights and optimizer states of all stages come back to the driver when a run ends.
             ``None`` (default): unless the model was built without memory, in ``configure_model`` or
-            ``trainer.init_module()``, so that the driver need not hold it. Values that have not come back are in the
-            checkpoints of the run only.
+            ``trainer.init_module()``, so that the driver need not hold it. Values that have not come back are only in
+            the checkpoints of the run, and reading such a weight raises an error that says so.
         accelerator: As in Lightning's strategies; set by the Trainer by default.
         parallel_devices: The devices of this host; set by the Trainer by default.
         cluster_environment: Tells rank and address of each process; found by the Trainer by default.

@@ -2,7 +2,10 @@
 
 import ast
 import re
+import subprocess
+import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,35 @@ def test_links_and_references(page: Path) -> None:
     for test in re.findall(r"`(test_[\w*]+\.py)`", text) if not is_record else ():
         broken += [] if list((ROOT / "tests").glob(f"*/**/{test}")) else [test]
     assert not broken
+
+
+def test_options_are_those_of_the_docstrings() -> None:
+    program = [sys.executable, str(ROOT / ".ci" / "options_page.py"), "--check"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert sorted(listed) == sorted(pages | {"decisions/README.md"})
+
+
+@pytest.mark.parametrize("package", ["trainer", "strategies", "strategies.pipeline"])
+def test_the_page_on_the_api_has_every_public_name(package: str) -> None:
+    listed = re.findall(
+        rf"^::: {re.escape(package)}\.(?:[\w.]+\.)?(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
+    assert set(import_module(package).__all__) <= set(listed)
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    versions = [
+        re.search(pattern, (ROOT / file).read_text(), re.MULTILINE)
+        for file, pattern in {"pyproject.toml": r'^version = "(.*)"$', "CITATION.cff": "^version: (.*)$"}.items()
+    ]
+    assert all(versions) and len({version[1] for version in versions if version}) == 1
+    assert versions[0] and f"## [{versions[0][1]}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def packages() -> set[str]:

@@ -1,8 +1,10 @@
 """The command line: what it takes, what it saves, and the one line that it says to a mistake."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import yaml
 from cli_models import CONFIG
 from jsonargparse import Namespace
+from paths import ROOT
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from trainer.cli import main
@@ -36,6 +39,12 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "config.yaml").write_text(CONFIG)
     (tmp_path / "broken.py").write_text("import not_installed")
     return tmp_path
+
+
+def test_the_command_relay_is_this_one() -> None:
+    """``.ci/run installed`` looks for it in an installed package."""
+    (value,) = re.findall(r'^relay = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert EntryPoint("relay", value, "console_scripts").load() is main
 
 
 def replaced(old: str, new: str) -> list[str]:
