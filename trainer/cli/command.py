@@ -15,6 +15,7 @@ import time
 import traceback
 from argparse import SUPPRESS
 from contextlib import suppress
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, NoReturn
 
@@ -46,10 +47,15 @@ def run(args: list[str] | None) -> None:
     _CLI(
         trainer_class=Trainer,
         parser_class=Parser,
-        parser_kwargs={"parser_mode": "omegaconf", "prog": "python -m trainer", "epilog": _EPILOG},
+        parser_kwargs={"parser_mode": "omegaconf", "prog": _program(), "epilog": _EPILOG},
         save_config_callback=SaveConfigBesideCheckpoints,
         args=args,
     )
+
+
+def _program() -> str:
+    """Return how the user has called the command line."""
+    return "relay" if Path(sys.argv[0]).stem == "relay" else "python -m trainer"
 
 
 class _CLI(LightningCLI):
