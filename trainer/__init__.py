@@ -2,7 +2,8 @@
 
 ``trainer`` holds the class, ``monitor`` the callback ``PipelineMonitor``, ``plan_report`` what ``Trainer.plan`` says,
 ``verification`` compares a strategy with one process, ``cli`` is the command line ``python -m trainer``, ``resume`` the
-exact resumption of a run, ``report`` the page that shows one. In: arguments, or a configuration. Out: a run of a strategy. May import ``strategies``.
+exact resumption of a run, ``report`` the page that shows one. In: arguments, or a configuration. Out: a run of a
+strategy. May import ``strategies``.
 
 Names are imported on first use (PEP 562), because the import of ``Trainer`` decides which package of Lightning the
 process uses, and ``python -m trainer`` imports the classes of the configuration before.

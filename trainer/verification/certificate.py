@@ -181,17 +181,17 @@ def _in_limits(finding: Finding) -> float:
 # Why results differ as documented
 
 _FIRST_BUFFERS = (
-    "buffers, such as running statistics, are those of the first rank after each step, and ignore the rows of the other "
-    "ranks, as under DDP (for statistics over all ranks of DDP: sync_batchnorm=True)"
+    "buffers, such as running statistics, that are those of the first rank after each step and ignore the rows of the "
+    "other ranks, as under DDP (sync_batchnorm=True of the Trainer uses all rows under DDP)"
 )
 
 
 def _of_random_layers(one: RunRecord) -> str:
     names = list(dict.fromkeys(name for names in one.draws.values() for name in names))
     return (
-        f"{_some(names)} {'draws' if len(names) == 1 else 'draw'} random numbers in training, which a pipeline seeds by "
-        "(step, micro-batch, layer), so masks are not those of one process; the reference is the same strategy with one "
-        "stage, whose masks are the same (dropout of 0 compares with one process)"
+        f"random numbers that {_some(names)} {'draws' if len(names) == 1 else 'draw'} in training: a pipeline seeds them "
+        "by (step, micro-batch, layer), so masks are not those of one process. The reference is the same strategy with "
+        "one stage, whose masks are the same (with a dropout of 0, the reference is one process)"
     )
 
 
@@ -199,17 +199,17 @@ def reasons_of(one: RunRecord) -> list[str]:
     """Return why results depend on the micro-batches."""
     if one.norm_layers:
         return [
-            f"BatchNorm over micro-batches: {_some(one.norm_layers)} in training mode normalises the rows of a "
+            f"BatchNorm over micro-batches: in training mode, {_some(one.norm_layers)} normalises the rows of a "
             "micro-batch (microbatches=1 normalises whole batches; deferred_batch_norm=True updates the running "
             "statistics once per batch)"
         ]
     if one.facts.get("router"):
         return [
-            f"the auxiliary loss of the routers ({one.facts['router']}) is computed from the tokens of each micro-batch "
-            "and then averaged (schedule='gpipe' or microbatches=1 computes it from whole batches)"
+            f"the auxiliary loss of the routers ({one.facts['router']}), which is computed from the tokens of each "
+            "micro-batch and then averaged (schedule='gpipe' or microbatches=1 computes it from whole batches)"
         ]
     return [
-        "the loss is no mean over the rows of a batch, or a layer uses several rows: training_step runs once per "
+        "a loss that is no mean over the rows of a batch, or a layer that uses several rows: training_step runs once per "
         "micro-batch, and losses are averaged by rows (loss_weight='tokens' or the model's microbatch_weight for means "
         "over tokens; schedule='gpipe' computes the loss of whole batches)"
     ]
@@ -278,8 +278,8 @@ def _of_loss(first: Finding, wrong: Sequence[Finding], gradients: Sequence[Findi
         if factors and factors[0] is not None and abs(factors[0] - ratio) < 1e-6 * abs(ratio):
             return f"{what}, {ratio:.6g} times as much, as all gradients are", "what scales the loss"
     return what, (
-        "the forward pass: rows of the batch that are left out, used twice or in another order, layers in another order "
-        "or mode, and values that layers keep from call to call"
+        "the forward pass: rows of the batch that are left out or used twice, layers in another order or mode, and "
+        "values that layers keep from call to call"
     )
 
 

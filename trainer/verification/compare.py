@@ -232,9 +232,8 @@ class _Comparison:
         if isinstance(mine, Tensor) and isinstance(other, Tensor):
             limit = self._rounding.relative * max(_max(other), 1.0) if _is_real(other) else 0.0
             return self._tensor(step, part, path, mine, other, limit)
-        if isinstance(mine, Tensor | float) and isinstance(other, Tensor | float):
-            if all(not isinstance(each, Tensor) or each.numel() == 1 for each in (mine, other)):
-                return self._number(step, part, path, float(mine), float(other), max(abs(float(other)), 1.0))
+        if all(isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1) for each in (mine, other)):
+            return self._number(step, part, path, float(mine), float(other), max(abs(float(other)), 1.0))
         same = _equal(mine, other)
         size = 0.0 if same else math.inf
         return Finding(step, part, path, size, size, 0.0, mine, other)

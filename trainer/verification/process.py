@@ -1,8 +1,8 @@
 """Runs in a process of their own: ``python -m trainer.verification.process FOLDER EXECUTION ...``.
 
-The folder holds the model, the data and the arguments of the Trainer, as they were before any run. Each execution trains
-a few steps on the batches that the first one has drawn, and its record lies in the folder afterwards. Other ranks of
-DDP and ZeRO are started by Lightning, by the same command.
+The folder holds the model, the data and the arguments of the Trainer, as they were before any run. Each execution
+trains a few steps on the batches that the first one has drawn, and its record lies in the folder afterwards. Other
+ranks of DDP and ZeRO are started by Lightning, by the same command.
 """
 
 import os
