@@ -139,7 +139,7 @@ class PlantedStrategy(SingleDeviceStrategy):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if self.fault and trainer.optimizers:
+        if self.fault and trainer.state.fn == "fit":
             FAULTS[self.fault].plant(self, trainer, trainer.lightning_module)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Any = None) -> Tensor:
@@ -264,7 +264,7 @@ def _late_hyperparameters(strategy: Any, trainer: Any, model: Any) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     now: list[Any] = []
 
-    def before(*_: Any) -> None:
+    def before(*_: Any, **__: Any) -> None:
         now[:] = [group["lr"] for group in optimizer.param_groups]
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -274,7 +274,7 @@ def _late_hyperparameters(strategy: Any, trainer: Any, model: Any) -> None:
             group["lr"] = rate
         rates[:] = now
 
-    optimizer.register_step_pre_hook(before)
+    model.configure_gradient_clipping = before
     optimizer.register_step_post_hook(after)
 
 
@@ -287,9 +287,9 @@ def _stale_tie_with_gradient(strategy: Any, trainer: Any, model: Any) -> None:
     """The copy adds its gradient to the first use, but keeps its old value."""
     own = model.sequential_module[0].weight
     copy = nn.Parameter(own.detach().clone())
-    copy.register_post_accumulate_grad_hook(
-        lambda p: (own.grad.add_(p.grad) if own.grad is not None else None, None)[1]
-    )
+    kept: list[Tensor] = []
+    copy.register_hook(lambda grad: kept.append(grad))
+    own.register_hook(lambda grad: grad + kept.pop())
     model.sequential_module[5].weight = copy
 
 
