@@ -114,7 +114,8 @@ class _CLI(LightningCLI):
 
     def verify(self, **arguments: Any) -> None:
         """Run the command ``verify``, in place of the Trainer's method; exit status 1 says that something is wrong."""
-        if not self.trainer.verify(**arguments).is_right:
+        trainer: Any = self.trainer
+        if not trainer.verify(**arguments).is_right:
             raise SystemExit(1)
 
     def _run_subcommand(self, subcommand: str) -> None:

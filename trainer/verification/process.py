@@ -158,6 +158,10 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     from trainer.verification.reference import run_microbatches, watch_first_step
 
     alone, progress = execution.strategy is None, _file(folder, execution.name, "steps")
+
+    def advance(step: int) -> None:
+        progress.write_text(str(step))
+
     kind = GradientsRecorder if execution.reads_gradients else ValuesRecorder
     own = folder / _stem(execution.name)
     own.mkdir(exist_ok=True)
@@ -166,7 +170,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
         job.seed,
         own,
         ranks=job.ranks if alone else 1,
-        advance=lambda step: progress.write_text(str(step)) and None,
+        advance=advance,
     )
     trainer = trainer_of_run(folder, job, execution, [callback])
     if alone:
@@ -276,7 +280,7 @@ def _give(source: Any, drawn: DrawnBatches, trainer: Any) -> None:
         source.val_dataloader = lambda: _loader(drawn.validation)
 
 
-def _loader(batches: list[Any]) -> Any:
+def _loader(batches: Any) -> Any:
     return torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=_as_it_is)
 
 
@@ -301,7 +305,7 @@ def _file(folder: Path, name: str, kind: str) -> Path:
 
 
 def main(folder: Path, names: Sequence[str]) -> None:
-    """Run executions one after another; the first that fails ends the process with exit status 1."""
+    """Run executions one after another. Each leaves a record or an error; without the first one there are no others."""
     sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
     warnings.filterwarnings("ignore")
     for name in names:
@@ -317,11 +321,12 @@ def main(folder: Path, names: Sequence[str]) -> None:
             record = run_execution(folder, prepared_job(folder), execution, drawn)
             rank = int(os.environ.get("LOCAL_RANK", 0)) if execution.strategy is not None else 0
             torch.save(record, folder / f"{_stem(name)}.{rank}.record")
-        except BaseException as error:
+        except Exception as error:
             if int(os.environ.get("LOCAL_RANK", 0)) == 0:
                 told = (str(error), type(error).__name__, traceback.format_exc())
                 _file(folder, name, "error").write_bytes(pickle.dumps(told))
-            raise
+            if name == names[0]:
+                raise
 
 
 def prepared_job(folder: Path) -> VerifiedJob:

@@ -23,12 +23,11 @@ from strategies.lightning.compat import (
     Strategy,
     WeightAveraging,
     is_overridden,
-    rank_zero_warn,
 )
 from strategies.lightning.partitioning import find_path
 from trainer.verification.blocks import check_blocks
 from trainer.verification.certificate import Certificate, References, certify
-from trainer.verification.compare import Rounding, rounding_of
+from trainer.verification.compare import rounding_of
 from trainer.verification.process import (
     Execution,
     Failure,
@@ -211,28 +210,32 @@ def _certified(
         microbatches=number if isinstance(number, int) else None,
         by_tokens=verified.counts_tokens,
     )
-    one = Execution("one process", precision=wished)
+    one, own = Execution("one process", precision=wished), verified.run(wished)
     together = [micro] if has_micro and micro.microbatches is not None else []
+    together += (
+        [own] if verified.is_pipeline and verified.ranks == 1 else []
+    )  # its workers are no ranks of this process
     failed = runs.run([one, *together])
     if one.name in failed and wished is not None:
         notes.append(f"Not in float64, in which the model does not train: {failed[one.name].message.splitlines()[0]}")
-        wished, one, micro = None, replace(one, precision=None), replace(micro, precision=None)
-        together = [micro] if together else []
+        wished = None
+        one, own, micro, *together = (replace(each, precision=None) for each in (one, own, micro, *together))
         failed = runs.run([one, *together])
     if one.name in failed:
         raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
     first = runs.record(one.name)
     rounding = rounding_of(str(wished or precision), first.narrowest)
-    own = verified.run(wished)
-    if failure := runs.run([own]).get(own.name):
-        raise RuntimeError(f"the model does not train under {verified.name}: {_told(failure)}")
+    if own not in together:
+        failed |= runs.run([own])
+    if own.name in failed:
+        raise RuntimeError(f"the model does not train under {verified.name}: {_told(failed[own.name])}")
     actual = runs.record(own.name)
     if verified.steps_in_backward:
         actual.notes.append("Gradients and norms were not read, because the strategy steps within the backward pass.")
     references = References(first)
     if has_micro and micro.microbatches is None:
         micro = replace(micro, microbatches=int(actual.facts["microbatches"]))
-        failed = runs.run([micro])
+        failed |= runs.run([micro])
     if has_micro and micro.name not in failed and not first.is_random:
         references = replace(references, micro=runs.record(micro.name))
     described = _described(verified, actual)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from verified_nets import FAULTS, PlantedStrategy, SumLoss, VerifiedData, VerifiedNet
+from verified_nets import FAULTS, PlantedStrategy, VerifiedData, VerifiedNet
 
 from trainer import Trainer
-from trainer.verification.certificate import DOCUMENTED, EQUAL, WRONG, Certificate, References, certify
+from trainer.verification.certificate import EQUAL, WRONG, Certificate, References, certify
 from trainer.verification.compare import rounding_of
 from trainer.verification.process import (
     DrawnBatches,
