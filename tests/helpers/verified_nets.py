@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import torch
 from parity import WIDTH, batches
-from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning import Callback, LightningDataModule, LightningModule
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
@@ -123,6 +123,13 @@ class VerifiedData(LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         return batches((6,), seed=4)
+
+
+class Writing(Callback):
+    """Writes into the user's folder."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        Path("written").write_text("by a callback")
 
 
 class PlantedStrategy(SingleDeviceStrategy):

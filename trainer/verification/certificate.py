@@ -189,9 +189,9 @@ _FIRST_BUFFERS = (
 def _of_random_layers(one: RunRecord) -> str:
     names = list(dict.fromkeys(name for names in one.draws.values() for name in names))
     return (
-        f"random numbers that {_some(names)} {'draws' if len(names) == 1 else 'draw'} in training: a pipeline seeds them "
-        "by (step, micro-batch, layer), so masks are not those of one process. The reference is the same strategy with "
-        "one stage, whose masks are the same (with a dropout of 0, the reference is one process)"
+        f"random numbers that {_some(names)} {'draws' if len(names) == 1 else 'draw'} in training: a pipeline seeds "
+        "them by (step, micro-batch, layer), so masks are not those of one process. The reference is the same strategy "
+        "with one stage, whose masks are the same (with a dropout of 0, the reference is one process)"
     )
 
 
@@ -209,9 +209,9 @@ def reasons_of(one: RunRecord) -> list[str]:
             "micro-batch and then averaged (schedule='gpipe' or microbatches=1 computes it from whole batches)"
         ]
     return [
-        "a loss that is no mean over the rows of a batch, or a layer that uses several rows: training_step runs once per "
-        "micro-batch, and losses are averaged by rows (loss_weight='tokens' or the model's microbatch_weight for means "
-        "over tokens; schedule='gpipe' computes the loss of whole batches)"
+        "a loss that is no mean over the rows of a batch, or a layer that uses several rows: training_step runs once "
+        "per micro-batch, and losses are averaged by rows (loss_weight='tokens' or the model's microbatch_weight for "
+        "means over tokens; schedule='gpipe' computes the loss of whole batches)"
     ]
 
 
