@@ -1,8 +1,11 @@
 """Models to verify, and faults that are planted in their training, in one process or on the driver of a pipeline."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -38,6 +41,35 @@ class Noise(nn.Module):
         return x + 0.01 * torch.from_numpy(numpy.random.randn(*x.shape)).to(x.dtype)
 
 
+DRIVERS: set[int] = set()
+"""The processes that run Lightning's loop."""
+
+
+class WorkerFault(nn.Module):
+    """The identity, whose backward pass is wrong in a worker's process.
+
+    Args:
+        kind: How.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.getpid() in DRIVERS or not x.requires_grad:
+            return x
+        self.calls += 1
+        x = x.clone()
+        if self.kind == "scaled":
+            x.register_hook(lambda grad: grad * 0.5)
+        elif self.kind == "rows left out" and self.calls % 3 == 0:
+            x.register_hook(torch.zeros_like)
+        elif self.kind == "late":
+            return x + 1e-4 * self.calls
+        return x
+
+
 class Tied(nn.Module):
     """A linear layer with the weight of another one."""
 
@@ -57,12 +89,13 @@ class VerifiedNet(LightningModule):
         optimizer: The optimizer.
     """
 
-    EXTRA: dict[str, Callable[[], nn.Module]] = {
+    EXTRA: ClassVar[dict[str, Callable[[], nn.Module]]] = {
         "none": nn.Identity,
         "dropout": lambda: nn.Dropout(0.3),
         "batch norm": lambda: nn.BatchNorm1d(WIDTH),
         "counting": Counting,
         "numpy": Noise,
+        **{kind: partial(WorkerFault, kind) for kind in ("scaled", "rows left out", "late")},
     }
 
     def __init__(self, extra: str = "none", optimizer: str = "AdamW") -> None:
@@ -85,6 +118,9 @@ class VerifiedNet(LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         return mse_loss(self(batch[0]), batch[1])
+
+    def setup(self, stage: str) -> None:
+        DRIVERS.add(os.getpid())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)

@@ -190,7 +190,7 @@ def verify_run(
         blocks=shortened,
     )
     with tempfile.TemporaryDirectory(prefix="relay-verify-", ignore_cleanup_errors=True) as name:
-        runs = _Runs(Path(name), job)
+        runs = Runs(Path(name), job)
         write_job(Path(name), job)
         certificate = _certified(runs, verified, model, given)
     certificate.notes = [*notes, *certificate.notes]
@@ -198,7 +198,7 @@ def verify_run(
 
 
 def _certified(
-    runs: "_Runs", verified: VerifiedStrategy, model: LightningModule, given: Mapping[str, Any]
+    runs: "Runs", verified: VerifiedStrategy, model: LightningModule, given: Mapping[str, Any]
 ) -> Certificate:
     notes, precision = [], given.get("precision")
     wished = "64-true" if precision in _IN_FLOAT64 and not given.get("plugins") else None
@@ -212,9 +212,8 @@ def _certified(
     )
     one, own = Execution("one process", precision=wished), verified.run(wished)
     together = [micro] if has_micro and micro.microbatches is not None else []
-    together += (
-        [own] if verified.is_pipeline and verified.ranks == 1 else []
-    )  # its workers are no ranks of this process
+    if verified.is_pipeline and verified.ranks == 1:  # its workers do not run the command of this process again
+        together.append(own)
     failed = runs.run([one, *together])
     if one.name in failed and wished is not None:
         notes.append(f"Not in float64, in which the model does not train: {failed[one.name].message.splitlines()[0]}")
@@ -314,7 +313,7 @@ def _kept(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return kept, notes
 
 
-class _Runs:
+class Runs:
     """The processes of a job.
 
     Args:
@@ -323,7 +322,7 @@ class _Runs:
     """
 
     def __init__(self, folder: Path, job: VerifiedJob) -> None:
-        self._folder, self._job = folder, job
+        self._folder, self._job, self._log = folder, job, folder / "output"
 
     def run(self, executions: Sequence[Execution]) -> dict[str, Failure]:
         """Run executions one after another in one process; return the errors of those that failed."""
@@ -333,22 +332,26 @@ class _Runs:
                 if path.suffix in (".record", ".error", ".steps"):
                     path.unlink()
         names = [execution.name for execution in executions]
-        command = [sys.executable, "-m", "trainer.verification.process", str(self._folder), *names]
-        log = self._folder / "output"
-        with open(log, "ab") as output, _ended(self._start(command, output)) as child, _progress(names) as show:
-            while child.poll() is None:
-                for name in names:
-                    show(name, steps_done(self._folder, name), self._job.steps)
-                time.sleep(0.05)
+        status = self._execute(names)
         failed = {name: found for name in names if (found := read_failure(self._folder, name)) is not None}
-        if child.returncode and not failed:
-            told = log.read_text(errors="replace")[-2000:]
-            failed[names[0]] = Failure(f"the process has ended with status {child.returncode}", "RuntimeError", told)
+        if status and not failed:
+            told = self._log.read_text(errors="replace")[-2000:]
+            failed[names[0]] = Failure(f"the process has ended with status {status}", "RuntimeError", told)
         return failed
 
     def record(self, name: str) -> RunRecord:
         """Return the record of an execution, of all its ranks."""
         return merged(read_records(self._folder, name.replace(" ", "-")))
+
+    def _execute(self, names: Sequence[str]) -> int:
+        """Run executions in a process, and return its exit status."""
+        command = [sys.executable, "-m", "trainer.verification.process", str(self._folder), *names]
+        with open(self._log, "ab") as output, _ended(self._start(command, output)) as child, _progress(names) as show:
+            while child.poll() is None:
+                for name in names:
+                    show(name, steps_done(self._folder, name), self._job.steps)
+                time.sleep(0.05)
+        return child.returncode
 
     def _start(self, command: Sequence[str], output: Any) -> "subprocess.Popen[bytes]":
         package = str(Path(__file__).parents[2])

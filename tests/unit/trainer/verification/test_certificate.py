@@ -1,4 +1,4 @@
-"""Each of 40 planted faults is found and attributed; sound runs are never called wrong. All runs are in this process."""
+"""Each of 40 planted faults is found and attributed, and sound runs are not called wrong; all run in this process."""
 
 import copy
 import warnings
