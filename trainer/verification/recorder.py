@@ -63,7 +63,7 @@ class ValuesRecorder(Callback):
         record.stage_of = stages_of(trainer, pl_module)
         record.ties = ties_of(pl_module)
         record.numbered = numbers_of(trainer, pl_module)
-        record.facts = facts_of(trainer)
+        record.facts = {**facts_of(trainer), **routers_of(pl_module)}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Seed the generators for the batch."""
@@ -235,6 +235,14 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
         return {}
     settings = pipeline.settings
     return {"balance": list(pipeline.balance), "microbatches": settings.microbatches, "schedule": settings.schedule}
+
+
+def routers_of(model: nn.Module) -> dict[str, Any]:
+    """Return the name of the first module that adds the auxiliary loss of routers, if there is one."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
+            return {"router": name}
+    return {}
 
 
 # What only a run in one process can see

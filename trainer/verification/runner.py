@@ -169,7 +169,7 @@ def verify_run(
     """
     _check(given, model, steps, data)
     verified = VerifiedStrategy(strategy, num_devices)
-    arguments, notes = _kept(given)
+    arguments, notes = kept_arguments(given)
     shortened = None
     if blocks is not None:
         path = verified.arguments.get("module") or find_path(model, None, 2)
@@ -293,7 +293,7 @@ def _check(given: Mapping[str, Any], model: LightningModule, steps: int, data: A
         )
 
 
-def _kept(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def kept_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the arguments of the Trainer that hold for the runs, and notes of what is left out."""
     kept = {name: given[name] for name in KEPT if given.get(name) is not None}
     callbacks = given.get("callbacks") or []
