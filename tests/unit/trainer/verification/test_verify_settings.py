@@ -137,8 +137,8 @@ def test_a_certificate_says_what_is_wrong(tmp_path: Path, capsys: pytest.Capture
         explained=1e-15,
     )
     assert lines_of(found)[-1] == (
-        "In step 1, gradients of 'net.2' on stage 0: the gradient of weight is 0.5 times. The largest difference is 0.5 "
-        "(2.5e-01 of the largest value). Look at the hooks."
+        "In step 1, gradients of 'net.2' on stage 0: the gradient of weight is 0.5 times. The largest difference is "
+        "0.5 (2.5e-01 of the largest value). Look at the hooks."
     )
     write_certificate(found, tmp_path / "found.json")
     read = json.loads((tmp_path / "found.json").read_text())
