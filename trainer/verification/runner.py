@@ -175,9 +175,10 @@ def verify_run(
         path = verified.arguments.get("module") or find_path(model, None, 2)
         check_blocks(model, path, blocks)
         shortened = path, blocks
-        notes.append(f"Only the first {blocks} blocks of {path!r} were run.")
-    if isinstance(data, LightningDataModule) and data.trainer is not None:
-        data.trainer = None
+        notes.append(f"Of the blocks of {path!r}, only the first {blocks} were run.")
+        if isinstance(verified.arguments.get("balance"), list | tuple):
+            verified.arguments["balance"] = "even"
+            notes.append("The layers were divided evenly, because the given balance counts all blocks.")
     job = VerifiedJob(
         trainer_class,
         model,
@@ -191,7 +192,8 @@ def verify_run(
     )
     with tempfile.TemporaryDirectory(prefix="relay-verify-", ignore_cleanup_errors=True) as name:
         runs = Runs(Path(name), job)
-        write_job(Path(name), job)
+        with _detached(data):
+            write_job(Path(name), job)
         certificate = _certified(runs, verified, model, given)
     certificate.notes = [*notes, *certificate.notes]
     return certificate
@@ -360,6 +362,19 @@ class Runs:
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
+
+
+@contextmanager
+def _detached(data: Any) -> Iterator[None]:
+    """Within this, a data module has no Trainer, which need not be copied with it."""
+    if not isinstance(data, LightningDataModule):
+        yield
+        return
+    before, data.trainer = data.trainer, None
+    try:
+        yield
+    finally:
+        data.trainer = before
 
 
 @contextmanager

@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no batches": ({"datamodule": None}, "VerifiedNet has no train_dataloader"),
     "hosts": ({"num_nodes": 2, "strategy": "ddp"}, "one host, got num_nodes=2"),
     "sync_batchnorm": ({"sync_batchnorm": True, "strategy": "ddp"}, "cannot compare sync_batchnorm=True"),
-    "blocks": ({"blocks": 9}, "blocks=9, but 'sequential_module' has 7; give 1 to 7"),
+    "blocks": ({"blocks": 9}, "blocks=9, but 'sequential_module' has 1 block in a row; give 1 to 1"),
     "json": ({"json": "nowhere/found.json"}, "there is no folder"),
 }
 
@@ -113,6 +113,11 @@ def test_a_shorter_list_of_blocks() -> None:
     shorten(model, "body.layers", 2)
     assert [len(model.body.layers), model.body.num_layers, model.depth] == [2, 2, 7]
     assert list(dict(model.body.layers.named_children())) == ["0", "1"]
+    mixed = Blocks()
+    mixed.body.layers = nn.Sequential(nn.Embedding(3, 2), *mixed.body.layers, nn.Linear(2, 3))
+    shorten(mixed, "body.layers", 2)
+    assert [type(layer).__name__ for layer in mixed.body.layers] == ["Embedding", "Linear", "Linear", "Linear"]
+    assert [layer.out_features for layer in list(mixed.body.layers)[1:]] == [2, 2, 3]
     with pytest.raises(MisconfigurationException, match="'body' of Blocks is Module"):
         check_blocks(model, "body", 1)
     with pytest.raises(MisconfigurationException, match="'heads' of Blocks is not there"):
