@@ -118,7 +118,7 @@ def test_faults_of_a_worker_are_found_on_its_stage() -> None:
 
 @pytest.mark.slow
 def test_a_norm_over_one_stage_is_found() -> None:
-    (found,) = run(certificates, [("none", {})], NormOfTheDriver)
+    (found,) = run(certificates, [("none", {"balance": [6, 1]})], NormOfTheDriver)
     assert found["origin"]["part"] == "global norm"
     assert "norm of stage 1 (the driver) alone" in found["origin"]["what"]
 

@@ -248,7 +248,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "strategy to verify": (
         lambda: ["verify", "--config=config.yaml", ONE_DEVICE],
         (),
-        "verify compares RPCSequentialStrategy, DDPStrategy and ZeROStrategy with one process, got SingleDeviceStrategy",
+        "verify compares RPCSequentialStrategy, DDPStrategy and ZeROStrategy with one process, got Single",
     ),
     "steps to verify": (
         lambda: ["verify", "--config=config.yaml", "--steps=0"],
