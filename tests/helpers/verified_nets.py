@@ -93,6 +93,7 @@ class VerifiedNet(LightningModule):
         "none": nn.Identity,
         "dropout": lambda: nn.Dropout(0.3),
         "batch norm": lambda: nn.BatchNorm1d(WIDTH),
+        "dropout and batch norm": lambda: nn.Sequential(nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)),
         "counting": Counting,
         "numpy": Noise,
         **{kind: partial(WorkerFault, kind) for kind in ("scaled", "rows left out", "late")},

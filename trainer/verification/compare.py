@@ -176,7 +176,8 @@ class _Comparison:
             mine, other = ({n: v for n, v in step.values.items() if is_part(n)} for step in (ours, theirs))
             yield from self._tensors(i, part, mine, other, _largest(other))
         yield from self._states(i, ours.states, theirs.states)
-        yield from self._values(i, "logged values", ours.logged, theirs.logged)
+        if self._expected.logs_of_one:
+            yield from self._values(i, "logged values", ours.logged, theirs.logged)
 
     def _in_order(self, gradients: Mapping[str, Any]) -> list[str]:
         order = [name for name in self._expected.order if name in gradients]

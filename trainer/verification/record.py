@@ -51,6 +51,7 @@ class RunRecord:
         validation: The outputs and the metrics of one validation batch.
         predictions: What ``predict`` returned for one batch.
         checkpoint: Every leaf of the checkpoint that is written at the end.
+        logs_of_one: Whether the batches that log values are those of one rank.
         has_gradients: Whether gradients could be read between the backward pass and the step.
         order: Names of parameters in the order in which the backward pass completes their gradients.
         buffers: Names among ``initial`` that are buffers.
@@ -72,6 +73,7 @@ class RunRecord:
     validation: Values = field(default_factory=dict)
     predictions: Values = field(default_factory=dict)
     checkpoint: Values = field(default_factory=dict)
+    logs_of_one: bool = True
     has_gradients: bool = True
     order: list[str] = field(default_factory=list)
     buffers: list[str] = field(default_factory=list)

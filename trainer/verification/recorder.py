@@ -49,7 +49,7 @@ class ValuesRecorder(Callback):
     def __init__(
         self, name: str, seed: int, folder: Path, *, ranks: int = 1, advance: Callable[[int], None] | None = None
     ) -> None:
-        self.record = RunRecord(name, has_gradients=False)
+        self.record = RunRecord(name, has_gradients=False, logs_of_one=ranks == 1)
         self._seed, self._folder, self._ranks, self._advance = seed, folder, ranks, advance
         self._step: StepRecord | None = None
         self._num_steps = 0
@@ -76,7 +76,9 @@ class ValuesRecorder(Callback):
         if self._ranks > 1:
             self._keep_buffers_of_first_rank(pl_module, batch_idx)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        self.record.losses.append(float(loss) if isinstance(loss, Tensor | float) else None)
+        # Lightning has divided it by the number of batches of a step.
+        share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        self.record.losses.append(float(loss) * share if isinstance(loss, Tensor | float) else None)
         if trainer.global_step > self._num_steps:
             if self._step is None:  # no hook has told of it
                 self._begin(StepRecord())

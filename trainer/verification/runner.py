@@ -233,6 +233,8 @@ def _certified(
     actual = runs.record(own.name)
     if verified.steps_in_backward:
         actual.notes.append("Gradients and norms were not read, because the strategy steps within the backward pass.")
+    if not first.logs_of_one:
+        actual.notes.append("Values that training_step logs were not compared, because each rank logs its own.")
     references = References(first)
     if has_micro and micro.microbatches is None:
         micro = replace(micro, microbatches=int(actual.facts["microbatches"]))
