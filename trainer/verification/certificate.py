@@ -137,9 +137,9 @@ def certify(
     if micro is not None:
         with_micro = findings(actual, micro, rounding)
         if not _wrong_but_logged(with_micro):
-            return certificate(micro, DOCUMENTED, with_micro, reasons_of(one))
+            return certificate(micro, DOCUMENTED, with_micro, reasons_of(one, is_whole_loss=is_whole_loss))
     if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
-        return certificate(stage, DOCUMENTED, with_stage, reasons_of(one))
+        return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
     reference = one
     if one.is_random and stage is not None:
         reference = stage
@@ -195,7 +195,7 @@ def _of_random_layers(one: RunRecord) -> str:
     )
 
 
-def reasons_of(one: RunRecord) -> list[str]:
+def reasons_of(one: RunRecord, *, is_whole_loss: bool) -> list[str]:
     """Return why results depend on the micro-batches."""
     if one.norm_layers:
         return [
@@ -207,6 +207,11 @@ def reasons_of(one: RunRecord) -> list[str]:
         return [
             f"the auxiliary loss of the routers ({one.facts['router']}), which is computed from the tokens of each "
             "micro-batch and then averaged (schedule='gpipe' or microbatches=1 computes it from whole batches)"
+        ]
+    if is_whole_loss:
+        return [
+            "a layer that uses several rows of a batch, of which it has those of a micro-batch (microbatches=1 gives "
+            "it whole batches)"
         ]
     return [
         "a loss that is no mean over the rows of a batch, or a layer that uses several rows: training_step runs once "

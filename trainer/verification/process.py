@@ -66,6 +66,7 @@ class Execution:
         microbatches: Number of micro-batches of each batch in one process; ``None``: whole batches.
         by_tokens: Whether these count by their tokens.
         reads_gradients: Whether a hook before the optimizer's step reads gradients.
+        drops_nothing: Whether all dropout layers have a probability of 0.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Execution:
     microbatches: int | None = None
     by_tokens: bool = False
     reads_gradients: bool = True
+    drops_nothing: bool = False
 
 
 @dataclass
@@ -155,7 +157,7 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
     from strategies.lightning.compat import LightningDataModule, pl
     from trainer.verification.record import leaves
     from trainer.verification.recorder import NOT_COMPARED, GradientsRecorder, ValuesRecorder
-    from trainer.verification.reference import run_microbatches, watch_first_step
+    from trainer.verification.reference import run_microbatches, switch_off_dropout, watch_first_step
 
     alone, progress = execution.strategy is None, _file(folder, execution.name, "steps")
 
@@ -173,6 +175,8 @@ def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: D
         advance=advance,
     )
     trainer = trainer_of_run(folder, job, execution, [callback])
+    if execution.drops_nothing:
+        switch_off_dropout(job.model)
     if alone:
         if execution.microbatches is not None:
             run_microbatches(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from strategies.common.patching import replaced
 from strategies.lightning.compat import LightningModule, MisconfigurationException
@@ -21,6 +21,8 @@ from strategies.lightning.per_microbatch import split_for
 from strategies.pipeline.stage.microbatch.split import split_batch
 from trainer.verification.record import RunRecord
 from trainer.verification.recorder import Watch
+
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 _Log = dict[str, list[tuple[float, Any, dict[str, Any]]]]
 
@@ -100,6 +102,13 @@ def run_microbatches(
         return sum(losses[1:], losses[0]) if losses else None
 
     replaced(model, "training_step", MethodType(training_step, model))
+
+
+def switch_off_dropout(model: nn.Module) -> None:
+    """Set the probability of all dropout layers to 0."""
+    for module in model.modules():
+        if isinstance(module, DROPOUTS):
+            module.p = 0.0
 
 
 def _check_rows(model: LightningModule, batch: Any, sizes: Sequence[int]) -> None:

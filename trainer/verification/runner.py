@@ -6,9 +6,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,11 +246,47 @@ def _certified(
     result = certify(actual, references, rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
     if not result.is_right and verified.is_pipeline and (first.is_random or first.norm_layers):
         stage = verified.with_one_stage(wished, actual.facts)
-        if failure := runs.run([stage]).get(stage.name):
-            raise RuntimeError(f"the model does not train under {verified.name} with one stage: {_told(failure)}")
+        plain = [
+            replace(each, name=f"{each.name} without dropout", drops_nothing=True)
+            for each in (one, *([micro] if has_micro else []), own)
+        ]
+        more = plain if first.is_random and verified.ranks == 1 else []
+        failed |= runs.run([stage, *more])
+        if stage.name in failed:
+            raise RuntimeError(
+                f"the model does not train under {verified.name} with one stage: {_told(failed[stage.name])}"
+            )
         references = replace(references, stage=runs.record(stage.name))
-        result = certify(actual, references, rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
+        judge = partial(certify, is_whole_loss=verified.is_whole_loss, strategy=described)
+        result = judge(actual, references, rounding)
+        if more and result.is_right:
+            result = _with_and_without_dropout(result, runs, plain, failed, partial(judge, rounding=rounding))
     result.notes = [*notes, *result.notes]
+    return result
+
+
+def _with_and_without_dropout(
+    result: Certificate,
+    runs: "Runs",
+    plain: Sequence[Execution],
+    failed: Mapping[str, Failure],
+    judge: Callable[..., Certificate],
+) -> Certificate:
+    """Return the verdict about runs without dropout if that is wrong: one stage has the faults of the whole engine."""
+    if failure := failed.get(plain[0].name) or failed.get(plain[-1].name):
+        result.notes.append(f"The model does not train with a dropout of 0: {failure.message}")
+        return result
+    one, *micro, own = (runs.record(each.name) for each in plain if each.name not in failed)
+    if one.is_random:
+        result.notes.append(
+            "Layers draw random numbers with a dropout of 0 too, so the strategy was not compared with one process."
+        )
+        return result
+    without = judge(own, References(one, *micro))
+    if not without.is_right:
+        return without
+    result.notes.append(f"With a dropout of 0, the strategy is {without.verdict}, compared with {without.reference}.")
+    result.reasons += without.reasons
     return result
 
 
