@@ -167,7 +167,7 @@ class _Comparison:
                     self._is_noise[name] = self._is_noise.get(name, torch.zeros_like(quiet)) | quiet
             if ours.norm is not None and theirs.norm is not None:
                 yield self._number(i, "global norm", "norm", ours.norm, theirs.norm, theirs.norm + scale)
-        yield from self._values(i, "hyperparameters", ours.hyperparameters, theirs.hyperparameters)
+            yield from self._values(i, "hyperparameters", ours.hyperparameters, theirs.hyperparameters)
         buffers = set(self._expected.buffers)
         for part, is_part in (
             ("parameters", lambda name: name not in buffers),

@@ -119,8 +119,6 @@ class ValuesRecorder(Callback):
         for number, optimizer in enumerate(trainer.optimizers):
             state = trainer.strategy.optimizer_state(optimizer)
             step.states.update(leaves(state.get("state", {}), str(number)))
-            if not step.hyperparameters:
-                step.hyperparameters = hyperparameters_of(trainer)
 
     def _keep_buffers_of_first_rank(self, model: LightningModule, batch: int) -> None:
         """Undo what the batches of other ranks than the first have changed in buffers, as under DDP."""
