@@ -306,7 +306,9 @@ def _largest(values: Mapping[str, Any]) -> float:
 
 
 def _equal(mine: Any, other: Any) -> bool:
+    if type(mine) is not type(other):
+        return False
     try:
-        return bool(mine == other) or (type(mine) is type(other) and vars(mine) == vars(other))
-    except (TypeError, ValueError, RuntimeError):  # objects that cannot be compared
-        return type(mine) is type(other)
+        return bool(mine == other) or (type(mine).__eq__ is object.__eq__ and vars(mine) == vars(other))
+    except (ValueError, RuntimeError):  # objects that hold arrays or tensors
+        return True

@@ -22,7 +22,7 @@ def record(gradient: Any = None, value: Any = None, **others: Any) -> RunRecord:
         values={"a.weight": weight if value is None else value},
         norm=1.0,
     )
-    return RunRecord("run", losses=[1.0], initial={"a.weight": weight}, steps=[step], **others)
+    return RunRecord("run", **{"losses": [1.0], "initial": {"a.weight": weight}, "steps": [step], **others})
 
 
 def wrong(actual: RunRecord, expected: RunRecord, rounding: Any = EXACT) -> list[tuple[str, str]]:
@@ -78,14 +78,24 @@ def test_what_is_missing_or_too_much_is_wrong() -> None:
     assert ("losses", "number of steps") in wrong(fewer, record())
 
 
+class Plain:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_objects_are_compared_by_what_they_hold() -> None:
+    ours, theirs = record(checkpoint={"object": Plain(1)}), record(checkpoint={"object": Plain(1)})
+    assert wrong(ours, theirs) == []
+    assert wrong(ours, record(checkpoint={"object": Plain(2)})) == [("checkpoint", "object")]
+
+
 def test_integers_are_compared_exactly() -> None:
     ours, theirs = (record(validation={"count": torch.tensor([count])}) for count in (1_000_000, 1_000_001))
     assert wrong(ours, theirs) == [("validation", "count")]
 
 
 def test_records_of_ranks_become_one() -> None:
-    ranks = [record(losses=None), record(losses=None)]
-    ranks[0].losses, ranks[1].losses = [0.0, 2.0], [1.0, 3.0]
+    ranks = [record(losses=[0.0, 2.0]), record(losses=[1.0, 3.0])]
     ranks[0].steps[0].gradients = {"a": None, "b": tensor(1.0)}
     ranks[1].steps[0].gradients = {"a": tensor(2.0), "b": None}
     whole = merged(ranks)
