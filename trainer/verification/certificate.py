@@ -126,18 +126,23 @@ def certify(
             facts=dict(actual.facts),
         )
 
+    of_ranks = [_FIRST_BUFFERS] if one.keeps_first_buffers else []
     with_one = findings(actual, one, rounding)
     if not wrong_ones(with_one):
-        if one.keeps_first_buffers:
-            return certificate(one, DOCUMENTED, with_one, [_FIRST_BUFFERS])
-        return certificate(one, EQUAL, with_one)
+        return certificate(one, DOCUMENTED if of_ranks else EQUAL, with_one, of_ranks)
     with_stage = None if stage is None else findings(actual, stage, rounding)
     if one.is_random and stage is not None and with_stage is not None and not wrong_ones(with_stage):
-        return certificate(stage, DOCUMENTED, with_stage, [_of_random_layers(one)])
+        return certificate(stage, DOCUMENTED, with_stage, [_of_random_layers(one), *of_ranks])
     if micro is not None:
         with_micro = findings(actual, micro, rounding)
         if not _wrong_but_logged(with_micro):
-            return certificate(micro, DOCUMENTED, with_micro, reasons_of(one, is_whole_loss=is_whole_loss))
+            reasons = [_PER_PASS] if _are_of_buffers(with_one) else reasons_of(one, is_whole_loss=is_whole_loss)
+            return certificate(micro, DOCUMENTED, with_micro, reasons + of_ranks)
+    recomputes = actual.facts.get("recomputed", "never") != "never"
+    if recomputes and stage is not None and with_stage is not None and not wrong_ones(with_stage):
+        others = [with_one, *([] if micro is None else [with_micro])]
+        if any(map(_are_of_buffers, others)):
+            return certificate(stage, DOCUMENTED, with_stage, [_PER_PASS, *of_ranks])
     if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
         return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
     reference = one
@@ -184,6 +189,17 @@ _FIRST_BUFFERS = (
     "buffers, such as running statistics, that are those of the first rank after each step and ignore the rows of the "
     "other ranks, as under DDP (sync_batchnorm=True of the Trainer uses all rows under DDP)"
 )
+
+
+_PER_PASS = (
+    "buffers that a layer changes in its forward pass: they change once per micro-batch, and again where it is recomputed "
+    "(checkpoint='never' recomputes nothing, microbatches=1 runs each layer once)"
+)
+
+
+def _are_of_buffers(compared: Iterable[Finding]) -> bool:
+    """Whether all differences are of buffers, or of what follows from buffers after training."""
+    return {each.part for each in wrong_ones(compared)} <= {"buffers", "checkpoint", "validation", "predict"}
 
 
 def _of_random_layers(one: RunRecord) -> str:

@@ -234,7 +234,12 @@ def facts_of(trainer: Trainer) -> dict[str, Any]:
     if pipeline is None:
         return {}
     settings = pipeline.settings
-    return {"balance": list(pipeline.balance), "microbatches": settings.microbatches, "schedule": settings.schedule}
+    return {
+        "balance": list(pipeline.balance),
+        "microbatches": settings.microbatches,
+        "schedule": settings.schedule,
+        "recomputed": settings.checkpoint,
+    }
 
 
 def routers_of(model: nn.Module) -> dict[str, Any]:

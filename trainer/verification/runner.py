@@ -244,7 +244,8 @@ def _certified(
         references = replace(references, micro=runs.record(micro.name))
     described = _described(verified, actual)
     result = certify(actual, references, rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
-    if not result.is_right and verified.is_pipeline and (first.is_random or first.norm_layers):
+    is_of_buffers = result.origin is not None and result.origin.part == "buffers"
+    if not result.is_right and verified.is_pipeline and (first.is_random or first.norm_layers or is_of_buffers):
         stage = verified.with_one_stage(wished, actual.facts)
         plain = [
             replace(each, name=f"{each.name} without dropout", drops_nothing=True)
