@@ -136,15 +136,19 @@ def certify(
     if micro is not None:
         with_micro = findings(actual, micro, rounding)
         if not _wrong_but_logged(with_micro):
-            reasons = [_PER_PASS] if _are_of_buffers(with_one) else reasons_of(one, is_whole_loss=is_whole_loss)
+            reasons = (
+                [_PER_PASS]
+                if _are_of_buffers(with_one) and not one.norm_layers
+                else reasons_of(one, is_whole_loss=is_whole_loss)
+            )
             return certificate(micro, DOCUMENTED, with_micro, reasons + of_ranks)
+    if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
+        return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
     recomputes = actual.facts.get("recomputed", "never") != "never"
     if recomputes and stage is not None and with_stage is not None and not wrong_ones(with_stage):
         others = [with_one, *([] if micro is None else [with_micro])]
         if any(map(_are_of_buffers, others)):
             return certificate(stage, DOCUMENTED, with_stage, [_PER_PASS, *of_ranks])
-    if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
-        return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
     reference = one
     if one.is_random and stage is not None:
         reference = stage
@@ -192,8 +196,8 @@ _FIRST_BUFFERS = (
 
 
 _PER_PASS = (
-    "buffers that a layer changes in its forward pass: they change once per micro-batch, and again where it is recomputed "
-    "(checkpoint='never' recomputes nothing, microbatches=1 runs each layer once)"
+    "buffers that a layer changes in its forward pass: they change once per micro-batch, and again where it is "
+    "recomputed (checkpoint='never' recomputes nothing, microbatches=1 runs each layer once)"
 )
 
 
