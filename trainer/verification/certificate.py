@@ -109,7 +109,9 @@ def certify(
     one, micro, stage = references.one, references.micro, references.stage
     explained = None
     if micro is not None and not wrong_ones(found := findings(micro, one, rounding)):
-        explained = max((each.relative for each in found if each.size > 0 and each.part == "gradients"), default=0.0)
+        share = max((each.in_limits for each in found if each.part == "gradients"), default=0.0)
+        explained = share * rounding.relative
+        rounding = rounding.measured(share)
 
     def certificate(
         reference: RunRecord, verdict: str, compared: Sequence[Finding], reasons: Iterable[str] = ()
@@ -175,16 +177,9 @@ def _largest_of(compared: Sequence[Finding]) -> dict[str, tuple[int, float, floa
     for part in PARTS:
         own = [each for each in compared if each.part == part]
         if own:
-            worst = max(own, key=lambda each: (_in_limits(each), each.relative))
-            found[part] = (len(own), worst.relative, _in_limits(worst))
+            worst = max(own, key=lambda each: (each.in_limits, each.relative))
+            found[part] = (len(own), worst.relative, worst.in_limits)
     return found
-
-
-def _in_limits(finding: Finding) -> float:
-    """The size in units of the limit."""
-    if not finding.size:
-        return 0.0
-    return finding.size / finding.limit if finding.limit else math.inf
 
 
 # Why results differ as documented

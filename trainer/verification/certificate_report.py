@@ -52,11 +52,9 @@ def print_certificate(certificate: Certificate) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
-    shown = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{certificate.strategy}, compared with {certificate.reference} in {certificate.rounding.described}",
-        title_justify="left",
-    )
+    title = f"{certificate.strategy}, compared with {certificate.reference} in {certificate.rounding.described}"
+    console.print(title, markup=False, highlight=False, soft_wrap=True)
+    shown = Table(box=box.SIMPLE_HEAD)
     shown.add_column("compared")
     for name in ("values", "largest difference", "of its limit"):
         shown.add_column(name, justify="right")

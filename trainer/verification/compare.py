@@ -13,7 +13,7 @@ reference is no more than noise, a value may differ by as much as it has moved.
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,16 +46,27 @@ class Rounding:
         relative: Share of the largest value of a tensor.
         noise: Share of the largest gradient of a step.
         described: Why.
+        is_mixed: Whether only parts compute in less than float64.
     """
 
     relative: float
     noise: float
     described: str
+    is_mixed: bool = False
 
     @property
     def is_exact(self) -> bool:
         """Whether an optimizer cannot make a step of noise."""
         return self.noise < 1e-9
+
+    def measured(self, share: float) -> "Rounding":
+        """Return smaller limits, if parts compute in float32 and micro-batches differ by a small share of the limit.
+
+        Args:
+            share: By how much one process with micro-batches differs from one with whole batches, in limits.
+        """
+        factor = min(1.0, max(1e-9 / self.relative, 1e3 * share))
+        return replace(self, relative=factor * self.relative, noise=factor * self.noise) if self.is_mixed else self
 
 
 def rounding_of(precision: str, narrowest: str) -> Rounding:
@@ -69,7 +80,7 @@ def rounding_of(precision: str, narrowest: str) -> Rounding:
     if eps < 1e-12:
         return Rounding(1e-9, 1e3 * eps, "float64")
     if precision.startswith("64") and eps < 1e-6:
-        return Rounding(2e-5, 2e2 * eps, "float64, with parts in float32")
+        return Rounding(2e-5, 2e2 * eps, "float64, with parts in float32", is_mixed=True)
     if eps < 1e-6:
         return Rounding(2e-3, 1e3 * eps, "float32")
     return Rounding(min(0.2, 24 * eps), 16 * eps, narrowest)
@@ -98,6 +109,13 @@ class Finding:
     limit: float
     actual: Any
     expected: Any
+
+    @property
+    def in_limits(self) -> float:
+        """The size in units of the limit."""
+        if not self.size:
+            return 0.0
+        return self.size / self.limit if self.limit else math.inf
 
     @property
     def is_wrong(self) -> bool:

@@ -63,6 +63,14 @@ def test_limits_by_precision(precision: str, narrowest: str, relative: float) ->
     assert relative < rounding_of("bf16-mixed", "bfloat16").relative <= 0.2
 
 
+def test_what_micro_batches_make_of_rounding_is_the_limit_where_parts_are_in_float32() -> None:
+    mixed = rounding_of("64-true", "float32")
+    assert mixed.measured(0.0).relative == pytest.approx(1e-9)
+    assert mixed.measured(1e-5).relative == pytest.approx(1e-2 * mixed.relative)
+    assert mixed.measured(0.1) == mixed
+    assert EXACT.measured(0.0) == EXACT
+
+
 @pytest.mark.parametrize("missing", [tensor(1, 1), tensor(1, 1, math.nan), tensor(1, math.inf, 1)])
 def test_another_shape_and_what_is_no_number_is_wrong(missing: Tensor) -> None:
     assert wrong(record(missing), record()) == [("gradients", "a.weight")]
