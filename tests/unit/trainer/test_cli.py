@@ -223,7 +223,7 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
     "no subcommand": (
         list,
         (),
-        'expected "subcommand" to be one of {fit,validate,test,predict,plan,verify}, but it was not',
+        'expected "subcommand" to be one of {fit,validate,test,predict,plan, ...}, but it was not',
     ),
     "plan of another strategy": (
         lambda: ["plan", "--config=config.yaml"],
