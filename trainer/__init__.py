@@ -1,8 +1,9 @@
 """``Trainer``: Lightning's ``Trainer`` with Relay's strategies, exact resumption, and a command line.
 
 ``trainer`` holds the class, ``monitor`` the callback ``PipelineMonitor``, ``plan_report`` what ``Trainer.plan`` says,
-``cli`` the command line ``python -m trainer``, ``resume`` the exact resumption of a run, ``report`` the page that shows
-one. In: arguments, or a configuration. Out: a run of a strategy. May import ``strategies``.
+``verification`` compares a strategy with one process, ``cli`` is the command line ``python -m trainer``, ``resume`` the
+exact resumption of a run, ``report`` the page that shows one. In: arguments, or a configuration. Out: a run of a
+strategy. May import ``strategies``.
 
 Names are imported on first use (PEP 562), because the import of ``Trainer`` decides which package of Lightning the
 process uses, and ``python -m trainer`` imports the classes of the configuration before.
@@ -14,11 +15,11 @@ from strategies.common.names import imported_on_first_use
 
 if TYPE_CHECKING:
     from trainer.monitor import PipelineMonitor
-    from trainer.trainer import Trainer
+    from trainer.trainer import Trainer, verify
 
-_MODULE_OF = {"PipelineMonitor": "trainer.monitor", "Trainer": "trainer.trainer"}
+_MODULE_OF = {"PipelineMonitor": "trainer.monitor", "Trainer": "trainer.trainer", "verify": "trainer.trainer"}
 
-__all__ = ["PipelineMonitor", "Trainer"]
+__all__ = ["PipelineMonitor", "Trainer", "verify"]
 
 
 __getattr__, __dir__ = imported_on_first_use(__name__, _MODULE_OF)

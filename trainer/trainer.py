@@ -30,6 +30,7 @@ from trainer.resume.loops import (
 
 if TYPE_CHECKING:
     from strategies.planning.plan import PlanTable
+    from trainer.verification.certificate import Certificate
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
 _Run = TypeVar("_Run", bound=Callable[..., Any])
@@ -97,6 +98,7 @@ class Trainer(pl.Trainer):
                     f"Trainer.__init__() got an unexpected keyword argument {keyword!r}{did_you_mean(keyword, known)}"
                 )
         check_package(*kwargs.values())
+        self._given = dict(kwargs)
         name = kwargs.get("strategy")
         if isinstance(name, str):
             kwargs["strategy"] = resolve_strategy(name)
@@ -184,10 +186,84 @@ class Trainer(pl.Trainer):
             report(table, json=json, picture=picture)
         return table
 
+    def verify(
+        self,
+        model: pl.LightningModule,
+        datamodule: Any = None,
+        *,
+        steps: int = 3,
+        blocks: int | None = None,
+        json: str | Path | None = None,
+    ) -> "Certificate":
+        """Train a few steps in one process and under the strategy, compare all results by name, and print the verdict.
+
+        Each run is a process of its own, in float64 if the model allows it. Model, data and this Trainer are left
+        unchanged, and files are written to a temporary folder only. Loggers and callbacks are left out, except those
+        that average weights.
+
+        Args:
+            model: The model.
+            datamodule: Gives the batches: a ``LightningDataModule``, or loaders of training batches. Default: the
+                model's own loaders.
+            steps: Number of optimizer steps.
+            blocks: Number of blocks to keep of the model, for one that does not fit in one process. Default: all.
+            json: Path of a file for the certificate.
+
+        Returns:
+            The verdict, as :class:`~trainer.verification.certificate.Certificate`.
+
+        Raises:
+            MisconfigurationException: Before any process starts, if something cannot be verified.
+            RuntimeError: If the model does not train in one process, or not under the strategy.
+        """
+        from trainer.plan_report import check_path
+        from trainer.verification.certificate_report import print_certificate, write_certificate
+        from trainer.verification.runner import verify_run
+
+        if not isinstance(model, pl.LightningModule):
+            raise TypeError(f"`model` must be a LightningModule, got {type(model).__name__}.")
+        check_package(model, datamodule)
+        check_path("json", json, "")
+        certificate = verify_run(
+            type(self), self._given, self.strategy, self.num_devices, model, datamodule, steps=steps, blocks=blocks
+        )
+        print_certificate(certificate)
+        if json is not None:
+            write_certificate(certificate, json)
+        return certificate
+
     fit = _checked(pl.Trainer.fit)
     validate = _checked(pl.Trainer.validate)
     test = _checked(pl.Trainer.test)
     predict = _checked(pl.Trainer.predict)
+
+
+def verify(
+    model: pl.LightningModule,
+    datamodule: Any = None,
+    *,
+    strategy: str | Strategy,
+    steps: int = 3,
+    blocks: int | None = None,
+    json: str | Path | None = None,
+    **kwargs: Any,
+) -> "Certificate":
+    """Compare a strategy with one process, for a model and its data; see :meth:`Trainer.verify`.
+
+    Args:
+        model: The model, which is left unchanged.
+        datamodule: A ``LightningDataModule``, or loaders of training batches. Default: the model's own loaders.
+        strategy: ``"rpc_sequential"``, ``"ddp"`` or ``"zero"``, or an instance of one of these strategies.
+        steps: Number of optimizer steps.
+        blocks: Number of blocks to keep of the model. Default: all.
+        json: Path of a file for the certificate.
+        **kwargs: Other arguments of the Trainer, such as ``devices``, ``precision`` and ``gradient_clip_val``.
+
+    Returns:
+        The verdict, as :class:`~trainer.verification.certificate.Certificate`.
+    """
+    trainer = Trainer(strategy=strategy, logger=False, enable_checkpointing=False, **kwargs)
+    return trainer.verify(model, datamodule, steps=steps, blocks=blocks, json=json)
 
 
 def resolve_strategy(name: str) -> Strategy | str:

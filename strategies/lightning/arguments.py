@@ -34,7 +34,7 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor that also checks the types of its arguments.
 
     The types are checked after the constructor has run, because its own checks give better messages; a constructor only
-    validates and stores.
+    validates and stores. The object keeps the arguments as ``given_arguments``, with which another one can be made.
 
     Raises:
         MisconfigurationException: If an argument has another type than declared, if a number is not finite, or if a
@@ -48,7 +48,10 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
         except (TypeError, AttributeError, ArithmeticError):  # it computed with a value of a wrong type
             _check(init, inspect.signature(init).bind_partial(self, *args, **kwargs).arguments)
             raise
-        _check(init, inspect.signature(init).bind(self, *args, **kwargs).arguments)
+        bound = inspect.signature(init).bind(self, *args, **kwargs).arguments
+        _check(init, bound)
+        given = {name: value for name, value in list(bound.items())[1:] if name != "kwargs"}
+        self.given_arguments = {**given, **bound.get("kwargs", {})}
 
     return init_and_check
 

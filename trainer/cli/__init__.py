@@ -1,4 +1,4 @@
-"""The command line ``relay {fit,validate,test,predict,plan,report}``, which is also ``python -m trainer``.
+"""The command line ``relay {fit,validate,test,predict,plan,verify,report}``, which is also ``python -m trainer``.
 
 In: arguments and YAML files. Out: a call of the Trainer, or one line on stderr and exit status 2 for a mistake in the
 configuration. ``model_class`` decides for a package of Lightning, ``lightning_cli`` imports the command line of that

@@ -1,4 +1,4 @@
-"""The command line ``python -m trainer {fit,validate,test,predict,plan}``: LightningCLI with Relay's Trainer.
+"""The command line ``python -m trainer {fit,validate,test,predict,plan,verify}``: LightningCLI with Relay's Trainer.
 
 A mistake in the configuration ends the program with one line on stderr and exit status 2. It is found while
 
@@ -37,7 +37,7 @@ _EPILOG = "python -m trainer report RUN_FOLDER writes one HTML file that shows a
 """``report`` takes no configuration, and ``trainer.cli`` runs it before Lightning is imported."""
 
 _ONLY_IN_SAVED = ("ckpt_path", "weights_only")
-"""Keys that are in the configuration that ``fit`` saves, but are no options of a plan."""
+"""Keys that are in the configuration that ``fit`` saves, but are no options of a plan or a certificate."""
 
 _OURS = ("strategies", "trainer", "pytorch_lightning", "lightning_fabric", "lightning")
 
@@ -68,14 +68,14 @@ class _CLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the commands, each with the arguments of its method that are no options."""
-        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}}
+        return {**LightningCLI.subcommands(), "plan": {"model", "datamodule"}, "verify": {"model", "datamodule"}}
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         others = set(self.subcommands()) - {subcommand}
         if self._args and self._args[0] in others:  # its parser takes long to build, and would not be used
             return self.init_parser(**kwargs)
         parser = super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
-        if subcommand == "plan":
+        if subcommand in ("plan", "verify"):
             for name in _ONLY_IN_SAVED:
                 parser.add_argument(f"--{name}", help=SUPPRESS)
         return parser
@@ -117,6 +117,12 @@ class _CLI(LightningCLI):
             if not _is_refusal(mistake):
                 raise
             _end(mistake)
+
+    def verify(self, **arguments: Any) -> None:
+        """Run the command ``verify``, in place of the Trainer's method; exit status 1 says that something is wrong."""
+        trainer: Any = self.trainer
+        if not trainer.verify(**arguments).is_right:
+            raise SystemExit(1)
 
     def _run_subcommand(self, subcommand: str) -> None:
         try:

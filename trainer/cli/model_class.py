@@ -14,7 +14,7 @@ from typing import Any
 import fsspec
 import yaml
 
-_SUBCOMMANDS = ("fit", "validate", "test", "predict", "plan")
+_SUBCOMMANDS = ("fit", "validate", "test", "predict", "plan", "verify")
 
 
 def import_model_class(args: list[str]) -> None:

@@ -229,7 +229,11 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         "No `training_step()` method defined. Lightning `Trainer` expects as minimum a `training_step()`, ",
     ),
     "subcommand": (lambda: ["fti"], (), "argument subcommand: invalid choice: 'fti' (choose from 'fit', 'validate', "),
-    "no subcommand": (list, (), 'expected "subcommand" to be one of {fit,validate,test,predict,plan}, but it was not'),
+    "no subcommand": (
+        list,
+        (),
+        'expected "subcommand" to be one of {fit,validate,test,predict,plan, ...}, but it was not',
+    ),
     "plan of another strategy": (
         lambda: ["plan", "--config=config.yaml"],
         (),
@@ -249,6 +253,16 @@ MISTAKES: dict[str, tuple[Callable[..., list[str]], tuple[str, ...], str]] = {
         lambda: ["plan", "--config=config.yaml", "--trainer.strategy=rpc_sequential", "--stages=two"],
         (),
         "stages: expected int or list[int] or null, got two",
+    ),
+    "strategy to verify": (
+        lambda: ["verify", "--config=config.yaml", ONE_DEVICE],
+        (),
+        "verify compares RPCSequentialStrategy, DDPStrategy and ZeROStrategy with one process, got Single",
+    ),
+    "steps to verify": (
+        lambda: ["verify", "--config=config.yaml", "--steps=0"],
+        (),
+        "steps must be a whole number of at least 1, got 0.",
     ),
     "no model": (lambda: ["fit"], (), "the following arguments are required: fit.model"),
 }
@@ -271,6 +285,7 @@ OTHERS_LIKE_THESE = (
         "microbatches",
     ),
     *("option of no group", "stray argument", "hook", "devices", "schedule of a plan", "number of a plan", "no model"),
+    "steps to verify",
 )
 """Found at the same place as another one that is not marked slow."""
 

@@ -1,0 +1,190 @@
+"""``trainer.verify`` with workers and ranks: sound models are never called wrong, faults of a stage are found there."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run
+from paths import PYTHONPATH
+from verified_nets import SumLoss, VerifiedData, VerifiedNet
+
+from strategies import DDPStrategy, RPCSequentialStrategy, ZeROStrategy
+from trainer import verify
+from trainer.verification import process, runner
+from trainer.verification.certificate import DOCUMENTED, EQUAL, WRONG
+from trainer.verification.certificate_report import as_dict
+
+TWO, FOUR = [4, 3], [2, 2, 2, 1]
+
+
+class RunsHere(runner.RunProcesses):
+    """Runs the executions of a pipeline in this process, which has imported all they need; its workers are real."""
+
+    def _execute(self, names: Sequence[str]) -> int:
+        paths = list(sys.path)
+        try:
+            process.main(self._folder, names)
+        except Exception:
+            return 1
+        finally:
+            sys.path[:] = paths
+        return 0
+
+
+class NormOfTheDriver(RPCSequentialStrategy):
+    """Computes the norm over the driver's stage alone, as the strategies of peers have done."""
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, optimizer: Any = None) -> torch.Tensor:
+        assert self.pipeline is not None
+        own = list(self.pipeline.stages[-1].parameters())
+        return torch.nn.utils.clip_grad_norm_(own, max_norm, norm_type)
+
+
+def certificates(cases: Sequence[tuple[str, dict[str, Any]]], kind: type = RPCSequentialStrategy) -> list[Any]:
+    """Verifies one model after another, given its extra layer and the settings of the pipeline."""
+    runner.RunProcesses = RunsHere  # type: ignore[misc]
+    found = []
+    for extra, settings in cases:
+        model = SumLoss() if extra == "root of the loss" else VerifiedNet(extra)
+        options = {"microbatches": 3, "balance": TWO, **settings}
+        found.append(verify(model, VerifiedData(), strategy=kind(**options), accelerator="cpu", devices=2))
+    return [as_dict(each) for each in found]
+
+
+SOUND: list[tuple[str, dict[str, Any], str, str]] = [
+    ("none", {}, EQUAL, ""),
+    ("none", {"schedule": "1f1b"}, EQUAL, ""),
+    ("none", {"schedule": "interleaved", "balance": FOUR}, EQUAL, ""),
+    ("none", {"schedule": "zb-h1"}, EQUAL, ""),
+    ("none", {"schedule": "zbv", "balance": FOUR}, EQUAL, ""),
+    ("none", {"schedule": "v-half", "balance": FOUR}, EQUAL, ""),
+    ("none", {"checkpoint": "always"}, EQUAL, ""),
+    ("none", {"checkpoint": "never", "pipelined_backward": False}, EQUAL, ""),
+    ("none", {"microbatches": 1}, EQUAL, ""),
+    ("counting", {"checkpoint": "never"}, EQUAL, ""),
+    ("counting", {}, DOCUMENTED, "again where it is recomputed"),
+    ("root of the loss", {}, EQUAL, ""),
+    ("root of the loss", {"schedule": "1f1b"}, DOCUMENTED, "no mean over the rows"),
+    ("batch norm", {}, DOCUMENTED, "BatchNorm"),
+    ("batch norm", {"schedule": "1f1b"}, DOCUMENTED, "BatchNorm"),
+    ("batch norm", {"deferred_batch_norm": True}, DOCUMENTED, "BatchNorm"),
+    ("dropout", {}, DOCUMENTED, "random numbers"),
+    ("dropout", {"schedule": "1f1b"}, DOCUMENTED, "random numbers"),
+    ("dropout", {"schedule": "zbv", "balance": FOUR}, DOCUMENTED, "random numbers"),
+]
+"""Extra layer, settings, verdict and reason."""
+
+
+def test_a_sound_model_is_equal() -> None:
+    (found,) = run(certificates, [("none", {"schedule": "1f1b"})])
+    assert (found["verdict"], found["precision"]) == (EQUAL, "float64")
+    assert found["compared"]["gradients"] == {**found["compared"]["gradients"], "values": 24}
+
+
+@pytest.mark.slow
+def test_sound_models_are_not_called_wrong() -> None:
+    found = run(certificates, [case[:2] for case in SOUND], timeout_seconds=170)
+    assert [each["verdict"] for each in found] == [case[2] for case in SOUND]
+    for each, (extra, settings, _, reason) in zip(found, SOUND, strict=True):
+        assert reason in "".join(each["reasons"]), (extra, settings)
+
+
+@pytest.mark.slow
+def test_faults_of_a_worker_are_found_on_its_stage() -> None:
+    scaled, left_out, late, drawn = run(
+        certificates,
+        [
+            ("scaled", {"schedule": "1f1b"}),
+            ("rows left out", {"checkpoint": "never"}),
+            ("late", {"checkpoint": "never"}),
+            ("numpy", {"schedule": "1f1b"}),
+        ],
+        timeout_seconds=150,
+    )
+    assert {each["verdict"] for each in (scaled, left_out, late, drawn)} == {WRONG}
+    for each in (scaled, left_out):
+        assert (each["origin"]["part"], each["origin"]["step"]) == ("gradients", 0)
+        assert (each["origin"]["layer"], each["origin"]["stage"]) == ("sequential_module.2", "stage 0")
+    assert "0.5 times" in scaled["origin"]["what"]
+    assert "direction" in left_out["origin"]["what"]
+    assert late["origin"]["part"] == "losses"
+    assert "'sequential_module.3' draws from numpy.random" in drawn["origin"]["advice"]
+
+
+@pytest.mark.slow
+def test_a_norm_over_one_stage_is_found() -> None:
+    (found,) = run(certificates, [("none", {"balance": [6, 1]})], NormOfTheDriver)
+    assert found["origin"]["part"] == "global norm"
+    assert "norm of stage 1 (the driver) alone" in found["origin"]["what"]
+
+
+# Ranks, and the command
+
+
+def with_ranks(settings: dict[str, Any]) -> Any:
+    """Verifies under DDP or ZeRO, in processes of their own."""
+    before = sorted(Path.cwd().rglob("*"))
+    stage = settings.pop("stage", None)
+    strategy = DDPStrategy(**settings) if stage is None else ZeROStrategy(stage=stage, **settings)
+    model = VerifiedNet("dropout and batch norm")
+    found = verify(model, VerifiedData(), strategy=strategy, accelerator="cpu", devices=2, steps=2)
+    assert sorted(Path.cwd().rglob("*")) == before
+    return as_dict(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"stage": 2, "overlap_with_ddp": True}, {"stage": 3}])
+def test_ranks(settings: dict[str, Any]) -> None:
+    found = run(with_ranks, settings, timeout_seconds=170)
+    assert (found["verdict"], found["reference"]) == (DOCUMENTED, "one process")  # with the masks of every rank
+    assert "first rank" in found["reasons"][0]
+    assert ("gradients" in found["compared"]) == ("overlap_with_ddp" not in settings)
+
+
+CONFIG = """
+model:
+  class_path: verified_nets.VerifiedNet
+  init_args:
+    extra: {extra}
+data: verified_nets.VerifiedData
+trainer:
+  accelerator: cpu
+  devices: 2
+  default_root_dir: run
+  callbacks: verified_nets.Writing
+  strategy:
+    class_path: strategies.RPCSequentialStrategy
+    init_args: {{schedule: 1f1b, microbatches: 3, balance: [4, 3]}}
+"""
+
+
+def command(extra: str) -> tuple[int, str, str]:
+    """Runs the command in an empty folder; returns its status, its output and the certificate."""
+    Path("config.yaml").write_text(CONFIG.format(extra=extra))
+    arguments = ["verify", "--config=config.yaml", "--steps=2", "--json=found.json"]
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "trainer", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert sorted(path.name for path in Path.cwd().rglob("*")) == ["config.yaml", "found.json"], done.stderr
+    return done.returncode, done.stdout, Path("found.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["none", "scaled"])
+def test_the_command_writes_a_certificate_and_nothing_else(extra: str) -> None:
+    status, said, written = run(command, extra, timeout_seconds=150)
+    found = json.loads(written)
+    assert (status, found["verdict"]) == ((0, EQUAL) if extra == "none" else (1, WRONG))
+    assert f"Verdict: {found['verdict']}" in said
+    assert "Callbacks that were left out: Writing." in said

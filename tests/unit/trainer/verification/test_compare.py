@@ -1,0 +1,133 @@
+"""Limits of rounding, records of several ranks, and leaves of nested values."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.verification.certificate import factor_between
+from trainer.verification.compare import Finding, findings, rounding_of
+from trainer.verification.record import RunRecord, StepRecord, leaves, merged
+
+EXACT = rounding_of("64-true", "float64")
+
+
+def record(gradient: Any = None, value: Any = None, **others: Any) -> RunRecord:
+    """One step of one parameter ``a.weight``, beside a large gradient of ``b.weight``."""
+    weight = torch.ones(3, dtype=torch.float64)
+    step = StepRecord(
+        gradients={"a.weight": weight if gradient is None else gradient, "b.weight": 100 * weight},
+        values={"a.weight": weight if value is None else value},
+        norm=1.0,
+    )
+    return RunRecord("run", **{"losses": [1.0], "initial": {"a.weight": weight}, "steps": [step], **others})
+
+
+def wrong(actual: RunRecord, expected: RunRecord, rounding: Any = EXACT) -> list[tuple[str, str]]:
+    return [(each.part, each.name) for each in findings(actual, expected, rounding) if each.is_wrong]
+
+
+def tensor(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_rounding_is_no_difference_and_more_is() -> None:
+    assert wrong(record(), record()) == []
+    assert wrong(record(tensor(1, 1, 1 + 1e-11)), record()) == []
+    assert wrong(record(tensor(1, 1, 1 + 1e-8)), record()) == [("gradients", "a.weight")]
+    assert wrong(record(value=tensor(1, 1, 1 + 1e-8)), record()) == [("parameters", "a.weight")]
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_may_be_another() -> None:
+    assert wrong(record(tensor(0, 3e-16, 0)), record(tensor(0, -1e-16, 1e-16))) == []
+    assert wrong(record(tensor(0, 3e-10, 0)), record(tensor(0, -1e-16, 1e-16))) == [("gradients", "a.weight")]
+
+
+def test_in_float32_an_optimizer_may_step_by_noise() -> None:
+    single = rounding_of("32-true", "float32")
+    quiet, moved = tensor(1e-9, 1e-9, 1e-9), tensor(1.1, 0.9, 1.1)
+    assert wrong(record(-quiet, tensor(0.9, 1.1, 1.1)), record(quiet, moved), single) == []
+    assert ("parameters", "a.weight") in wrong(record(-quiet, tensor(0.9, 1.1, 1.6)), record(quiet, moved), single)
+    loud = tensor(1, 1, 1)
+    assert wrong(record(loud, tensor(0.9, 1.1, 1.1)), record(loud, moved), single) == [("parameters", "a.weight")]
+
+
+@pytest.mark.parametrize(
+    "precision, narrowest, relative",
+    [("64-true", "float64", 1e-9), ("64-true", "float32", 2e-5), ("32-true", "float32", 2e-3)],
+)
+def test_limits_by_precision(precision: str, narrowest: str, relative: float) -> None:
+    assert rounding_of(precision, narrowest).relative == relative
+    assert relative < rounding_of("bf16-mixed", "bfloat16").relative <= 0.2
+
+
+def test_what_micro_batches_make_of_rounding_is_the_limit_where_parts_are_in_float32() -> None:
+    mixed = rounding_of("64-true", "float32")
+    assert mixed.measured(0.0).relative == pytest.approx(1e-9)
+    assert mixed.measured(1e-5).relative == pytest.approx(1e-2 * mixed.relative)
+    assert mixed.measured(0.1) == mixed
+    assert EXACT.measured(0.0) == EXACT
+
+
+@pytest.mark.parametrize("missing", [tensor(1, 1), tensor(1, 1, math.nan), tensor(1, math.inf, 1)])
+def test_another_shape_and_what_is_no_number_is_wrong(missing: Tensor) -> None:
+    assert wrong(record(missing), record()) == [("gradients", "a.weight")]
+
+
+def test_what_is_missing_or_too_much_is_wrong() -> None:
+    more = record(validation={"val_loss": 1.0})
+    assert wrong(more, record()) == wrong(record(), more) == [("validation", "val_loss")]
+    assert wrong(record(checkpoint={"epoch": 1}), record(checkpoint={"epoch": 2})) == [("checkpoint", "epoch")]
+    assert wrong(RunRecord("none"), record())[0] == ("initial values", "a.weight")
+    fewer = record()
+    fewer.steps = []
+    assert ("losses", "number of steps") in wrong(fewer, record())
+
+
+class Plain:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_objects_are_compared_by_what_they_hold() -> None:
+    ours, theirs = record(checkpoint={"object": Plain(1)}), record(checkpoint={"object": Plain(1)})
+    assert wrong(ours, theirs) == []
+    assert wrong(ours, record(checkpoint={"object": Plain(2)})) == [("checkpoint", "object")]
+
+
+def test_integers_are_compared_exactly() -> None:
+    ours, theirs = (record(validation={"count": torch.tensor([count])}) for count in (1_000_000, 1_000_001))
+    assert wrong(ours, theirs) == [("validation", "count")]
+
+
+def test_records_of_ranks_become_one() -> None:
+    ranks = [record(losses=[0.0, 2.0]), record(losses=[1.0, 3.0])]
+    ranks[0].steps[0].gradients = {"a": None, "b": tensor(1.0)}
+    ranks[1].steps[0].gradients = {"a": tensor(2.0), "b": None}
+    whole = merged(ranks)
+    assert whole.losses == [0.0, 1.0, 2.0, 3.0]
+    assert {name: float(value) for name, value in whole.steps[0].gradients.items() if value is not None} == {
+        "a": 2.0,
+        "b": 1.0,
+    }
+    assert ranks[0].steps[0].gradients["a"] is None
+
+
+def test_leaves() -> None:
+    found = leaves({"a": [torch.ones(1), {"b": 2}], "c": "text", "d": ()})
+    assert list(found) == ["a.0", "a.1.b", "c"]
+    assert found["a.1.b"] == 2
+
+
+def test_factor_between() -> None:
+    one = torch.randn(4, 3)
+    assert factor_between(0.5 * one, one) == pytest.approx(0.5)
+    assert factor_between(torch.randn(4, 3), one) is None
+    assert factor_between(one, torch.zeros(4, 3)) is None
+    assert factor_between(one[0], one) is None
+
+
+def test_a_finding_that_is_not_a_number_is_wrong() -> None:
+    assert Finding(0, "losses", "batch 0", math.nan, math.nan, 1.0, math.nan, 1.0).is_wrong

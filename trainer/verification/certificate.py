@@ -1,0 +1,487 @@
+"""The verdict about a strategy, from the records of its run and of one process.
+
+the strategy = one process                               equal to rounding
+the strategy = one process with the same micro-batches   different as documented, by something that is named
+the strategy = itself with one stage                     the same, where layers draw random numbers
+else                                                     wrong: where it starts
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.verification.compare import PARTS, Finding, Rounding, findings, is_missing
+from trainer.verification.record import RunRecord
+
+EQUAL, DOCUMENTED, WRONG = "equal to rounding", "different as documented", "wrong"
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """Where a run starts to differ from what it should be.
+
+    Attributes:
+        step: The optimizer step; ``None``: after the last one.
+        part: What differs, one of ``PARTS``.
+        layer: The layer, or the name of the value.
+        stage: The stage of the layer, if the model is divided.
+        size: The largest absolute difference.
+        relative: The same, relative to the largest value of one process.
+        what: What is wrong with it, in words.
+        advice: What to look at.
+    """
+
+    step: int | None
+    part: str
+    layer: str
+    stage: str
+    size: float
+    relative: float
+    what: str
+    advice: str
+
+
+@dataclass
+class Certificate:
+    """What has been found out about a strategy.
+
+    Attributes:
+        verdict: ``"equal to rounding"``, ``"different as documented"`` or ``"wrong"``.
+        strategy: The strategy, for messages.
+        reference: The run with which it was compared.
+        rounding: How much may differ.
+        largest: For each part that was compared, the number of values, the largest relative difference and its limit.
+        explained: The largest relative difference that micro-batches alone make in one process, if measured.
+        reasons: Why results differ, and the option that changes it.
+        origin: Where the strategy starts to be wrong.
+        notes: What was not compared, or not as asked for.
+        facts: The balance and other facts about the run.
+    """
+
+    verdict: str
+    strategy: str
+    reference: str
+    rounding: Rounding
+    largest: dict[str, tuple[int, float, float]] = field(default_factory=dict)
+    explained: float | None = None
+    reasons: list[str] = field(default_factory=list)
+    origin: FirstDifference | None = None
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.verdict != WRONG
+
+
+@dataclass(frozen=True)
+class ReferenceRuns:
+    """What a strategy is compared with.
+
+    Attributes:
+        one: One process.
+        micro: One process with the same micro-batches, in plain PyTorch; ``None`` if that cannot be.
+        stage: The strategy with one stage; ``None`` if it was not run.
+    """
+
+    one: RunRecord
+    micro: RunRecord | None = None
+    stage: RunRecord | None = None
+
+
+def certify(
+    actual: RunRecord, references: ReferenceRuns, rounding: Rounding, *, is_whole_loss: bool = True, strategy: str = ""
+) -> Certificate:
+    """Return the verdict.
+
+    Args:
+        actual: What the strategy came to.
+        references: What it is compared with.
+        rounding: How much may differ.
+        is_whole_loss: Whether the strategy computes the loss of whole batches.
+        strategy: The strategy, for messages.
+    """
+    one, micro, stage = references.one, references.micro, references.stage
+    explained = None
+    if micro is not None and not wrong_ones(found := findings(micro, one, rounding)):
+        share = max((each.in_limits for each in found if each.part == "gradients"), default=0.0)
+        explained = share * rounding.relative
+        rounding = rounding.measured(share)
+
+    def certificate(
+        reference: RunRecord, verdict: str, compared: Sequence[Finding], reasons: Iterable[str] = ()
+    ) -> Certificate:
+        return Certificate(
+            verdict,
+            strategy or actual.name,
+            reference.name,
+            rounding,
+            largest=_largest_of(compared),
+            explained=explained,
+            reasons=list(reasons),
+            notes=list(dict.fromkeys([*one.notes, *actual.notes])),
+            facts=dict(actual.facts),
+        )
+
+    of_ranks = [_FIRST_BUFFERS] if one.keeps_first_buffers else []
+    with_one = findings(actual, one, rounding)
+    if not wrong_ones(with_one):
+        return certificate(one, DOCUMENTED if of_ranks else EQUAL, with_one, of_ranks)
+    with_stage = None if stage is None else findings(actual, stage, rounding)
+    if one.is_random and stage is not None and with_stage is not None and not wrong_ones(with_stage):
+        return certificate(stage, DOCUMENTED, with_stage, [_of_random_layers(one), *of_ranks])
+    if micro is not None:
+        with_micro = findings(actual, micro, rounding)
+        if not _wrong_but_logged(with_micro):
+            reasons = (
+                [_PER_PASS]
+                if _are_of_buffers(with_one) and not one.norm_layers
+                else reasons_of(one, is_whole_loss=is_whole_loss)
+            )
+            return certificate(micro, DOCUMENTED, with_micro, reasons + of_ranks)
+    if one.norm_layers and stage is not None and with_stage is not None and not wrong_ones(with_stage):
+        return certificate(stage, DOCUMENTED, with_stage, reasons_of(one, is_whole_loss=is_whole_loss))
+    recomputes = actual.facts.get("recomputed", "never") != "never"
+    if recomputes and stage is not None and with_stage is not None and not wrong_ones(with_stage):
+        others = [with_one, *([] if micro is None else [with_micro])]
+        if any(map(_are_of_buffers, others)):
+            return certificate(stage, DOCUMENTED, with_stage, [_PER_PASS, *of_ranks])
+    reference = one
+    if one.is_random and stage is not None:
+        reference = stage
+    elif micro is not None and (one.norm_layers or not is_whole_loss):
+        reference = micro
+    compared = findings(actual, reference, rounding)
+    result = certificate(reference, WRONG, compared)
+    result.origin = origin_of(compared, actual, reference, one)
+    return result
+
+
+def wrong_ones(compared: Iterable[Finding]) -> list[Finding]:
+    """Return what rounding does not explain."""
+    return [each for each in compared if each.is_wrong]
+
+
+def _wrong_but_logged(compared: Iterable[Finding]) -> list[Finding]:
+    """What is logged once per micro-batch by other means than the mean is not in this reference."""
+    return [each for each in wrong_ones(compared) if each.part != "logged values"]
+
+
+def _largest_of(compared: Sequence[Finding]) -> dict[str, tuple[int, float, float]]:
+    found: dict[str, tuple[int, float, float]] = {}
+    for part in PARTS:
+        own = [each for each in compared if each.part == part]
+        if own:
+            worst = max(own, key=lambda each: (each.in_limits, each.relative))
+            found[part] = (len(own), worst.relative, worst.in_limits)
+    return found
+
+
+# Why results differ as documented
+
+_FIRST_BUFFERS = (
+    "buffers, such as running statistics, that are those of the first rank after each step and ignore the rows of the "
+    "other ranks, as under DDP (sync_batchnorm=True of the Trainer uses all rows under DDP)"
+)
+
+
+_PER_PASS = (
+    "buffers that a layer changes in its forward pass: they change once per micro-batch, and again where it is "
+    "recomputed (checkpoint='never' recomputes nothing, microbatches=1 runs each layer once)"
+)
+
+
+def _are_of_buffers(compared: Iterable[Finding]) -> bool:
+    """Whether all differences are of buffers, or of what follows from buffers after training."""
+    return {each.part for each in wrong_ones(compared)} <= {"buffers", "checkpoint", "validation", "predict"}
+
+
+def _of_random_layers(one: RunRecord) -> str:
+    names = list(dict.fromkeys(name for names in one.draws.values() for name in names))
+    return (
+        f"random numbers that {_some(names)} {'draws' if len(names) == 1 else 'draw'} in training: a pipeline seeds "
+        "them by (step, micro-batch, layer), so masks are not those of one process. The reference is the same strategy "
+        "with one stage, whose masks are the same (with a dropout of 0, the reference is one process)"
+    )
+
+
+def reasons_of(one: RunRecord, *, is_whole_loss: bool) -> list[str]:
+    """Return why results depend on the micro-batches."""
+    if one.norm_layers:
+        return [
+            f"BatchNorm over micro-batches: in training mode, {_some(one.norm_layers)} normalises the rows of a "
+            "micro-batch (microbatches=1 normalises whole batches; deferred_batch_norm=True updates the running "
+            "statistics once per batch)"
+        ]
+    if one.facts.get("router"):
+        return [
+            f"the auxiliary loss of the routers ({one.facts['router']}), which is computed from the tokens of each "
+            "micro-batch and then averaged (schedule='gpipe' or microbatches=1 computes it from whole batches)"
+        ]
+    if is_whole_loss:
+        return [
+            "a layer that uses several rows of a batch, of which it has those of a micro-batch (microbatches=1 gives "
+            "it whole batches)"
+        ]
+    return [
+        "a loss that is no mean over the rows of a batch, or a layer that uses several rows: training_step runs once "
+        "per micro-batch, and losses are averaged by rows (loss_weight='tokens' or the model's microbatch_weight for "
+        "means over tokens; schedule='gpipe' computes the loss of whole batches)"
+    ]
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:3]))
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+
+
+# Where it starts
+
+
+def origin_of(compared: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord) -> FirstDifference:
+    """Return where a run starts to differ: of the first part that differs, the first layer of the backward pass."""
+    first = wrong_ones(compared)[0]
+    same = [each for each in compared if (each.step, each.part) == (first.step, first.part)]
+    if first.part == "losses":  # a wrong forward pass; the gradients of the step say where
+        gradients = [each for each in compared if (each.step, each.part) == (first.step, "gradients")]
+        what, advice = _of_loss(first, wrong_ones(gradients), gradients, one)
+        return _origin(first, first.name, "", what, advice)
+    explain = _EXPLAIN.get(first.part, _of_other)
+    layer, what, advice = explain(first, same, actual, reference, one)
+    stage = actual.stage_of.get(first.name) or actual.stage_of.get(_parameter_of(first, actual), "")
+    return _origin(first, layer, stage, what, advice)
+
+
+def _origin(first: Finding, layer: str, stage: str, what: str, advice: str) -> FirstDifference:
+    return FirstDifference(first.step, first.part, layer, stage, first.size, first.relative, what, advice)
+
+
+def layer_of(name: str) -> str:
+    """Return the layer that has a parameter or a buffer."""
+    return name.rpartition(".")[0] or name
+
+
+def _parameter_of(finding: Finding, actual: RunRecord) -> str:
+    """Return the name of the parameter within the path of an optimizer state."""
+    known = [name for name in actual.initial if f".{name}." in f".{finding.name}."]
+    return max(known, key=len, default="")
+
+
+def factor_between(actual: Any, expected: Any) -> float | None:
+    """Return the number by which a tensor is the other one times a constant; ``None`` if it is not."""
+    if not (isinstance(actual, Tensor) and isinstance(expected, Tensor)) or actual.shape != expected.shape:
+        return None
+    a, b = actual.double().flatten(), expected.double().flatten()
+    square = float(b @ b)
+    if not square or not torch.isfinite(a).all():
+        return None
+    factor = float(a @ b) / square
+    apart = float((a - factor * b).norm())
+    return factor if apart <= 1e-5 * max(abs(factor), 1e-3) * math.sqrt(square) else None
+
+
+def _of_loss(first: Finding, wrong: Sequence[Finding], gradients: Sequence[Finding], one: RunRecord) -> tuple[str, str]:
+    what = f"the loss of {first.name} is {first.actual!r} instead of {first.expected!r}"
+    if one.draws.get("numpy"):
+        names = one.draws["numpy"]
+        return what, (
+            f"{_some(names)} draws from numpy.random, which is not seeded on workers: draw from torch instead"
+        )
+    if isinstance(first.actual, float) and isinstance(first.expected, float) and first.expected:
+        ratio = first.actual / first.expected
+        factors = [factor_between(each.actual, each.expected) for each in gradients[:1]]
+        if factors and factors[0] is not None and abs(factors[0] - ratio) < 1e-6 * abs(ratio):
+            return f"{what}, {ratio:.6g} times as much, as all gradients are", "what scales the loss"
+    return what, (
+        "the forward pass: rows of the batch that are left out or used twice, layers in another order or mode, and "
+        "values that layers keep from call to call"
+    )
+
+
+def _of_gradients(
+    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+) -> tuple[str, str, str]:
+    layer, wrong = layer_of(first.name), wrong_ones(same)
+    own = [each for each in wrong if layer_of(each.name) == layer]
+    names = ", ".join(each.name.rpartition(".")[2] for each in own)
+    if is_missing(first.actual):
+        return layer, f"{names} has no gradient", "whether the parameter is used, and whether its gradient is cleared"
+    if one.draws.get("numpy"):
+        drawing = one.draws["numpy"]
+        return (
+            layer,
+            f"the gradient of {names} differs",
+            f"{_some(drawing)} draws from numpy.random, which is not seeded on workers: draw from torch instead",
+        )
+    tied = next((group for group in reference.ties if first.name in group), None)
+    if isinstance(first.actual, Tensor) and not first.actual.any():
+        return layer, f"the gradient of {names} is zero", "whether the gradient is cleared before the step"
+    if isinstance(first.actual, Tensor) and first.actual.isnan().any():
+        return layer, f"the gradient of {names} is not a number", "operations that are computed in another precision"
+    factor = factor_between(first.actual, first.expected)
+    if factor is not None and abs(factor - 1) > 1e-6:
+        if len(wrong) == len([each for each in same if not is_missing(each.expected)]):
+            where = "the gradients of all layers are"
+        else:
+            where = f"the gradient of {names} is"
+        return (
+            layer,
+            f"{where} {factor:.6g} times that of one process",
+            "what scales gradients: accumulation, averages over replicas, weights of micro-batches, hooks",
+        )
+    if tied is not None:
+        return layer, f"the gradient of the tied parameter {' = '.join(tied)} differs", "whether all its uses add to it"
+    return (
+        layer,
+        f"the gradient of {names} differs in direction",
+        "the layer, and what follows it in the forward pass: a micro-batch that is left out, values of another "
+        "micro-batch or step in the backward pass, buffers that change between the passes",
+    )
+
+
+def _of_norm(
+    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+) -> tuple[str, str, str]:
+    what = f"the norm is {first.actual:.6g} instead of {first.expected:.6g}"
+    gradients = actual.steps[first.step or 0].gradients
+    groups: dict[str, list[Tensor]] = {}
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            groups.setdefault(actual.stage_of.get(name, ""), []).append(gradient)
+    for stage, own in groups.items():
+        norm = float(torch.stack([each.double().norm() for each in own]).norm())
+        if len(groups) > 1 and math.isclose(norm, first.actual, rel_tol=1e-6):
+            return "global norm", f"{what}: it is the norm of {stage} alone", "clipping, which must add up all stages"
+    for name, gradient in gradients.items():
+        if gradient is not None and math.isclose(float(gradient.double().norm()), first.actual, rel_tol=1e-6):
+            return "global norm", f"{what}: it is the norm of {name} alone", "clipping, which must add up all layers"
+    return "global norm", what, "clipping: which gradients it adds up, and whether it scales them"
+
+
+def _of_parameters(
+    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+) -> tuple[str, str, str]:
+    layer, step = layer_of(first.name), first.step or 0
+    if is_missing(first.actual):
+        return layer, f"there is no {first.name}", "whether the parameter is carried to its stage and back"
+    wrong = wrong_ones(same)
+    before = actual.initial if step == 0 else actual.steps[step - 1].values
+    theirs = reference.initial if step == 0 else reference.steps[step - 1].values
+    for group in reference.ties:
+        values = [actual.steps[step].values.get(name) for name in group]
+        if any(each.name in group for each in wrong) and any(
+            isinstance(value, Tensor) and isinstance(values[0], Tensor) and not torch.equal(value, values[0])
+            for value in values
+        ):
+            stale = next(each.name for each in wrong if each.name in group)
+            return layer_of(stale), f"{' and '.join(group)} are tied, but differ", "a copy of the weight that is stale"
+    if torch.equal(first.actual, before[first.name]):
+        untouched = [each.name for each in wrong if torch.equal(each.actual, before[each.name])]
+        return (
+            layer,
+            f"{_some(untouched)} did not change in the step",
+            "whether the optimizer has the parameter, and whether it steps on this stage",
+        )
+    update, wanted = first.actual - before[first.name], first.expected - theirs[first.name]
+    factor = factor_between(update, wanted)
+    rate = _late_rate(reference, step)
+    if factor is not None and rate is not None and math.isclose(factor, rate, rel_tol=1e-4):
+        return (
+            layer,
+            "the step used the learning rate of the step before",
+            "hyperparameters that reach the stage one step late",
+        )
+    if factor is not None and abs(factor - 1) > 1e-6:
+        return (
+            layer,
+            f"the step of {first.name} is {factor:.6g} times that of one process",
+            "clipping, the learning rate and other hyperparameters of this stage",
+        )
+    return (
+        layer,
+        f"{first.name} differs after the step, although its gradient does not",
+        "clipping, hyperparameters and the state of the optimizer on this stage, and code that changes weights",
+    )
+
+
+def _late_rate(reference: RunRecord, step: int) -> float | None:
+    """Return the learning rate of the step before, relative to that of the step, if it has changed."""
+    if step == 0:
+        return None
+    now, before = (reference.steps[i].hyperparameters for i in (step, step - 1))
+    for path, value in now.items():
+        old = before.get(path)
+        if path.endswith(".lr") and old is not None and float(value) and float(old) != float(value):
+            return float(old) / float(value)
+    return None
+
+
+def _of_buffers(
+    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+) -> tuple[str, str, str]:
+    layer, step = layer_of(first.name), first.step or 0
+    if is_missing(first.actual):
+        return layer, f"there is no buffer {first.name}", "whether the buffer is carried to its stage and back"
+    before = actual.initial if step == 0 else actual.steps[step - 1].values
+    if first.name in before and torch.equal(first.actual, before[first.name]):
+        return layer, f"the buffer {first.name} did not change", "whether the buffer is carried back from its stage"
+    return (
+        layer,
+        f"the buffer {first.name} differs",
+        "how often the forward pass changes it: once per micro-batch, and again where that is recomputed",
+    )
+
+
+def _of_states(
+    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+) -> tuple[str, str, str]:
+    name = _parameter_of(first, actual)
+    key = first.name.rpartition(".")[2]
+    what = f"the optimizer state {key!r} of {name or first.name} "
+    what += "is missing" if is_missing(first.actual) else "differs, although the parameter does not"
+    return (
+        layer_of(name) if name else first.name,
+        what,
+        "the state of the optimizer on this stage, or how it is gathered",
+    )
+
+
+def _of_other(
+    first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
+) -> tuple[str, str, str]:
+    if is_missing(first.actual):
+        what = f"{first.name} is missing"
+    elif is_missing(first.expected):
+        what = f"{first.name} is there, but not in one process"
+    elif isinstance(first.actual, Tensor) and first.actual.numel() > 1:
+        what = f"{first.name} differs"
+    else:
+        what = f"{first.name} is {_shown(first.actual)} instead of {_shown(first.expected)}"
+    return first.name, what, _ADVICE[first.part]
+
+
+def _shown(value: Any) -> str:
+    return f"{float(value):.6g}" if isinstance(value, Tensor | float) else repr(value)
+
+
+_ADVICE = {
+    "initial values": "whether every process has the values of the model, and code that changes them at the start",
+    "hyperparameters": "schedulers and code that sets hyperparameters",
+    "logged values": "self.log: values that are logged per micro-batch or rank, and how they are reduced (sync_dist)",
+    "validation": "validation_step, the mode of layers, and values that layers keep from training",
+    "checkpoint": "hooks that change checkpoints, and values that only a checkpoint has",
+    "predict": "predict_step, the mode of layers, and weights that are not those at the end of training",
+}
+
+_EXPLAIN = {
+    "gradients": _of_gradients,
+    "global norm": _of_norm,
+    "parameters": _of_parameters,
+    "buffers": _of_buffers,
+    "optimizer states": _of_states,
+}

@@ -1,0 +1,332 @@
+"""What differs between two runs by more than rounding explains.
+
+A difference counts in units of its *limit*. With a run's tensors ``a`` and those of the reference ``b``::
+
+    gradients, states    relative * max|b|  +  noise * max of all gradients of the step
+    values               relative * (max|b|  +  max of all values), and what noise in a gradient lets an optimizer do
+    numbers              relative * max(|b|, 1)
+
+``noise`` is for gradients that are zero but for rounding, such as that of a bias before a normalisation. In less than
+float64, an optimizer that divides by the size of the gradient makes whole steps of it: where the gradient of the
+reference is no more than noise, a value may differ by as much as it has moved.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.verification.record import RunRecord, StepRecord, Values
+
+PARTS = (
+    "initial values",
+    "losses",
+    "gradients",
+    "global norm",
+    "hyperparameters",
+    "parameters",
+    "buffers",
+    "optimizer states",
+    "logged values",
+    "validation",
+    "checkpoint",
+    "predict",
+)
+"""What is compared, in the order in which one follows from the other within a step."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How much two runs may differ.
+
+    Attributes:
+        relative: Share of the largest value of a tensor.
+        noise: Share of the largest gradient of a step.
+        described: Why.
+        is_mixed: Whether only parts compute in less than float64.
+    """
+
+    relative: float
+    noise: float
+    described: str
+    is_mixed: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether an optimizer cannot make a step of noise."""
+        return self.noise < 1e-9
+
+    def measured(self, share: float) -> "Rounding":
+        """Return smaller limits, if parts compute in float32 and micro-batches differ by a small share of the limit.
+
+        Args:
+            share: By how much one process with micro-batches differs from one with whole batches, in limits.
+        """
+        factor = min(1.0, max(1e-9 / self.relative, 1e3 * share))
+        return replace(self, relative=factor * self.relative, noise=factor * self.noise) if self.is_mixed else self
+
+
+def rounding_of(precision: str, narrowest: str) -> Rounding:
+    """Return how much runs may differ.
+
+    Args:
+        precision: The Trainer's precision.
+        narrowest: The type of least precision in which ``training_step`` computes.
+    """
+    eps = torch.finfo(getattr(torch, narrowest, torch.float32)).eps
+    if eps < 1e-12:
+        return Rounding(1e-9, 1e3 * eps, "float64")
+    if precision.startswith("64") and eps < 1e-6:
+        return Rounding(2e-5, 2e2 * eps, "float64, with parts in float32", is_mixed=True)
+    if eps < 1e-6:
+        return Rounding(2e-3, 1e3 * eps, "float32")
+    return Rounding(min(0.2, 24 * eps), 16 * eps, narrowest)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One value of two runs.
+
+    Attributes:
+        step: The optimizer step, or of a loss the step of its batch; ``None`` for what comes after the last one.
+        part: What it belongs to, one of ``PARTS``.
+        name: Its name.
+        size: The largest absolute difference; infinite if one run lacks the value.
+        relative: The size, relative to the largest value of the reference.
+        limit: The size that rounding explains.
+        actual: The value.
+        expected: The value of the reference.
+    """
+
+    step: int | None
+    part: str
+    name: str
+    size: float
+    relative: float
+    limit: float
+    actual: Any
+    expected: Any
+
+    @property
+    def in_limits(self) -> float:
+        """The size in units of the limit."""
+        if not self.size:
+            return 0.0
+        return self.size / self.limit if self.limit else math.inf
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether rounding does not explain it."""
+        return not self.size <= self.limit
+
+
+def findings(actual: RunRecord, expected: RunRecord, rounding: Rounding) -> list[Finding]:
+    """Return all values of two runs with their differences, in causal order.
+
+    Args:
+        actual: What the strategy came to.
+        expected: The reference.
+        rounding: What may differ.
+    """
+    return list(_Comparison(actual, expected, rounding).all())
+
+
+class _Comparison:
+    """Compares two runs.
+
+    Args:
+        actual: What the strategy came to.
+        expected: The reference.
+        rounding: What may differ.
+    """
+
+    def __init__(self, actual: RunRecord, expected: RunRecord, rounding: Rounding) -> None:
+        self._actual, self._expected, self._rounding = actual, expected, rounding
+        self._is_noise: dict[str, Tensor] = {}
+
+    def all(self) -> Iterator[Finding]:
+        actual, expected = self._actual, self._expected
+        yield from self._tensors(None, "initial values", actual.initial, expected.initial, _largest(expected.initial))
+        if len(actual.steps) != len(expected.steps):
+            yield Finding(
+                None, "losses", "number of steps", math.inf, math.inf, 0.0, len(actual.steps), len(expected.steps)
+            )
+        num_steps = max(1, len(expected.steps))
+        per_step = max(1, len(expected.losses) // num_steps)
+        for i, (ours, theirs) in enumerate(zip(actual.steps, expected.steps, strict=False)):
+            batches = range(i * per_step, (i + 1) * per_step)
+            yield from self._losses(i, batches)
+            yield from self._step(i, ours, theirs)
+        yield from self._values(None, "validation", actual.validation, expected.validation)
+        yield from self._values(None, "checkpoint", actual.checkpoint, expected.checkpoint)
+        yield from self._values(None, "predict", actual.predictions, expected.predictions)
+
+    def _losses(self, step: int, batches: range) -> Iterator[Finding]:
+        ours, theirs = self._actual.losses, self._expected.losses
+        scale = max((abs(loss) for loss in theirs if loss is not None), default=1.0)
+        for batch in batches:
+            one, other = (losses[batch] if batch < len(losses) else None for losses in (ours, theirs))
+            yield self._number(step, "losses", f"batch {batch}", one, other, scale)
+
+    def _step(self, i: int, ours: StepRecord, theirs: StepRecord) -> Iterator[Finding]:
+        rounding = self._rounding
+        if self._actual.has_gradients and self._expected.has_gradients:
+            scale = _largest(theirs.gradients)
+            floor = rounding.noise * scale
+            for name in self._in_order(theirs.gradients):
+                expected = theirs.gradients[name]
+                limit = 0.0 if expected is None else rounding.relative * _max(expected) + floor
+                yield self._tensor(i, "gradients", name, ours.gradients.get(name), expected, limit)
+                if expected is not None and not rounding.is_exact:
+                    quiet = expected.abs() <= limit
+                    self._is_noise[name] = self._is_noise.get(name, torch.zeros_like(quiet)) | quiet
+            if ours.norm is not None and theirs.norm is not None:
+                yield self._number(i, "global norm", "norm", ours.norm, theirs.norm, theirs.norm + scale)
+            yield from self._values(i, "hyperparameters", ours.hyperparameters, theirs.hyperparameters)
+        buffers = set(self._expected.buffers)
+        for part, is_part in (
+            ("parameters", lambda name: name not in buffers),
+            ("buffers", lambda name: name in buffers),
+        ):
+            mine, other = ({n: v for n, v in step.values.items() if is_part(n)} for step in (ours, theirs))
+            yield from self._tensors(i, part, mine, other, _largest(other))
+        yield from self._states(i, ours.states, theirs.states)
+        if self._expected.logs_of_one:
+            yield from self._values(i, "logged values", ours.logged, theirs.logged)
+
+    def _in_order(self, gradients: Mapping[str, Any]) -> list[str]:
+        order = [name for name in self._expected.order if name in gradients]
+        return [*order, *(name for name in gradients if name not in set(order))]
+
+    def _tensors(
+        self, step: int | None, part: str, actual: Mapping[str, Any], expected: Mapping[str, Any], scale: float
+    ) -> Iterator[Finding]:
+        for name in dict.fromkeys([*expected, *actual]):
+            other = expected.get(name)
+            limit = 0.0
+            if isinstance(other, Tensor) and _is_real(other):
+                limit = self._rounding.relative * (_max(other) + scale)
+            yield self._tensor(step, part, name, actual.get(name), other, limit)
+
+    def _named(self, states: Values) -> Values:
+        """Return optimizer states by names of parameters instead of numbers."""
+        found = {}
+        for path, value in states.items():
+            number, place, *rest = path.split(".")
+            name = self._expected.numbered.get(f"{number}.{place}", place)
+            found[".".join([number, name, *rest])] = value
+        return found
+
+    def _states(self, step: int, actual: Values, expected: Values) -> Iterator[Finding]:
+        actual, expected = self._named(actual), self._named(expected)
+        scales: dict[str, float] = {}
+        for path, value in expected.items():
+            if isinstance(value, Tensor) and _is_real(value):
+                key = path.rpartition(".")[2]
+                scales[key] = max(scales.get(key, 0.0), _max(value))
+        for path in dict.fromkeys([*expected, *actual]):
+            mine, other = actual.get(path), expected.get(path)
+            if isinstance(other, Tensor) and isinstance(mine, Tensor):
+                limit = 0.0
+                if _is_real(other):
+                    limit = self._rounding.relative * _max(other)
+                    limit += self._rounding.noise * scales[path.rpartition(".")[2]]
+                yield self._tensor(step, "optimizer states", path, mine, other, limit)
+            else:
+                yield self._leaf(step, "optimizer states", path, mine, other)
+
+    def _values(self, step: int | None, part: str, actual: Values, expected: Values) -> Iterator[Finding]:
+        for path in dict.fromkeys([*expected, *actual]):
+            if path in actual and path in expected:
+                yield self._leaf(step, part, path, actual[path], expected[path])
+            else:
+                yield Finding(
+                    step, part, path, math.inf, math.inf, 0.0, actual.get(path, _NOTHING), expected.get(path, _NOTHING)
+                )
+
+    def _leaf(self, step: int | None, part: str, path: str, mine: Any, other: Any) -> Finding:
+        if isinstance(mine, Tensor) and isinstance(other, Tensor):
+            limit = self._rounding.relative * max(_max(other), 1.0) if _is_real(other) else 0.0
+            return self._tensor(step, part, path, mine, other, limit)
+        if all(isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1) for each in (mine, other)):
+            return self._number(step, part, path, float(mine), float(other), max(abs(float(other)), 1.0))
+        same = _equal(mine, other)
+        size = 0.0 if same else math.inf
+        return Finding(step, part, path, size, size, 0.0, mine, other)
+
+    def _number(
+        self, step: int | None, part: str, name: str, mine: float | None, other: float | None, scale: float
+    ) -> Finding:
+        if mine is None or other is None:
+            size = 0.0 if mine is other else math.inf
+            return Finding(step, part, name, size, size, 0.0, mine, other)
+        if math.isnan(mine) or math.isnan(other) or math.isinf(mine) or math.isinf(other):
+            same = (math.isnan(mine) and math.isnan(other)) or mine == other
+            size = 0.0 if same else math.inf
+            return Finding(step, part, name, size, size, 0.0, mine, other)
+        size = abs(mine - other)
+        relative = size / max(abs(other), 1e-300) if size else 0.0
+        return Finding(step, part, name, size, relative, self._rounding.relative * scale, mine, other)
+
+    def _tensor(self, step: int | None, part: str, name: str, mine: Any, other: Any, limit: float) -> Finding:
+        if not (isinstance(mine, Tensor) and isinstance(other, Tensor)):
+            size = 0.0 if mine is None and other is None else math.inf
+            return Finding(step, part, name, size, size, 0.0, mine, other)
+        if mine.shape != other.shape:
+            return Finding(step, part, name, math.inf, math.inf, 0.0, mine, other)
+        if not other.numel():
+            return Finding(step, part, name, 0.0, 0.0, 0.0, mine, other)
+        if not _is_real(other):
+            size = 0.0 if torch.equal(mine, other) else float((mine.double() - other.double()).abs().max())
+            return Finding(step, part, name, size, size, limit, mine, other)
+        kind = torch.complex128 if other.is_complex() else torch.float64
+        one, two = mine.to(kind), other.to(kind)
+        apart = (one - two).abs()
+        apart = torch.where((one == two) | (one.isnan() & two.isnan()), torch.zeros_like(apart), apart)
+        if part == "parameters" and name in self._is_noise:
+            moved = _max(two - self._expected.initial[name].to(kind))
+            apart = (apart - 2 * moved * self._is_noise[name]).clamp_min(0)
+        size = float(apart.max()) if not apart.isnan().any() else math.inf
+        return Finding(step, part, name, size, size / max(_max(other), 1e-300) if size else 0.0, limit, mine, other)
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+_NOTHING = _Nothing()
+"""Stands for a value that a run lacks."""
+
+
+def is_missing(value: Any) -> bool:
+    """Return whether a run lacks a value."""
+    return value is None or isinstance(value, _Nothing)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _max(tensor: Tensor) -> float:
+    if not tensor.numel():
+        return 0.0
+    largest = float(tensor.abs().max())
+    return largest if math.isfinite(largest) else 0.0
+
+
+def _largest(values: Mapping[str, Any]) -> float:
+    found = (_max(value) for value in values.values() if isinstance(value, Tensor) and _is_real(value))
+    return max(found, default=0.0)
+
+
+def _equal(mine: Any, other: Any) -> bool:
+    if type(mine) is not type(other):
+        return False
+    try:
+        return bool(mine == other) or (type(mine).__eq__ is object.__eq__ and vars(mine) == vars(other))
+    except (ValueError, RuntimeError):  # objects that hold arrays or tensors
+        return True

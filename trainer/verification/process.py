@@ -1,0 +1,347 @@
+"""Runs in a process of their own: ``python -m trainer.verification.process FOLDER EXECUTION ...``.
+
+The folder holds the model, the data and the arguments of the Trainer, as they were before any run. Each execution
+trains a few steps on the batches that the first one has drawn, and its record lies in the folder afterwards. Other
+ranks of DDP and ZeRO are started by Lightning, by the same command.
+"""
+
+import os
+import pickle
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+
+_JOB, _PATHS, _BATCHES = "job.pickle", "paths.pickle", "batches.pickle"
+
+
+@dataclass(frozen=True)
+class VerifiedJob:
+    """What all runs have in common.
+
+    Attributes:
+        trainer_class: The class of the Trainer.
+        model: The model.
+        data: A data module, or loaders of training batches, or ``None``.
+        arguments: Arguments of the Trainer that hold for every run.
+        steps: Number of optimizer steps.
+        accumulated: Number of batches of a rank in each step.
+        ranks: Number of ranks, among which batches are divided.
+        seed: Seeds everything.
+        blocks: Path of a list of blocks and how many of them to keep; ``None``: all.
+    """
+
+    trainer_class: type
+    model: Any
+    data: Any
+    arguments: dict[str, Any]
+    steps: int
+    accumulated: int = 1
+    ranks: int = 1
+    seed: int = 0
+    blocks: tuple[str, int] | None = None
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches on which all ranks train together."""
+        return self.steps * self.accumulated * self.ranks
+
+
+@dataclass(frozen=True)
+class Execution:
+    """One run of a job.
+
+    Attributes:
+        name: What runs; also the name of its files.
+        strategy: Class and arguments of the strategy; ``None`` for one process.
+        devices: The Trainer's devices.
+        precision: The Trainer's precision; ``None``: the one of the job.
+        microbatches: Number of micro-batches of each batch in one process; ``None``: whole batches.
+        by_tokens: Whether these count by their tokens.
+        reads_gradients: Whether a hook before the optimizer's step reads gradients.
+        drops_nothing: Whether all dropout layers have a probability of 0.
+    """
+
+    name: str
+    strategy: tuple[type, dict[str, Any]] | None = None
+    devices: Any = 1
+    precision: Any = None
+    microbatches: int | None = None
+    by_tokens: bool = False
+    reads_gradients: bool = True
+    drops_nothing: bool = False
+
+
+@dataclass
+class DrawnBatches:
+    """The batches of all runs, as the loaders give them.
+
+    Attributes:
+        training: For training.
+        validation: One batch for validation, or none.
+        prediction: One batch for ``predict``, or none.
+        notes: What is not as asked for.
+    """
+
+    training: list[Any]
+    validation: list[Any] = field(default_factory=list)
+    prediction: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class FailedRun(NamedTuple):
+    """The error of an execution.
+
+    Attributes:
+        message: Its message.
+        kind: The name of its class.
+        trace: The traceback.
+    """
+
+    message: str
+    kind: str
+    trace: str
+
+
+def write_job(folder: Path, job: VerifiedJob) -> None:
+    """Write what the processes of a job have in common into a folder."""
+    (folder / _PATHS).write_bytes(pickle.dumps([os.path.abspath(path) for path in sys.path]))
+    (folder / _JOB).write_bytes(cloudpickle.dumps(job))
+
+
+def read_job(folder: Path) -> VerifiedJob:
+    """Return a job with a model as it was before any run."""
+    job: VerifiedJob = pickle.loads((folder / _JOB).read_bytes())
+    return job
+
+
+def write_execution(folder: Path, execution: Execution) -> None:
+    """Write an execution into the folder of its job."""
+    _file(folder, execution.name, "execution").write_bytes(cloudpickle.dumps(execution))
+
+
+def read_records(folder: Path, name: str) -> list[Any]:
+    """Return the records of the ranks of an execution."""
+    found = sorted(folder.glob(f"{_stem(name)}.*.record"), key=lambda path: int(path.name.split(".")[1]))
+    return [torch.load(path, weights_only=False) for path in found]
+
+
+def read_failure(folder: Path, name: str) -> FailedRun | None:
+    """Return the error that has ended an execution, if one has."""
+    path = _file(folder, name, "error")
+    return FailedRun(*pickle.loads(path.read_bytes())) if path.exists() else None
+
+
+def steps_done(folder: Path, name: str) -> int:
+    """Return how many steps an execution has made."""
+    path = _file(folder, name, "steps")
+    return int(path.read_text() or 0) if path.exists() else 0
+
+
+def run_execution(folder: Path, job: VerifiedJob, execution: Execution, drawn: DrawnBatches) -> Any:
+    """Run an execution in this process, and return the record of this rank.
+
+    Args:
+        folder: Where files of the run may lie.
+        job: The job, whose model is trained.
+        execution: What to run.
+        drawn: The batches.
+    """
+    from strategies.lightning.compat import LightningDataModule, pl
+    from trainer.verification.record import leaves
+    from trainer.verification.recorder import NOT_COMPARED, GradientsRecorder, ValuesRecorder
+    from trainer.verification.reference import run_microbatches, switch_off_dropout, watch_first_step
+
+    alone, progress = execution.strategy is None, _file(folder, execution.name, "steps")
+
+    def advance(step: int) -> None:
+        progress.write_text(str(step))
+
+    kind = GradientsRecorder if execution.reads_gradients else ValuesRecorder
+    own = folder / _stem(execution.name)
+    own.mkdir(exist_ok=True)
+    callback = kind(
+        execution.name,
+        job.seed,
+        own,
+        ranks=job.ranks if alone else 1,
+        advance=advance,
+    )
+    trainer = trainer_of_run(folder, job, execution, [callback])
+    if execution.drops_nothing:
+        switch_off_dropout(job.model)
+    if alone:
+        if execution.microbatches is not None:
+            run_microbatches(
+                job.model,
+                execution.microbatches,
+                by_tokens=execution.by_tokens,
+                batches=drawn.training,
+                per_step=job.accumulated * job.ranks,
+            )
+        watch_first_step(job.model, callback.record)
+    source = job.data if isinstance(job.data, LightningDataModule) else pl.LightningDataModule()
+    _give(source, drawn, trainer)
+    pl.seed_everything(job.seed, verbose=False)
+    trainer.fit(job.model, datamodule=source)
+    record = callback.record
+    record.notes += drawn.notes
+    if (path := record.facts.pop("checkpoint", None)) is not None:
+        record.checkpoint = {
+            key: value
+            for key, value in leaves(_whole_checkpoint(Path(path))).items()
+            if key.split(".")[0] not in NOT_COMPARED
+        }
+    if drawn.prediction:
+        pl.seed_everything(job.seed, verbose=False)
+        record.predictions = leaves(trainer.predict(job.model, dataloaders=_loader(drawn.prediction)))
+    return record
+
+
+def trainer_of_run(folder: Path, job: VerifiedJob, execution: Execution, callbacks: Sequence[Any]) -> Any:
+    """Return the Trainer of an execution, which writes nowhere but into ``folder``."""
+    accumulated = job.accumulated
+    if execution.strategy is None:
+        strategy: Any = "auto"
+        accumulated *= job.ranks
+    else:
+        kind, arguments = execution.strategy
+        strategy = kind(**arguments)
+    arguments = dict(job.arguments)
+    if execution.precision is not None:
+        arguments["precision"] = execution.precision
+    arguments["callbacks"] = [*(arguments.get("callbacks") or []), *callbacks]
+    return job.trainer_class(
+        **arguments,
+        strategy=strategy,
+        devices=execution.devices,
+        accumulate_grad_batches=accumulated,
+        max_steps=job.steps,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder / _stem(execution.name),
+    )
+
+
+def draw_batches(trainer: Any, job: VerifiedJob) -> DrawnBatches:
+    """Return the batches that the loaders of a job give, from their start on."""
+    from strategies.lightning.compat import LightningDataModule, attached, is_overridden, pl
+
+    pl.seed_everything(job.seed, verbose=False)
+    model, data = job.model, job.data
+    module = data if isinstance(data, LightningDataModule) else None
+    with attached(trainer, model, data):
+        for holder in (module, model):
+            if holder is not None:
+                holder.prepare_data()
+                holder.setup("fit")
+        source = module or model
+        found = DrawnBatches(_batches(source.train_dataloader() if data is module else data, job.num_batches))
+        if not found.training:
+            raise ValueError("the training loader gives no batch")
+        if (number := len(found.training)) < job.num_batches:
+            found.notes.append(f"The loader has {number} batches, so they are used again in the same order.")
+            found.training = list(islice(cycle(found.training), job.num_batches))
+        if is_overridden("validation_step", model) and is_overridden("val_dataloader", source):
+            found.validation = _batches(source.val_dataloader(), 1)
+        if is_overridden("predict_step", model):
+            given = is_overridden("predict_dataloader", source)
+            if given and module is not None:
+                module.setup("predict")
+            found.prediction = _batches(source.predict_dataloader(), 1) if given else found.validation
+            if not given and not found.validation:
+                found.prediction = found.training[:1]
+    return found
+
+
+def _batches(loaders: Any, number: int) -> list[Any]:
+    from strategies.lightning.compat import CombinedLoader
+
+    if isinstance(loaders, list | tuple) and len(loaders) == 1:
+        (loaders,) = loaders
+    if isinstance(loaders, list | tuple):
+        return [batch for batch, *_ in islice(CombinedLoader(loaders, "sequential"), number)]
+    combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders, "max_size_cycle")
+    return [batch for batch, *_ in islice(combined, number)]
+
+
+def _give(source: Any, drawn: DrawnBatches, trainer: Any) -> None:
+    """Make a data module give the batches that were drawn, to each rank its own for training."""
+    source.train_dataloader = lambda: _loader(drawn.training[trainer.global_rank :: trainer.world_size])
+    if drawn.validation:
+        source.val_dataloader = lambda: _loader(drawn.validation)
+
+
+def _loader(batches: Any) -> Any:
+    return torch.utils.data.DataLoader(batches, batch_size=None, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
+
+
+def _whole_checkpoint(path: Path) -> Any:
+    if path.is_dir():
+        from strategies.checkpoint.store import load_sharded
+
+        return load_sharded(path, weights_only=False)[0]
+    return torch.load(path, map_location="cpu", weights_only=False)
+
+
+def _stem(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+def _file(folder: Path, name: str, kind: str) -> Path:
+    return folder / f"{_stem(name)}.{kind}"
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
+    """Run executions one after another. Each leaves a record or an error; without the first one there are no others."""
+    sys.path[:] = pickle.loads((folder / _PATHS).read_bytes())
+    warnings.filterwarnings("ignore")
+    for name in names:
+        try:
+            execution: Execution = pickle.loads(_file(folder, name, "execution").read_bytes())
+            if not (folder / _BATCHES).exists():
+                job = prepared_job(folder)
+                trainer = trainer_of_run(folder, job, Execution("drawing"), [])
+                partial = folder / f"{_BATCHES}.partial"
+                partial.write_bytes(cloudpickle.dumps(draw_batches(trainer, job)))
+                partial.replace(folder / _BATCHES)
+            drawn: DrawnBatches = pickle.loads((folder / _BATCHES).read_bytes())
+            record = run_execution(folder, prepared_job(folder), execution, drawn)
+            rank = int(os.environ.get("LOCAL_RANK", 0)) if execution.strategy is not None else 0
+            torch.save(record, folder / f"{_stem(name)}.{rank}.record")
+        except Exception as error:
+            if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+                told = (str(error), type(error).__name__, traceback.format_exc())
+                _file(folder, name, "error").write_bytes(pickle.dumps(told))
+            if name == names[0]:
+                raise
+
+
+def prepared_job(folder: Path) -> VerifiedJob:
+    """Return a job whose model has as many blocks as are wanted."""
+    from trainer.verification.blocks import shorten
+
+    job = read_job(folder)
+    if job.blocks is not None:
+        shorten(job.model, *job.blocks)
+    return job
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

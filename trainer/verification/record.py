@@ -1,0 +1,142 @@
+"""What a short run came to, by name: losses, gradients, norms, values and states after each step, and what follows.
+
+A run of several ranks writes one record per rank. :func:`merged` makes one of them, as one process would have it::
+
+    rank 0    batch 0   batch 2 │ batch 4   batch 6
+    rank 1    batch 1   batch 3 │ batch 5   batch 7      2 ranks, 2 accumulated batches, 2 steps
+    one       batch 0 1 2 3     │ batch 4 5 6 7
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+Values = dict[str, Any]
+"""Tensors, numbers and other leaves, by path."""
+
+
+@dataclass
+class StepRecord:
+    """One optimizer step.
+
+    Attributes:
+        gradients: The gradient of each parameter before clipping, averaged over the ranks; ``None`` if it has none.
+        norm: The global norm that the strategy computes, if it has been asked for.
+        values: Parameters and buffers after the step.
+        states: The state of the optimizers after the step, by optimizer, number of the parameter and key.
+        hyperparameters: The settings of each parameter group with which the step was made.
+        logged: What has been logged by the end of the step's last batch.
+    """
+
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    norm: float | None = None
+    values: dict[str, Tensor] = field(default_factory=dict)
+    states: Values = field(default_factory=dict)
+    hyperparameters: Values = field(default_factory=dict)
+    logged: Values = field(default_factory=dict)
+
+
+@dataclass
+class RunRecord:
+    """A whole run.
+
+    Attributes:
+        name: What ran, for messages.
+        losses: The loss of each batch.
+        initial: Parameters and buffers before the first step.
+        steps: The optimizer steps.
+        validation: The outputs and the metrics of one validation batch.
+        predictions: What ``predict`` returned for one batch.
+        checkpoint: Every leaf of the checkpoint that is written at the end.
+        logs_of_one: Whether the batches that log values are those of one rank.
+        has_gradients: Whether gradients could be read between the backward pass and the step.
+        order: Names of parameters in the order in which the backward pass completes their gradients.
+        buffers: Names among ``initial`` that are buffers.
+        stage_of: The stage of each parameter and buffer, if the model is divided.
+        ties: Names that share one parameter.
+        numbered: The name of each parameter, by optimizer and number, where that is known.
+        draws: For each random generator, the modules that draw from it in ``training_step``.
+        norm_layers: Names of BatchNorm layers that are in training mode.
+        narrowest: The floating-point type of least precision in which ``training_step`` computes.
+        keeps_first_buffers: Whether buffers differ between the ranks, of which the first counts.
+        facts: Further facts for messages, such as the balance.
+        notes: What was left out.
+    """
+
+    name: str
+    losses: list[float | None] = field(default_factory=list)
+    initial: dict[str, Tensor] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    validation: Values = field(default_factory=dict)
+    predictions: Values = field(default_factory=dict)
+    checkpoint: Values = field(default_factory=dict)
+    logs_of_one: bool = True
+    has_gradients: bool = True
+    order: list[str] = field(default_factory=list)
+    buffers: list[str] = field(default_factory=list)
+    stage_of: dict[str, str] = field(default_factory=dict)
+    ties: list[list[str]] = field(default_factory=list)
+    numbered: dict[str, str] = field(default_factory=dict)
+    draws: dict[str, list[str]] = field(default_factory=dict)
+    norm_layers: list[str] = field(default_factory=list)
+    narrowest: str = "float64"
+    keeps_first_buffers: bool = False
+    facts: Values = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether layers draw random numbers in training."""
+        return any(self.draws.values())
+
+
+def merged(records: Sequence[RunRecord], accumulated: int = 1) -> RunRecord:
+    """Return the record of a run, given those of its ranks.
+
+    Args:
+        records: One record per rank; a gradient that a rank does not have is that of another rank.
+        accumulated: Number of batches that each rank accumulates for a step.
+    """
+    first, *others = records
+    if not others:
+        return first
+    losses = [loss for batch in zip(*(record.losses for record in records), strict=True) for loss in batch]
+    steps = []
+    for i, step in enumerate(first.steps):
+        gradients = dict(step.gradients)
+        for name in gradients:
+            found = (other.steps[i].gradients.get(name) for other in records)
+            gradients[name] = next((gradient for gradient in found if gradient is not None), None)
+        steps.append(replace(step, gradients=gradients))
+    return replace(first, losses=losses, steps=steps)
+
+
+def leaves(value: Any, path: str = "") -> Values:
+    """Return the leaves of nested mappings and sequences by path; tensors are detached copies on the CPU."""
+    if isinstance(value, Tensor):
+        return {path: on_host(value)}
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple) and not isinstance(value, str):
+        items = enumerate(value)
+    elif hasattr(value, "__dataclass_fields__") or hasattr(value, "to_tuple"):
+        items = vars(value).items()
+    else:
+        return {path: value}
+    found: Values = {}
+    for key, item in items:
+        found.update(leaves(item, f"{path}.{key}" if path else str(key)))
+    return found
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor on the CPU; a divided tensor is gathered, for which every rank has to call this."""
+    if type(tensor) in (Tensor, Parameter) and tensor.is_meta:
+        return tensor  # on a rank that does not gather
+    tensor = tensor.detach()
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).clone().cpu()

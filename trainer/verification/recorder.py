@@ -1,0 +1,345 @@
+"""The callback that writes down what a run comes to, under any strategy, through what is public in Lightning.
+
+A step is written down when it is over: at the end of its last batch, or when another optimizer is about to step.
+"""
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from strategies.common.torch_compat import BatchNorm, TorchDispatchMode
+from strategies.lightning.compat import Callback, LightningModule, Trainer, unwrapped
+from trainer.verification.record import RunRecord, StepRecord, leaves, on_host
+
+NOT_COMPARED = ("callbacks", "loops", "relay", "pytorch-lightning_version", "datamodule")
+"""Keys of a checkpoint that tell of the run rather than of the model."""
+
+
+def seed_of_batch(seed: int, batch: int) -> int:
+    """Return the seed for the random numbers of a batch, which is the same for every number of ranks."""
+    return (seed * 1_000_003 + batch) % 2**32
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+class ValuesRecorder(Callback):
+    """Writes down losses, values, states, logged values, one validation batch and the checkpoint.
+
+    Args:
+        name: What runs, for messages.
+        seed: Random numbers of a batch are seeded by this and by the number of the batch.
+        folder: Where the checkpoint is written meanwhile.
+        ranks: Number of ranks among which batches are divided, if one process runs the batches of all.
+        advance: Called after each step.
+    """
+
+    def __init__(
+        self, name: str, seed: int, folder: Path, *, ranks: int = 1, advance: Callable[[int], None] | None = None
+    ) -> None:
+        self.record = RunRecord(name, has_gradients=False, logs_of_one=ranks == 1)
+        self._seed, self._folder, self._ranks, self._advance = seed, folder, ranks, advance
+        self._step: StepRecord | None = None
+        self._num_steps = 0
+        self._kept_buffers: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write down the initial values, and who has what."""
+        record = self.record
+        record.initial = values_of(trainer, pl_module)
+        record.buffers = [name for name, _ in pl_module.named_buffers(remove_duplicate=False)]
+        record.stage_of = stages_of(trainer, pl_module)
+        record.ties = ties_of(pl_module)
+        record.numbered = numbers_of(trainer, pl_module)
+        record.facts = {**facts_of(trainer), **routers_of(pl_module)}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Seed the generators for the batch."""
+        seed_generators(seed_of_batch(self._seed, batch_idx * trainer.world_size + trainer.global_rank))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Write down the loss, and the step if the batch has completed one."""
+        if self._ranks > 1:
+            self._keep_buffers_of_first_rank(pl_module, batch_idx)
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        # Lightning has divided it by the number of batches of a step.
+        share = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        self.record.losses.append(float(loss) * share if isinstance(loss, Tensor | float) else None)
+        if trainer.global_step > self._num_steps:
+            if self._step is None:  # no hook has told of it
+                self._begin(StepRecord())
+            self._end_step(trainer, pl_module)
+            self._num_steps = trainer.global_step
+            if self._advance is not None:
+                self._advance(self._num_steps)
+
+    def on_validation_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int, *_: Any
+    ) -> None:
+        """Write down what ``validation_step`` returned."""
+        self.record.validation.update(leaves(outputs, "output") if outputs is not None else {})
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write down the metrics of the validation."""
+        known = self.record.steps[-1].logged if self.record.steps else {}
+        now = leaves(dict(trainer.callback_metrics))
+        self.record.validation.update({name: value for name, value in now.items() if name not in known})
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write a checkpoint, and write down what is in it."""
+        path = self._folder / "verified.ckpt"
+        trainer.save_checkpoint(path)
+        if trainer.is_global_zero:
+            self.record.facts["checkpoint"] = str(path)
+
+    def _begin(self, step: StepRecord) -> None:
+        self._step = step
+        self.record.steps.append(step)
+
+    def _end_step(self, trainer: Trainer, model: LightningModule) -> None:
+        step, self._step = self._step, None
+        if step is None:
+            return
+        step.values = values_of(trainer, model)
+        step.logged = leaves(dict(trainer.callback_metrics))
+        for number, optimizer in enumerate(trainer.optimizers):
+            state = trainer.strategy.optimizer_state(optimizer)
+            step.states.update(leaves(state.get("state", {}), str(number)))
+
+    def _keep_buffers_of_first_rank(self, model: LightningModule, batch: int) -> None:
+        """Undo what the batches of other ranks than the first have changed in buffers, as under DDP."""
+        buffers = dict(model.named_buffers())
+        if batch % self._ranks == 0:
+            self._kept_buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+            return
+        for name, kept in self._kept_buffers.items():
+            if not torch.equal(buffers[name], kept):
+                self.record.keeps_first_buffers = True
+                buffers[name].copy_(kept)
+
+
+class GradientsRecorder(ValuesRecorder):
+    """Writes down gradients and norms too, in a hook that makes some strategies wait for the end of the backward pass.
+
+    Args:
+        args: As for :class:`ValuesRecorder`.
+        kwargs: As for :class:`ValuesRecorder`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.record.has_gradients = True
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Write down the gradients before clipping, and their norm as the strategy computes it."""
+        self._end_step(trainer, pl_module)  # of another optimizer
+        step = StepRecord(hyperparameters=hyperparameters_of(trainer))
+        for name, parameter in pl_module.named_parameters():
+            gradient = parameter.grad
+            step.gradients[name] = None if gradient is None else on_host(gradient)
+        step.norm = norm_of(trainer, unwrapped(optimizer))
+        self._begin(step)
+
+
+def values_of(trainer: Trainer, model: LightningModule) -> dict[str, Tensor]:
+    """Return parameters and buffers of all stages; every rank calls this, and the first has the values."""
+    state = trainer.strategy.lightning_module_state_dict()
+    values = {name: on_host(value) for name, value in state.items() if isinstance(value, Tensor)}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name not in values and not (type(buffer) is Tensor and buffer.is_meta):
+            values[name] = on_host(buffer)  # which are not saved
+    return values
+
+
+def hyperparameters_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings of every parameter group, by optimizer, group and name."""
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for place, group in enumerate(unwrapped(optimizer).param_groups):
+            own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            found.update(leaves(own, f"{number}.{place}"))
+    return found
+
+
+def norm_of(trainer: Trainer, optimizer: Optimizer) -> float | None:
+    """Return the global norm as the strategy computes it, which leaves the gradients as they are."""
+    clip = getattr(trainer.strategy, "clip_grad_norm_", None)
+    if clip is not None:
+        return float(clip(float("inf"), optimizer=optimizer))
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return float(nn.utils.clip_grad_norm_(parameters, float("inf")))
+
+
+def stages_of(trainer: Trainer, model: LightningModule) -> dict[str, str]:
+    """Return the stage of each parameter and buffer of a pipeline, by name; nothing under other strategies."""
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+    if pipeline is None or len(pipeline.stages) < 2:
+        return {}
+    paths = {id(module): path for path, module in model.named_modules()}
+    path = paths[id(pipeline.module)]
+    last = f"stage {len(pipeline.stages) - 1} (the driver)"
+    stage_of_layer = {
+        f"{path}.{name}".strip("."): last if i == len(pipeline.stages) - 1 else f"stage {i}"
+        for i, stage in enumerate(pipeline.stages)
+        for name in stage._modules
+    }
+    names = [
+        name
+        for name, _ in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+    ]
+    return {
+        name: next((stage for layer, stage in stage_of_layer.items() if name.startswith(f"{layer}.")), last)
+        for name in names
+    }
+
+
+def ties_of(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
+def numbers_of(trainer: Trainer, model: nn.Module) -> dict[str, str]:
+    """Return the names of the optimizers' parameters, by the number of the optimizer and that in its state dict."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {}
+    for number, optimizer in enumerate(trainer.optimizers):
+        own = [p for group in unwrapped(optimizer).param_groups for p in group["params"]]
+        found.update({f"{number}.{place}": names[id(p)] for place, p in enumerate(own) if id(p) in names})
+    return found
+
+
+def facts_of(trainer: Trainer) -> dict[str, Any]:
+    """Return how the model is divided."""
+    pipeline = getattr(trainer.strategy, "pipeline", None)
+    if pipeline is None:
+        return {}
+    settings = pipeline.settings
+    return {
+        "balance": list(pipeline.balance),
+        "microbatches": settings.microbatches,
+        "schedule": settings.schedule,
+        "recomputed": settings.checkpoint,
+    }
+
+
+def routers_of(model: nn.Module) -> dict[str, Any]:
+    """Return the name of the first module that adds the auxiliary loss of routers, if there is one."""
+    for name, module in model.named_modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
+            return {"router": name}
+    return {}
+
+
+# What only a run in one process can see
+
+
+class StepWatch:
+    """Watches the first ``training_step`` of a model in one process: who draws random numbers, types, the order.
+
+    Args:
+        model: The model.
+        record: Where it is written down.
+    """
+
+    def __init__(self, model: LightningModule, record: RunRecord) -> None:
+        self._model, self._record = model, record
+        self._handles: list[RemovableHandle] = []
+        self._before: list[dict[str, Any]] = []
+        self._mode = _Narrowest()
+
+    def begin(self) -> None:
+        """Watch from now on, until :meth:`end`."""
+        for module in self._model.modules():
+            self._handles.append(module.register_forward_pre_hook(lambda *_: self._before.append(_generators())))
+            self._handles.append(module.register_forward_hook(self._after, always_call=True))
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        for parameter in self._model.parameters():
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(lambda p: self._note_order(names[id(p)]))
+                self._handles.append(hook)
+        self._record.norm_layers = [
+            name
+            for name, module in self._model.named_modules()
+            if isinstance(module, BatchNorm) and (module.training or module.running_mean is None)
+        ]
+        self._whole = _generators()
+
+    def forward(self) -> "_Narrowest":
+        """Return a context for ``training_step``, in which types are watched."""
+        return self._mode
+
+    def end(self) -> None:
+        """Stop watching; called when the step is over."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._record.narrowest = self._mode.narrowest
+
+    def end_of_forward(self) -> None:
+        """Note what is drawn outside of modules."""
+        for kind, state in _generators().items():
+            if not _same(self._whole[kind], state) and not self._record.draws.get(kind):
+                self._record.draws[kind] = ["training_step"]
+
+    def _note_order(self, name: str) -> None:
+        if name not in self._record.order:
+            self._record.order.append(name)
+
+    def _after(self, module: nn.Module, *_: Any) -> None:
+        before, now = self._before.pop(), _generators()
+        changed = [kind for kind, state in now.items() if not _same(before[kind], state)]
+        for kind in changed:
+            inner = self._record.draws.setdefault(kind, [])
+            name = next(name for name, each in self._model.named_modules() if each is module)
+            if not any(known.startswith(f"{name}.") or known == name for known in inner) and name:
+                inner.append(name)
+
+
+class _Narrowest(TorchDispatchMode):
+    """Notes the floating-point type of least precision among the results of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrowest = "float64"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1:
+                name = str(value.dtype).removeprefix("torch.")
+                with suppress(TypeError):
+                    if torch.finfo(value.dtype).eps > torch.finfo(getattr(torch, self.narrowest)).eps:
+                        self.narrowest = name
+        return result
+
+
+def _generators() -> dict[str, Any]:
+    return {"torch": torch.get_rng_state(), "numpy": numpy.random.get_state(), "random": random.getstate()}
+
+
+def _same(before: Any, now: Any) -> bool:
+    if isinstance(before, Tensor):
+        return torch.equal(before, now)
+    if isinstance(before, tuple) and isinstance(before[0], str):  # numpy's
+        return bool(numpy.array_equal(before[1], now[1])) and before[2:] == now[2:]
+    return bool(before == now)

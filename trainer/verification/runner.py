@@ -1,0 +1,447 @@
+"""Which runs a certificate needs, each in a process of its own, with files in a temporary folder only."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from strategies.lightning.compat import (
+    READING_CALLBACKS,
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    MisconfigurationException,
+    Precision,
+    StochasticWeightAveraging,
+    Strategy,
+    WeightAveraging,
+    is_overridden,
+)
+from strategies.lightning.partitioning import find_path
+from trainer.verification.blocks import check_blocks
+from trainer.verification.certificate import Certificate, ReferenceRuns, certify
+from trainer.verification.compare import rounding_of
+from trainer.verification.process import (
+    Execution,
+    FailedRun,
+    VerifiedJob,
+    read_failure,
+    read_records,
+    steps_done,
+    write_execution,
+    write_job,
+)
+from trainer.verification.record import RunRecord, merged
+
+KEPT = (
+    *("accelerator", "precision", "gradient_clip_val", "gradient_clip_algorithm", "deterministic", "benchmark"),
+    *("inference_mode", "detect_anomaly"),
+)
+"""Arguments of the Trainer that change what a step computes."""
+
+_IN_FLOAT64 = (None, 32, "32", "32-true")
+"""Precisions in place of which runs use float64, if the model allows it."""
+
+_LEFT_OUT = {
+    "balance_mode": "balance_by_size",
+    "max_restarts": 0,
+    "snapshot_every_n_steps": 0,
+    "spare_workers": 0,
+    "rebalance": None,
+    "rebalance_every_n_steps": None,
+    "rebalance_threshold": None,
+}
+"""Settings of a pipeline that have no place in a reference of one stage."""
+
+
+class VerifiedStrategy:
+    """What a strategy means for the runs that verify it.
+
+    Args:
+        strategy: The strategy, as a Trainer has it.
+        num_devices: The number of devices.
+
+    Raises:
+        MisconfigurationException: If it is none of the strategies that can be verified.
+    """
+
+    def __init__(self, strategy: Strategy, num_devices: int) -> None:
+        self.kind: type = type(strategy)
+        names = [cls.__name__ for cls in self.kind.__mro__]
+        self.name = next((n for n in ("RPCSequentialStrategy", "ZeROStrategy", "DDPStrategy") if n in names), "")
+        arguments = getattr(strategy, "given_arguments", None)
+        if not self.name or arguments is None:
+            raise MisconfigurationException(
+                f"verify compares RPCSequentialStrategy, DDPStrategy and ZeROStrategy with one process, got "
+                f"{self.kind.__name__}. Set strategy to 'rpc_sequential', 'ddp' or 'zero'."
+            )
+        self.arguments: dict[str, Any] = dict(arguments)
+        self.num_devices = num_devices
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether it divides layers."""
+        return self.name == "RPCSequentialStrategy"
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks among which batches are divided."""
+        return self.arguments.get("data_parallel_size", 1) if self.is_pipeline else self.num_devices
+
+    @property
+    def is_whole_loss(self) -> bool:
+        """Whether ``training_step`` runs once for the whole batch."""
+        return not self.is_pipeline or self.arguments.get("schedule", "gpipe") == "gpipe"
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether micro-batches count by their tokens."""
+        return self.arguments.get("loss_weight", "rows") == "tokens"
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether a hook that reads gradients would change how the strategy steps."""
+        return self.name == "ZeROStrategy" and bool(self.arguments.get("overlap_with_ddp"))
+
+    def run(self, precision: Any) -> Execution:
+        """Return the run of the strategy itself."""
+        return Execution(
+            "the strategy",
+            (self.kind, self.arguments),
+            devices=self.num_devices,
+            precision=precision,
+            reads_gradients=not self.steps_in_backward,
+        )
+
+    def with_one_stage(self, precision: Any, facts: Mapping[str, Any]) -> Execution:
+        """Return the run of the same strategy with one stage, in one process for each replica."""
+        from strategies.rpc_sequential import RPCSequentialStrategy
+
+        arguments = {name: value for name, value in self.arguments.items() if name not in _LEFT_OUT}
+        for name in ("chunks_per_stage", "max_microbatches", "memory_limit_bytes"):
+            arguments.pop(name, None)
+        arguments |= {
+            "balance": "even",
+            "microbatches": facts.get("microbatches", self.arguments.get("microbatches", 8)),
+        }
+        if not self.is_whole_loss:
+            arguments["schedule"] = "1f1b"
+        return Execution(
+            "the strategy with one stage", (RPCSequentialStrategy, arguments), devices=self.ranks, precision=precision
+        )
+
+
+def verify_run(
+    trainer_class: type,
+    given: Mapping[str, Any],
+    strategy: Strategy,
+    num_devices: int,
+    model: LightningModule,
+    data: Any,
+    *,
+    steps: int = 3,
+    blocks: int | None = None,
+    seed: int = 0,
+) -> Certificate:
+    """Run a few steps in one process and under a strategy, and return the verdict.
+
+    Args:
+        trainer_class: The class of the Trainer.
+        given: The arguments that a Trainer was given.
+        strategy: The strategy that it has.
+        num_devices: The number of its devices.
+        model: The model, which is left unchanged.
+        data: A data module, or loaders of training batches; ``None``: the model has loaders.
+        steps: Number of optimizer steps.
+        blocks: Number of blocks to keep of the model; ``None``: all.
+        seed: Seeds everything.
+
+    Raises:
+        MisconfigurationException: Before any process starts, if something cannot be verified.
+        RuntimeError: If the model does not train in one process, or not under the strategy.
+    """
+    _check(given, model, steps, data)
+    verified = VerifiedStrategy(strategy, num_devices)
+    arguments, notes = kept_arguments(given)
+    shortened = None
+    if blocks is not None:
+        path = verified.arguments.get("module") or find_path(model, None, 2)
+        check_blocks(model, path, blocks)
+        shortened = path, blocks
+        notes.append(f"Of the blocks of {path!r}, only the first {blocks} were run.")
+        if isinstance(verified.arguments.get("balance"), list | tuple):
+            verified.arguments["balance"] = "even"
+            notes.append("The layers were divided evenly, because the given balance counts all blocks.")
+    job = VerifiedJob(
+        trainer_class,
+        model,
+        data,
+        arguments,
+        steps,
+        accumulated=int(given.get("accumulate_grad_batches") or 1),
+        ranks=verified.ranks,
+        seed=seed,
+        blocks=shortened,
+    )
+    with tempfile.TemporaryDirectory(prefix="relay-verify-", ignore_cleanup_errors=True) as name:
+        runs = RunProcesses(Path(name), job)
+        with _detached(data):
+            write_job(Path(name), job)
+        certificate = _certified(runs, verified, model, given)
+    certificate.notes = [*notes, *certificate.notes]
+    return certificate
+
+
+def _certified(
+    runs: "RunProcesses", verified: VerifiedStrategy, model: LightningModule, given: Mapping[str, Any]
+) -> Certificate:
+    notes, precision = [], given.get("precision")
+    wished = "64-true" if precision in _IN_FLOAT64 and not given.get("plugins") else None
+    number = verified.arguments.get("microbatches", 8) if verified.is_pipeline else None
+    has_micro = verified.is_pipeline and model.automatic_optimization
+    micro = Execution(
+        "one process with the same micro-batches",
+        precision=wished,
+        microbatches=number if isinstance(number, int) else None,
+        by_tokens=verified.counts_tokens,
+    )
+    one, own = Execution("one process", precision=wished), verified.run(wished)
+    together = [micro] if has_micro and micro.microbatches is not None else []
+    if verified.is_pipeline and verified.ranks == 1:  # its workers do not run the command of this process again
+        together.append(own)
+    failed = runs.run([one, *together])
+    if one.name in failed and wished is not None:
+        notes.append(f"Not in float64, in which the model does not train: {failed[one.name].message.splitlines()[0]}")
+        wished = None
+        one, own, micro, *together = (replace(each, precision=None) for each in (one, own, micro, *together))
+        failed = runs.run([one, *together])
+    if one.name in failed:
+        raise RuntimeError(f"the model does not train in one process: {_told(failed[one.name])}")
+    first = runs.record(one.name)
+    rounding = rounding_of(str(wished or precision), first.narrowest)
+    if own not in together:
+        failed |= runs.run([own])
+    if own.name in failed:
+        raise RuntimeError(f"the model does not train under {verified.name}: {_told(failed[own.name])}")
+    actual = runs.record(own.name)
+    if verified.steps_in_backward:
+        actual.notes.append("Gradients and norms were not read, because the strategy steps within the backward pass.")
+    if not first.logs_of_one:
+        actual.notes.append("Values that training_step logs were not compared, because each rank logs its own.")
+    references = ReferenceRuns(first)
+    if has_micro and micro.microbatches is None:
+        micro = replace(micro, microbatches=int(actual.facts["microbatches"]))
+        failed |= runs.run([micro])
+    if has_micro and micro.name not in failed and not first.is_random:
+        references = replace(references, micro=runs.record(micro.name))
+    described = _described(verified, actual)
+    result = certify(actual, references, rounding, is_whole_loss=verified.is_whole_loss, strategy=described)
+    is_of_buffers = result.origin is not None and result.origin.part == "buffers"
+    if not result.is_right and verified.is_pipeline and (first.is_random or first.norm_layers or is_of_buffers):
+        stage = verified.with_one_stage(wished, actual.facts)
+        plain = [
+            replace(each, name=f"{each.name} without dropout", drops_nothing=True)
+            for each in (one, *([micro] if has_micro else []), own)
+        ]
+        more = plain if first.is_random and verified.ranks == 1 else []
+        failed |= runs.run([stage, *more])
+        if stage.name in failed:
+            raise RuntimeError(
+                f"the model does not train under {verified.name} with one stage: {_told(failed[stage.name])}"
+            )
+        references = replace(references, stage=runs.record(stage.name))
+        judge = partial(certify, is_whole_loss=verified.is_whole_loss, strategy=described)
+        result = judge(actual, references, rounding)
+        if more and result.is_right:
+            result = _with_and_without_dropout(result, runs, plain, failed, partial(judge, rounding=rounding))
+    result.notes = [*notes, *result.notes]
+    return result
+
+
+def _with_and_without_dropout(
+    result: Certificate,
+    runs: "RunProcesses",
+    plain: Sequence[Execution],
+    failed: Mapping[str, FailedRun],
+    judge: Callable[..., Certificate],
+) -> Certificate:
+    """Return the verdict about runs without dropout if that is wrong: one stage has the faults of the whole engine."""
+    if failure := failed.get(plain[0].name) or failed.get(plain[-1].name):
+        result.notes.append(f"The model does not train with a dropout of 0: {failure.message}")
+        return result
+    one, *micro, own = (runs.record(each.name) for each in plain if each.name not in failed)
+    if one.is_random:
+        result.notes.append(
+            "Layers draw random numbers with a dropout of 0 too, so the strategy was not compared with one process."
+        )
+        return result
+    without = judge(own, ReferenceRuns(one, *micro))
+    if not without.is_right:
+        return without
+    result.notes.append(f"With a dropout of 0, the strategy is {without.verdict}, compared with {without.reference}.")
+    result.reasons += without.reasons
+    return result
+
+
+def _told(failure: FailedRun) -> str:
+    return f"{failure.kind}: {failure.message}\n{failure.trace}"
+
+
+def _described(verified: VerifiedStrategy, actual: RunRecord) -> str:
+    words = [verified.kind.__name__]
+    if verified.is_pipeline:
+        facts = actual.facts
+        words.append(f"schedule={facts.get('schedule')!r}, balance={facts.get('balance')}")
+        words.append(f"microbatches={facts.get('microbatches')}")
+    elif verified.name == "ZeROStrategy":
+        words.append(f"stage={verified.arguments.get('stage', 1)}")
+    return ", ".join([*words, f"{verified.num_devices} processes"])
+
+
+def _check(given: Mapping[str, Any], model: LightningModule, steps: int, data: Any) -> None:
+    """Check what can be checked before any process starts.
+
+    Raises:
+        MisconfigurationException: If something is wrong.
+    """
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise MisconfigurationException(f"steps must be a whole number of at least 1, got {steps!r}.")
+    for name in ("training_step", "configure_optimizers"):
+        if not is_overridden(name, model):
+            raise MisconfigurationException(f"verify trains the model, but {type(model).__name__} has no {name}.")
+    if data is None and not is_overridden("train_dataloader", model):
+        raise MisconfigurationException(
+            f"There are no batches: {type(model).__name__} has no train_dataloader. Give a data module or a loader."
+        )
+    if int(given.get("num_nodes") or 1) > 1:
+        raise MisconfigurationException(f"verify runs on one host, got num_nodes={given['num_nodes']}.")
+    if given.get("sync_batchnorm"):
+        raise MisconfigurationException(
+            "verify cannot compare sync_batchnorm=True, which one process does not have. Leave it out."
+        )
+    started = [name for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID") if name in os.environ]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and (started or "LOCAL_RANK" in os.environ):
+        raise MisconfigurationException(
+            f"verify starts its processes itself, but {os.environ['WORLD_SIZE']} have been started. Run it in one "
+            "process, without torchrun or srun."
+        )
+
+
+def kept_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments of the Trainer that hold for the runs, and notes of what is left out."""
+    kept = {name: given[name] for name in KEPT if given.get(name) is not None}
+    callbacks = given.get("callbacks") or []
+    callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    own = [each for each in callbacks if isinstance(each, WeightAveraging | StochasticWeightAveraging)]
+    kept["callbacks"] = own
+    notes = []
+    others = [type(each).__name__ for each in callbacks if each not in own and not isinstance(each, READING_CALLBACKS)]
+    others = [name for name in others if name not in ("SaveConfigBesideCheckpoints", "PipelineMonitor")]
+    if others:
+        notes.append(f"Callbacks that were left out: {', '.join(dict.fromkeys(others))}.")
+    plugins = given.get("plugins") or []
+    precision = [each for each in (plugins if isinstance(plugins, list) else [plugins]) if isinstance(each, Precision)]
+    if precision:
+        kept["plugins"] = precision
+        kept.pop("precision", None)
+    return kept, notes
+
+
+class RunProcesses:
+    """The processes of a job.
+
+    Args:
+        folder: The folder of the job.
+        job: The job.
+    """
+
+    def __init__(self, folder: Path, job: VerifiedJob) -> None:
+        self._folder, self._job, self._log = folder, job, folder / "output"
+
+    def run(self, executions: Sequence[Execution]) -> dict[str, FailedRun]:
+        """Run executions one after another in one process; return the errors of those that failed."""
+        for execution in executions:
+            write_execution(self._folder, execution)
+            for path in self._folder.glob(f"{execution.name.replace(' ', '-')}.*"):
+                if path.suffix in (".record", ".error", ".steps"):
+                    path.unlink()
+        names = [execution.name for execution in executions]
+        status = self._execute(names)
+        failed = {name: found for name in names if (found := read_failure(self._folder, name)) is not None}
+        if status and not failed:
+            told = self._log.read_text(errors="replace")[-2000:]
+            failed[names[0]] = FailedRun(f"the process has ended with status {status}", "RuntimeError", told)
+        return failed
+
+    def record(self, name: str) -> RunRecord:
+        """Return the record of an execution, of all its ranks."""
+        return merged(read_records(self._folder, name.replace(" ", "-")))
+
+    def _execute(self, names: Sequence[str]) -> int:
+        """Run executions in a process, and return its exit status."""
+        command = [sys.executable, "-m", "trainer.verification.process", str(self._folder), *names]
+        with open(self._log, "ab") as output, _ended(self._start(command, output)) as child, _progress(names) as show:
+            while child.poll() is None:
+                for name in names:
+                    show(name, steps_done(self._folder, name), self._job.steps)
+                time.sleep(0.05)
+        return child.returncode
+
+    def _start(self, command: Sequence[str], output: Any) -> "subprocess.Popen[bytes]":
+        package = str(Path(__file__).parents[2])
+        paths = [package, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+
+@contextmanager
+def _detached(data: Any) -> Iterator[None]:
+    """Within this, a data module has no Trainer, which need not be copied with it."""
+    if not isinstance(data, LightningDataModule):
+        yield
+        return
+    before, data.trainer = data.trainer, None
+    try:
+        yield
+    finally:
+        data.trainer = before
+
+
+@contextmanager
+def _ended(child: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
+    """End a process, and those that it has started, if the body is left before it has ended."""
+    try:
+        yield child
+    finally:
+        if child.poll() is None:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(10)
+                    break
+
+
+@contextmanager
+def _progress(names: Sequence[str]) -> Iterator[Any]:
+    """Show how many steps have been made, where the output is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda name, step, total: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        tasks = {name: progress.add_task(name, total=None) for name in names}
+        yield lambda name, step, total: progress.update(tasks[name], completed=step, total=total)
