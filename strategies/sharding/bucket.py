@@ -25,8 +25,7 @@ class Bucket:
         optimizer: Number of their optimizer.
         as_view: Store the parameters in one buffer, so that values are sent without being copied.
         packed: Copy all gradients into one buffer, which can be summed in place (a gradient may share its memory with
-            that
-            of another parameter). Otherwise large gradients are sent without a copy.
+            that of another parameter). Otherwise large gradients are sent without a copy.
     """
 
     def __init__(

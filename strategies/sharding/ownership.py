@@ -95,8 +95,7 @@ def assign_owners(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     """Assign each item to a rank, the largest first, each to the rank with the smallest load (sorted-greedy).
 
     The largest load is at most 4/3 of that of the best partition (Graham, 1969), and nearly equal to the others if
-    items are
-    small compared with a share.
+    items are small compared with a share.
 
     Args:
         sizes: Size of each item.

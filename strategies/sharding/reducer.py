@@ -27,8 +27,7 @@ class Reducer:
     Args:
         exchange: Connects the ranks.
         whole: Every rank gets every gradient, as in DistributedDataParallel; otherwise only the owner gets it, and
-            other
-            ranks have no gradient after the backward pass.
+            other ranks have no gradient after the backward pass.
         find_unused: Backward passes may leave out parameters, different ones on each rank.
         prepare: Called at the start of a backward pass; returns the buckets.
         reduced: Called with each bucket when its gradients are averaged, on every rank in the same order.

@@ -46,8 +46,7 @@ class Exchange:
     """Sends buffers to their owner, and from their owner to all ranks.
 
     On the CPU, buffers are sent directly from rank to rank: gloo's own reduce transfers half as much again as needed
-    and
-    took twice as long (8 buffers of 12 MB, two ranks: 80 ms against 38 ms).
+    and took twice as long (8 buffers of 12 MB, two ranks: 80 ms against 38 ms).
 
     Args:
         group: The ranks.
@@ -63,8 +62,8 @@ class Exchange:
 
         Args:
             pieces: One-dimensional buffers, of the same sizes on every rank, not to be touched until the end.
-                Afterwards they
-                have undefined contents if ``owner`` is ``None`` or they are on a GPU, and are unchanged otherwise.
+                Afterwards they have undefined contents if ``owner`` is ``None`` or they are on a GPU, and are unchanged
+                otherwise.
             owner: The rank that gets the averages; ``None`` for all ranks.
             number: Number of this exchange among those that may be under way.
 

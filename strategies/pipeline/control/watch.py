@@ -1,8 +1,7 @@
 """Detects a stage that hangs, among stages that only wait for it.
 
 A stage is alive while its counter moves, its process computes (a long layer, an import, a compilation), or its Python
-stack changes. A stage of which none of these holds
-hangs, unless it waits for a neighbour or for the driver.
+stack changes. Otherwise it hangs, unless it waits for a neighbour or for the driver.
 """
 
 import threading

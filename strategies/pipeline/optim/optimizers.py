@@ -1,8 +1,7 @@
 """The user's optimizers over all stages: steps, gradients and states, as if every parameter were on the driver.
 
 The optimizer objects are those that the user has made; they step the parameters of the driver. Each worker has copies
-of
-them, restricted to its own parameters.
+of them, restricted to its own parameters.
 """
 
 import warnings

@@ -6,8 +6,7 @@
 
 Everything that works with a plain ``nn.Sequential`` works here: ``retain_graph``, ``torch.autograd.grad``, hooks of
 parameters, and ``DistributedDataParallel``, which sees the gradient of each parameter once in a backward pass, also
-with
-recomputation.
+with recomputation.
 
 Index letters: ``m`` micro-batch, ``i`` partition.
 """

@@ -31,17 +31,16 @@ class Pipe(nn.Module):
     """Runs an ``nn.Sequential`` in micro-batches over several devices and processes.
 
     Each layer runs on the device of its parameters, or on the CPU if it has none; :class:`WithDevice` places it
-    elsewhere. A
-    layer that returns a tuple passes several arguments to the next one, also within an inner ``nn.Sequential``; see
-    :mod:`~strategies.pipeline.stage.calling` for lists and for layers that take the tuple as one argument.
+    elsewhere. A layer that returns a tuple passes several arguments to the next one, also within an inner
+    ``nn.Sequential``; see :mod:`~strategies.pipeline.stage.calling` for lists and for layers that take the tuple as one
+    argument.
 
     ``state_dict`` has the keys of ``module``. ``load_state_dict`` also accepts the keys of the original ``Pipe``
     (``partitions.0.1.weight``), whatever its partitions were; what ``state_dict`` returns then loads into ``module``
     itself.
 
     Random numbers of layers are seeded by (pass, micro-batch, layer) from the generator of the process, so dropout does
-    not
-    depend on placement or recomputation.
+    not depend on placement or recomputation.
 
     Args:
         module: The layers.
@@ -53,8 +52,7 @@ class Pipe(nn.Module):
 
     Raises:
         TypeError: If ``module`` is not an ``nn.Sequential``, if skip connections do not match, or if an argument has a
-            wrong
-            type.
+            wrong type.
         ValueError: If a layer occurs twice or is on several devices, or an argument is out of range.
     """
 
@@ -97,14 +95,12 @@ class Pipe(nn.Module):
 
         Args:
             inputs: Inputs of the first layer: tensors ``[batch, ...]`` are split as by ``Tensor.chunk``; other values
-                and
-                :class:`NoChunk` are passed to every micro-batch. A batch with fewer rows than ``chunks`` gives fewer
-                micro-batches.
+                and :class:`NoChunk` are passed to every micro-batch. A batch with fewer rows than ``chunks`` gives
+                fewer micro-batches.
 
         Returns:
             An ``RRef``, owned by this process, to the output of the last layer: tensors joined along their rows, other
-            values as
-            a list with one entry for each micro-batch.
+            values as a list with one entry for each micro-batch.
 
         Raises:
             TypeError: If no input is a tensor, or a partition returns no tensor.
@@ -136,8 +132,7 @@ class Pipe(nn.Module):
         """Have the processes of all layers follow an optimizer over :meth:`parameters`.
 
         Parameters of layers on workers are stand-ins in this process. From now on, ``step``, ``zero_grad``,
-        ``state_dict`` and
-        ``load_state_dict`` of the optimizer reach every process; schedulers work as usual.
+        ``state_dict`` and ``load_state_dict`` of the optimizer reach every process; schedulers work as usual.
 
         Returns:
             The same optimizer. If all layers are in this process, there is nothing to do.
@@ -310,8 +305,7 @@ def _own_names(keys: Sequence[str], layers: Mapping[str, nn.Module | None]) -> d
 
     torchgpipe and fairscale wrote ``partitions.<partition>.<name in the whole module>``. torch wrote the index in the
     partition instead, where each layer of an inner ``nn.Sequential`` counts. However layers were partitioned, those
-    with
-    tensors are in the same order.
+    with tensors are in the same order.
 
     Args:
         keys: The keys of the checkpoint.

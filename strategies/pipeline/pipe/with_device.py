@@ -94,8 +94,7 @@ def partitions_of(module: nn.Sequential, here: str | None) -> list[Partition]:
     """Move layers to the devices of this process that ``WithDevice`` names, and return the partitions.
 
     Consecutive layers at one place form a partition, except on the CPU of this process, where every layer is a
-    partition, as
-    in the original ``Pipe``.
+    partition, as in the original ``Pipe``.
 
     Args:
         module: The layers.
