@@ -9,15 +9,8 @@ from dataclasses import dataclass
 
 import cloudpickle
 
-from strategies.common.errors import is_consequence
+from strategies.common.errors import RemoteTraceback, is_consequence
 from strategies.common.folding import folded
-
-
-class RemoteTraceback(Exception):
-    """The cause of an exception that another process raised: where that process raised it, and the traceback there."""
-
-    def __init__(self, where: str, text: str) -> None:
-        super().__init__(f"{where}\n\n{text}")
 
 
 @dataclass(frozen=True)

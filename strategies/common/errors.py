@@ -27,3 +27,10 @@ def is_consequence(error: BaseException) -> bool:
         or ("Broken pipe" in str(error) and "gloo/transport" in str(error))
         or "failed to connect" in str(error)
     )
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception that another process raised: where that process raised it, and the traceback there."""
+
+    def __init__(self, where: str, text: str) -> None:
+        super().__init__(f"{where}\n\n{text}")

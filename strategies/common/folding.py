@@ -1,7 +1,7 @@
 """Tracebacks without the frames of Relay, Lightning and torch's wrappers, which an error of user code goes through.
 
-What is shown is the user's code and what it called last. The exception itself keeps its whole traceback, for debuggers,
-until Python prints it.
+What is shown is the user's code and the line that raised the error. The exception itself keeps its whole traceback, for
+debuggers, until Python prints it.
 """
 
 import os
@@ -12,6 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from strategies.common.errors import RemoteTraceback
 
 VARIABLE = "RELAY_FULL_TRACEBACK"
 """Variable of the environment; if it is set, all frames are shown."""
@@ -34,8 +36,8 @@ def _folders() -> list[str]:
 def folded(error: BaseException) -> tuple[TracebackType | None, int]:
     """Return the traceback of an error without frames of libraries, and the number of frames left out.
 
-    Nothing is left out if :data:`VARIABLE` is set, if no other frame would be left, or if a library has raised the
-    error by mistake.
+    The frame that raised the error stays, unless another process has raised it. Nothing is left out if
+    :data:`VARIABLE` is set, if no other frame would be left, or if a library has raised the error by mistake.
     """
     frames = []
     entry = error.__traceback__
@@ -53,10 +55,10 @@ def folded(error: BaseException) -> tuple[TracebackType | None, int]:
         path = entry.tb_frame.f_code.co_filename.replace(os.sep, "/")
         return is_of_library(entry) or any(part in path for part in _WRAPPERS)
 
-    last = frames[-1]
-    if is_of_library(last) and isinstance(error, _BUGS) and error.__cause__ is None:
+    last, is_passed_on = frames[-1], isinstance(error.__cause__, RemoteTraceback)
+    if is_of_library(last) and isinstance(error, _BUGS) and not is_passed_on:
         return error.__traceback__, 0
-    kept = [entry for entry in frames if not only_calls(entry) or (entry is last and not is_of_library(entry))]
+    kept = [entry for entry in frames if not only_calls(entry) or (entry is last and not is_passed_on)]
     if not kept:
         return error.__traceback__, 0
     shown: TracebackType | None = None

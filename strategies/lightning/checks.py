@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from strategies.checkpoint.store import STATE_DICT_TYPES
-from strategies.commands.failure import RemoteTraceback
+from strategies.common.errors import RemoteTraceback
 from strategies.common.names import did_you_mean
 from strategies.common.torch_compat import BatchNorm
 from strategies.lightning.compat import (

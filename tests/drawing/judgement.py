@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import strategies
-from strategies.commands.failure import RemoteTraceback
+from strategies.common.errors import RemoteTraceback
 
 EQUAL, REFUSED, NOT_BUILT, FAILED = "equal", "refused", "not built", "FAILED"
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from strategies import RPCSequentialStrategy
-from strategies.commands.failure import RemoteTraceback
+from strategies.common.errors import RemoteTraceback
 from trainer import Trainer
 
 NUM_BATCHES, ROWS, MICROBATCHES = 5, 6, 3

@@ -4,8 +4,8 @@ import os
 import pickle
 import threading
 
-from strategies.commands.failure import Failure, RemoteTraceback
-from strategies.common.errors import PeerFailed
+from strategies.commands.failure import Failure
+from strategies.common.errors import PeerFailed, RemoteTraceback
 
 
 class Picky(Exception):

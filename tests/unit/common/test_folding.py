@@ -12,6 +12,7 @@ import pytest
 from paths import environment
 
 from strategies.common import folding, names
+from strategies.common.errors import RemoteTraceback
 from strategies.common.folding import VARIABLE, folded
 
 SCRIPT = """
@@ -63,14 +64,18 @@ def caught(function: Any, *args: Any) -> Exception:
     raise AssertionError("nothing was raised")
 
 
+def passes_on(what: type[Exception]) -> None:
+    globals()["library"](what)
+
+
 def functions_shown(error: Exception) -> list[str]:
     return [frame.name for frame in traceback.extract_tb(folded(error)[0])]
 
 
-def as_library(function: FunctionType) -> FunctionType:
+def as_library(function: FunctionType, **variables: Any) -> FunctionType:
     """The same function, of a file of Relay."""
     code = function.__code__.replace(co_filename=names.__file__)
-    return FunctionType(code, {**function.__globals__})
+    return FunctionType(code, {**function.__globals__, **variables})
 
 
 def test_frames_of_libraries_are_left_out_and_the_exception_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,13 +84,16 @@ def test_frames_of_libraries_are_left_out_and_the_exception_keeps_them(monkeypat
     def refuses(what: type[Exception]) -> None:
         raise what("told in words")
 
-    refusal = caught(as_library(refuses), ValueError)
-    assert functions_shown(refusal) == ["caught"]
+    library = as_library(refuses)
+    refusal = caught(as_library(passes_on, library=library), ValueError)
+    assert functions_shown(refusal) == ["caught", "refuses"]
     assert folded(refusal)[1] == 1
-    assert len(traceback.extract_tb(refusal.__traceback__)) == 2
+    assert len(traceback.extract_tb(refusal.__traceback__)) == 3
+    refusal.__cause__ = RemoteTraceback("stage 0", "its traceback")
+    assert functions_shown(refusal) == ["caught"]
     assert functions_shown(caught(as_library(refuses), AttributeError)) == ["caught", "refuses"]
     monkeypatch.setenv(VARIABLE, "1")
-    assert functions_shown(refusal) == ["caught", "refuses"]
+    assert functions_shown(refusal) == ["caught", "passes_on", "refuses"]
 
 
 def test_the_hook_is_set_once_and_does_not_keep_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
