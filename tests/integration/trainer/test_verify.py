@@ -20,6 +20,8 @@ from trainer.verification import process, runner
 from trainer.verification.certificate import DOCUMENTED, EQUAL, WRONG
 from trainer.verification.certificate_report import as_dict
 
+pytestmark = pytest.mark.timeout(300)
+
 TWO, FOUR = [4, 3], [2, 2, 2, 1]
 
 
@@ -89,7 +91,7 @@ def test_a_sound_model_is_equal() -> None:
 
 @pytest.mark.slow
 def test_sound_models_are_not_called_wrong() -> None:
-    found = run(certificates, [case[:2] for case in SOUND], timeout_seconds=170)
+    found = run(certificates, [case[:2] for case in SOUND], timeout_seconds=280)
     assert [each["verdict"] for each in found] == [case[2] for case in SOUND]
     for each, (extra, settings, _, reason) in zip(found, SOUND, strict=True):
         assert reason in "".join(each["reasons"]), (extra, settings)
@@ -105,7 +107,7 @@ def test_faults_of_a_worker_are_found_on_its_stage() -> None:
             ("late", {"checkpoint": "never"}),
             ("numpy", {"schedule": "1f1b"}),
         ],
-        timeout_seconds=150,
+        timeout_seconds=280,
     )
     assert {each["verdict"] for each in (scaled, left_out, late, drawn)} == {WRONG}
     for each in (scaled, left_out):
@@ -141,7 +143,7 @@ def with_ranks(settings: dict[str, Any]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"stage": 1}, {"stage": 2, "overlap_with_ddp": True}, {"stage": 3}])
 def test_ranks(settings: dict[str, Any]) -> None:
-    found = run(with_ranks, settings, timeout_seconds=170)
+    found = run(with_ranks, settings, timeout_seconds=280)
     assert (found["verdict"], found["reference"]) == (DOCUMENTED, "one process")  # with the masks of every rank
     assert "first rank" in found["reasons"][0]
     assert ("gradients" in found["compared"]) == ("overlap_with_ddp" not in settings)
@@ -174,7 +176,7 @@ def command(extra: str) -> tuple[int, str, str]:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert sorted(path.name for path in Path.cwd().rglob("*")) == ["config.yaml", "found.json"], done.stderr
     return done.returncode, done.stdout, Path("found.json").read_text()
@@ -183,7 +185,7 @@ def command(extra: str) -> tuple[int, str, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("extra", ["none", "scaled"])
 def test_the_command_writes_a_certificate_and_nothing_else(extra: str) -> None:
-    status, said, written = run(command, extra, timeout_seconds=150)
+    status, said, written = run(command, extra, timeout_seconds=280)
     found = json.loads(written)
     assert (status, found["verdict"]) == ((0, EQUAL) if extra == "none" else (1, WRONG))
     assert f"Verdict: {found['verdict']}" in said
