@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import strategies
-from strategies.common.folding import fold_when_shown
+from strategies.commands.folding import fold_when_shown
 from strategies.common.names import PLUGINS, did_you_mean
 from strategies.lightning.checkpoints import load_as_relay
 from strategies.lightning.checks import explained_gpus

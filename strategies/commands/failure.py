@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import cloudpickle
 
+from strategies.commands.folding import folded
 from strategies.common.errors import RemoteTraceback, is_consequence
-from strategies.common.folding import folded
 
 
 @dataclass(frozen=True)

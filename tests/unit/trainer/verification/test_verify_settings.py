@@ -62,8 +62,9 @@ def test_refused_within_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_model() -> None:
     trainer = Trainer(accelerator="cpu", devices=2, strategy="rpc_sequential", logger=False)
+    no_model: Any = nn.Linear(1, 1)
     with pytest.raises(TypeError, match="must be a LightningModule, got Linear"):
-        trainer.verify(nn.Linear(1, 1))  # type: ignore[arg-type]
+        trainer.verify(no_model)
 
 
 def test_a_strategy_can_be_made_again_with_one_stage() -> None:
@@ -159,4 +160,5 @@ def test_a_certificate_says_what_is_wrong(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_the_strategy_keeps_the_arguments_that_it_was_given() -> None:
-    assert ZeROStrategy(stage=2).given_arguments == {"stage": 2}  # type: ignore[attr-defined]
+    strategy: Any = ZeROStrategy(stage=2)  # the constructor's wrapper adds the attribute
+    assert strategy.given_arguments == {"stage": 2}

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from paths import environment
 
-from strategies.common import folding, names
+from strategies.commands import folding
+from strategies.commands.folding import VARIABLE, folded
+from strategies.common import names
 from strategies.common.errors import RemoteTraceback
-from strategies.common.folding import VARIABLE, folded
 
 SCRIPT = """
 import torch
