@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trainer.verification.compare import PARTS, Finding, Rounding, findings, is_missing
-from trainer.verification.record import RunRecord
+from trainer.verification.record import RunRecord, Values
 
 EQUAL, DOCUMENTED, WRONG = "equal to rounding", "different as documented", "wrong"
 
@@ -363,6 +363,11 @@ def _of_norm(
     return "global norm", what, "clipping: which gradients it adds up, and whether it scales them"
 
 
+def _before(record: RunRecord, step: int) -> Values:
+    """Return the values with which a step began."""
+    return record.initial if step == 0 else record.steps[step - 1].values
+
+
 def _of_parameters(
     first: Finding, same: Sequence[Finding], actual: RunRecord, reference: RunRecord, one: RunRecord
 ) -> tuple[str, str, str]:
@@ -370,8 +375,8 @@ def _of_parameters(
     if is_missing(first.actual):
         return layer, f"there is no {first.name}", "whether the parameter is carried to its stage and back"
     wrong = wrong_ones(same)
-    before = actual.initial if step == 0 else actual.steps[step - 1].values
-    theirs = reference.initial if step == 0 else reference.steps[step - 1].values
+    before = _before(actual, step)
+    theirs = _before(reference, step)
     for group in reference.ties:
         values = [actual.steps[step].values.get(name) for name in group]
         if any(each.name in group for each in wrong) and any(
@@ -427,7 +432,7 @@ def _of_buffers(
     layer, step = layer_of(first.name), first.step or 0
     if is_missing(first.actual):
         return layer, f"there is no buffer {first.name}", "whether the buffer is carried to its stage and back"
-    before = actual.initial if step == 0 else actual.steps[step - 1].values
+    before = _before(actual, step)
     if first.name in before and torch.equal(first.actual, before[first.name]):
         return layer, f"the buffer {first.name} did not change", "whether the buffer is carried back from its stage"
     return (
