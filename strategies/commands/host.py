@@ -175,9 +175,9 @@ class _Compute(Generic[T]):
         """How calls of an order have failed."""
 
     def run(self) -> None:
-        self._activity.begin()
-        while self._run_next():
-            pass
+        with self._activity.running():
+            while self._run_next():
+                pass
 
     # The methods below keep no local variable that would hold arguments and results of a job during the next wait.
 

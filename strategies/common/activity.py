@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,9 +71,11 @@ class Activity:
         self._thread: threading.Thread | None = None
         self._note = Note(note) if note is not None else None
 
-    def begin(self) -> None:
-        """Called by the compute thread, ahead of all else."""
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Within this, the calling thread is the one that computes."""
         self._thread = threading.current_thread()
+        yield
 
     @property
     def doing(self) -> str:

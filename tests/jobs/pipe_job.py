@@ -126,6 +126,39 @@ def overlap() -> dict[str, float]:
     }
 
 
+class DrawsTwice(nn.Module):
+    """Multiplies by two random numbers, and takes its time between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.rand_like(x)
+        time.sleep(NAP_SECONDS / 5)
+        return x * first * torch.rand_like(x)
+
+
+class SlowSGD(torch.optim.SGD):
+    """Takes its time in a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(NAP_SECONDS / 5)
+        return super().step(closure)
+
+
+def one_worker() -> dict[str, Any]:
+    """Two steps with two partitions on one worker that draw random numbers, and with all of them here."""
+    net = nn.Sequential(nn.Linear(4, 4), DrawsTwice(), nn.Identity(), DrawsTwice(), nn.Linear(4, 4))
+    found = {}
+    for places in (["w1", "w1", None, "w1", "w1"], [None] * 5):
+        pipe = Pipe(placed(copy.deepcopy(net), *places), chunks=4, checkpoint="always")
+        optimizer = SlowSGD(pipe.parameters(), lr=0.1)
+        pipe.follow(optimizer)
+        torch.manual_seed(1)
+        for _ in range(2):
+            pipe(torch.rand(8, 4)).local_value().sum().backward()
+            optimizer.step()
+        found["on one worker" if places[0] else "here"] = dict(pipe.state_dict())
+    return found
+
+
 class FailsGoingBack(nn.Module):
     """Raises in the backward pass of the third micro-batch that goes back."""
 
@@ -250,7 +283,7 @@ def everything() -> dict[str, Any]:
     warnings.simplefilter("ignore")
     with rpc_workers(2):
         found: dict[str, Any] = {}
-        for job in (parity, overlap, errors, freed, odds, partitions, refusals, mixed):
+        for job in (parity, overlap, one_worker, errors, freed, odds, partitions, refusals, mixed):
             found[job.__name__] = job()
             gc.collect()
         return found

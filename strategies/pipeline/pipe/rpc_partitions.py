@@ -3,16 +3,17 @@
     user's process ── commands ─┬──────────────────────┐
       inputs ──▶ partition 0 ──▶ partition 1 ──▶ partition 2 ──▶ outputs
 
-Each partition on a worker is a stage with a thread of its own, so micro-batches in different places overlap. The
-partitions of the user's process are chunks of the driver's stage. The schedule is ``gpipe``, under whatever placement
-of partitions the user has chosen.
+Each partition on a worker is a stage with a thread of its own, so micro-batches in different places overlap. Partitions
+on one worker compute in turn, because a process has one set of random generators. The partitions of the user's process
+are chunks of the driver's stage. The schedule is ``gpipe``, under whatever placement of partitions the user has chosen.
 
 Index letters: ``i`` partition, which is a chunk of the pipeline; ``r`` rank.
 """
 
+import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -51,6 +52,9 @@ from strategies.pipeline.worker.hosted import HostedStage, taken
 from strategies.pipeline.worker.setup import StageSetup
 
 _CPU = torch.device("cpu")
+
+_turn = threading.Lock()
+"""Held by the partition of this process that computes."""
 
 
 class RpcPartitions(NotCopyable):
@@ -242,7 +246,7 @@ def host_partition(
         inboxes: The ``RRef`` to the inbox of each rank.
         description: The partition in words.
     """
-    activity = Activity()
+    activity = _InTurn()
 
     def create() -> HostedStage:
         transport = RpcTransport(rank, inboxes, torch.device(setup.device), activity.wait)
@@ -251,6 +255,29 @@ def host_partition(
         )
 
     return Host(create, StageCommands, name=description, activity=activity).start()
+
+
+class _InTurn(Activity):
+    """Computes while no other partition of the process does, which may seed the generators that a layer draws from."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        with _turn, super().running():
+            yield
+
+    def wait(self, wait: Callable[[], Any]) -> Any:
+        return super().wait(partial(_out_of_turn, wait))
+
+    def idle(self, wait: Callable[[], Any]) -> Any:
+        return super().idle(partial(_out_of_turn, wait))
+
+
+def _out_of_turn(wait: Callable[[], Any]) -> Any:
+    _turn.release()
+    try:
+        return wait()
+    finally:
+        _turn.acquire()
 
 
 def _close(hosts: Sequence[Any]) -> None:

@@ -55,6 +55,11 @@ def test_micro_batches_overlap(found):
     assert found["overlap"]["backward"] < 9
 
 
+def test_partitions_on_one_worker_draw_the_numbers_of_one_process(found):
+    """In their passes and recomputations; and a step of one is not refused for what the other has drawn meanwhile."""
+    assert_same(found["one_worker"]["on one worker"], found["one_worker"]["here"], 1e-9)
+
+
 def test_errors(found):
     got = found["errors"]
     for places in (("w1", "w2", None), (None, "w1", "w2"), ("w2", None, "w1")):

@@ -107,11 +107,11 @@ def test_what_a_thread_does_is_seen_from_another_one(tmp_path: Path) -> None:
     assert noted(tmp_path / "none") == "while it started" and noted(None) == ""
 
     def compute() -> None:
-        activity.begin()
-        activity.doing = "F0, layer 3"
-        asleep.set()
-        go_on.wait()
-        activity.idle(lambda: (asleep.set(), go_on.wait()))
+        with activity.running():
+            activity.doing = "F0, layer 3"
+            asleep.set()
+            go_on.wait()
+            activity.idle(lambda: (asleep.set(), go_on.wait()))
 
     thread = threading.Thread(target=compute)
     thread.start()
