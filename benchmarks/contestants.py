@@ -154,7 +154,9 @@ class Relay:
         return f"{self.settings.microbatches} micro-batches, balance {self.balance}"
 
     def found(self, microbatches: int) -> tuple[Settings, list[int]]:
-        from strategies.planning import automatic  # imports Lightning, which takes other contestants a second
+        # These import Lightning, which takes other contestants a second.
+        from strategies.lightning.search_settings import SearchSettings, with_schedule
+        from strategies.planning import automatic
 
         model: Any = WithLoss(self.shape)
         planned = automatic.find_schedule(
@@ -163,10 +165,10 @@ class Relay:
             num_stages=PROCESSES,
             given=None,
             settings=self.settings,
-            choices=automatic.SearchSettings("auto", "auto" if self.finds_microbatches else microbatches),
+            choices=SearchSettings("auto", "auto" if self.finds_microbatches else microbatches),
             device=torch.device("cpu"),
         )
-        return automatic.with_schedule(self.settings, planned), planned.balance
+        return with_schedule(self.settings, planned), planned.balance
 
     def plan(self) -> tuple[ActionTable, list[int]]:
         """Returns the table and the balance."""
